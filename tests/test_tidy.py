@@ -267,7 +267,7 @@ def test_shared_imports_by_name_only_where_it_is_listed() -> None:
 
 
 GATEWAY = SERVICES["bombus_gateway"]
-DOORS = ("openai", "swarm")
+DOORS = ("anthropic", "openai", "responses", "swarm")
 
 
 def modules_of(path: Path) -> set[str]:
@@ -295,11 +295,15 @@ def imports_of_room(room: str, others: tuple[str, ...]) -> list[str]:
 
 def test_every_door_of_the_gateway_is_named_here() -> None:
     rooms = {folder.name for folder in GATEWAY.iterdir() if (folder / "__init__.py").exists()}
-    assert rooms == {"call", "text", *DOORS}
+    assert rooms == {"call", "decoding", "harnesses", "history", "text", *DOORS}
 
 
-def test_calls_know_no_door() -> None:
-    assert not imports_of_room("call", DOORS)
+def test_calls_know_no_door_and_no_harness() -> None:
+    assert not imports_of_room("call", ("harnesses", *DOORS))
+
+
+def test_what_is_known_of_harnesses_knows_no_door() -> None:
+    assert not imports_of_room("harnesses", DOORS)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -308,7 +312,7 @@ def test_no_door_of_the_gateway_imports_another(door: str) -> None:
 
 
 def test_text_knows_neither_calls_nor_doors() -> None:
-    assert not imports_of_room("text", ("call", *DOORS))
+    assert not imports_of_room("text", ("call", "harnesses", *DOORS))
 
 
 # ---- folders and names ----

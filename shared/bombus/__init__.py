@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from bombus.sdk.client import SwarmClient, start_engines
     from bombus.sdk.errors import EpisodesFailed, InfraError, SwarmError
     from bombus.sdk.job import Job
-    from bombus.sdk.types import Credentials, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
+    from bombus.sdk.types import Credentials, EpisodeUsage, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
 
 __all__ = [
     "AsyncSwarmClient",
     "Credentials",
+    "EpisodeUsage",
     "EpisodesFailed",
     "InfraError",
     "Job",
@@ -31,6 +32,7 @@ __all__ = [
 _HOMES = {
     "AsyncSwarmClient": "bombus.sdk.aio",
     "Credentials": "bombus.sdk.types",
+    "EpisodeUsage": "bombus.sdk.types",
     "EpisodesFailed": "bombus.sdk.errors",
     "InfraError": "bombus.sdk.errors",
     "Job": "bombus.sdk.job",

@@ -31,6 +31,8 @@ class Code(StrEnum):
     UNKNOWN_ENGINE = "unknown_engine"
     UNKNOWN_MODEL = "unknown_model"
     UNKNOWN_EPISODE = "unknown_episode"
+    UNKNOWN_CALL = "unknown_call"
+    UNKNOWN_PATH = "unknown_path"
     EPISODE_OVER = "episode_over"
     NOT_YOUR_EPISODE = "not_your_episode"
     OTHER_OUTCOME = "other_outcome"
@@ -64,6 +66,8 @@ STATUS: dict[Code, int] = {
     Code.UNKNOWN_ENGINE: 404,
     Code.UNKNOWN_MODEL: 404,
     Code.UNKNOWN_EPISODE: 400,
+    Code.UNKNOWN_CALL: 404,
+    Code.UNKNOWN_PATH: 404,
     Code.EPISODE_OVER: 403,
     Code.NOT_YOUR_EPISODE: 404,
     Code.OTHER_OUTCOME: 409,

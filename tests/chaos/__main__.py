@@ -2,14 +2,11 @@
 
 import argparse
 import asyncio
-import logging
 import shutil
 import sys
-import tempfile
-import time
-from pathlib import Path
 
 from tests.chaos.run import run, summary
+from tests.long_runs import begin
 
 
 def main() -> int:
@@ -22,15 +19,7 @@ def main() -> int:
         "--broken-replica", action="store_true", help="one replica more, which never loads: its server is not there"
     )
     arguments = parser.parse_args()
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    seed = int(time.time()) if arguments.seed is None else arguments.seed
-    folder = Path(tempfile.mkdtemp(prefix="bombus-chaos-"))
-    print(f"seed {seed}, folder {folder}", flush=True)
-    began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True)
-
+    seed, folder, say = begin("chaos", arguments.seed)
     outcome = asyncio.run(run(folder, arguments.kills, seed, say, arguments.broken_replica))
     print(summary(outcome))
     for wrong in outcome.report.wrong:

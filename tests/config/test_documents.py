@@ -524,6 +524,16 @@ def test_with_the_backend_verl_any_name_of_an_estimator_or_a_loss_is_accepted() 
     assert (found.adv_estimator, found.loss) == ("gpg", "sapo")
 
 
+@pytest.mark.parametrize(("biased", "sampling"), [(True, "obey"), (False, "refuse")])
+def test_a_job_of_a_log_whose_field_for_biased_sampling_has_another_name_now_is_read(
+    biased: bool, sampling: str
+) -> None:
+    tree = RunConfig().model_dump(mode="json")
+    del tree["rollout"]["sampling"]
+    tree["rollout"]["allow_biased_sampling"] = biased
+    assert RunConfig.from_json(json.dumps(tree)).rollout.sampling == sampling
+
+
 def test_a_configuration_of_an_earlier_version_trains_as_it_did() -> None:
     tree = json.loads(parse_job({}).to_json())
     fields = ("loss", "correction", "entropy_coef", "overlong", "use_opsm", "enable_lora")

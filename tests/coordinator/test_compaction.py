@@ -34,6 +34,7 @@ from bombus_coordinator.snapshotter import SnapshotPace, Snapshotter
 from tests.bus.test_snapshots import folded, put
 from tests.conftest import MB
 from tests.coordinator.test_shell import ENGINE, boot, claim, leading
+from tests.patience import PATIENCE_S
 
 EVENTS_BYTES_MAX = 2 * MB
 LIMITS = StreamLimits(
@@ -415,7 +416,7 @@ async def test_a_log_with_a_gap_is_not_folded_again_and_again(small: Bus) -> Non
     third = await small.get(small.subjects.events_stream, 3)
     await small.purge_below(small.subjects.events_stream, 4, third.subject)
     with pytest.raises(LogCorrupted, match="event 3 is missing"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await Coordinator(small).lead()
 
 

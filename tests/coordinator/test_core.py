@@ -377,6 +377,22 @@ def test_a_cut_off_call_is_noted_but_never_belongs_to_the_outcome(harness: CoreH
     assert harness.engine.pool[episode].calls == ()
 
 
+def test_a_masked_side_call_belongs_to_the_outcome_and_has_no_reward_and_no_age(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
+    for number, masked in enumerate((True, False, True)):
+        noted = NotedCall(
+            episode, CallRef(number, f"n{number}", b"d"), 5, 2, number, number, merged=True, masked=masked
+        )
+        harness.send(inbox.CallRecorded(id=f"m{number}", engine=ENGINE, run=1, call=noted))
+    counters = harness.engine.counters
+    assert (counters.calls, counters.calls_masked, counters.calls_merged) == (3, 2, 1)
+    why = refused(harness.end(episode, reward=None, call_rewards=(1.0, 1.0, 1.0)), Code.BAD_REWARD)
+    assert "3 rewards for 1 completed calls (side calls of its harness, 2 here, have none)" in why
+    assert isinstance(harness.end(episode, reward=None, call_rewards=(0.5,)), Done)
+    ended = harness.engine.pool[episode]
+    assert ([ref.id for ref in ended.calls], ended.reward, ended.oldest) == (["n0", "n1", "n2"], 0.5, 1)
+
+
 def test_ending_twice_with_the_same_outcome_gets_the_same_answer(harness: CoreHarness) -> None:
     episode = harness.play("t1", 1.0)
     harness.core.live.answers.clear()
@@ -705,11 +721,12 @@ def test_rolling_waits_for_at_least_one_replica() -> None:
     harness.tick(after_s=10_000)
     assert harness.phase() == Phase.WEIGHT_SYNCING
     alive = inbox.ReplicaAlive(
-        id="y", engine=ENGINE, replica="r2", url="http://r2", run=1, version=1, sequence_tokens=99
+        id="y", engine=ENGINE, replica="r2", url="http://r2", run=1, version=1, sequence_tokens=99, constrains=True
     )
     harness.send(alive)
     assert harness.phase() == Phase.ROLLING
     assert harness.engine.replicas["r2"].sequence_tokens == 99
+    assert harness.engine.replicas["r2"].constrains
 
 
 def test_a_replica_without_heartbeats_leaves() -> None:

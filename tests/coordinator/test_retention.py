@@ -17,6 +17,7 @@ from bombus_coordinator.retention import FILL_FOR_REPLAY, Floor, Purge, floor, f
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.core_world import World
 from tests.coordinator.test_shell import boot, claim, end, leading
+from tests.patience import PATIENCE_S
 
 MB = 1 << 20
 RECORD_BYTES = 100 << 10
@@ -271,7 +272,7 @@ async def test_a_state_that_is_not_stored_purges_nothing(bus: Bus) -> None:
         return position
 
     task = asyncio.create_task(run(bus, lambda: hive, stored, period_s=0.01))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await looked.wait()
         assert (await bus.state(bus.subjects.calls_stream)).first_seq == 1
         position = 6  # the append is stored
@@ -318,7 +319,7 @@ async def train(bus: Bus, batch: ev.BatchReady) -> None:
 async def test_a_run_whose_calls_would_overfill_the_stream_continues(bus: Bus) -> None:
     """Thirty steps make three times as much as the stream takes, all of it inside the replay window."""
     await bus.ensure_streams(LIMITS)
-    async with leading(bus, trim_s=0.02) as coordinator, asyncio.timeout(60):
+    async with leading(bus, trim_s=0.02) as coordinator, asyncio.timeout(PATIENCE_S):
         await boot(bus)
         for number in range(1, 31):
             await episode(bus, f"{number}-a")
@@ -347,7 +348,7 @@ async def test_a_server_that_refuses_the_purge_does_not_stop_the_coordinator(bus
         return position
 
     task = asyncio.create_task(run(bus, lambda: hive, stored, period_s=0.001))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await looked.wait()
     assert not task.done()
     task.cancel()

@@ -16,6 +16,7 @@ from bombus.hive.events import Collection, EpisodeType, NotedCall, Weights
 from bombus.hive.records import CallRef
 from bombus.hive.state import Phase
 from bombus_coordinator.shell import Coordinator, Housekeeping
+from tests.patience import PATIENCE_S
 
 ENGINE = "main"
 
@@ -182,7 +183,7 @@ async def test_r5_the_leader_puts_time_into_the_log_and_idle_episodes_expire_by_
         assert isinstance(granted, inbox.Granted)
         follower = Follower(bus)
         following = asyncio.create_task(follower.run())
-        await follower.wait_for(lambda hive: granted.episodes[0] in hive.engine(ENGINE).closed, timeout_s=10)
+        await follower.wait_for(lambda hive: granted.episodes[0] in hive.engine(ENGINE).closed, PATIENCE_S)
         following.cancel()
     closed = follower.hive.engine(ENGINE).closed[granted.episodes[0]]
     assert closed.aborted == ev.AbortReason.IDLE
@@ -196,7 +197,7 @@ async def test_r5_a_touch_keeps_a_long_generation_alive(bus: Bus) -> None:
         for number in range(8):
             await bus.inbox.send(inbox.Touch(id=f"touch{number}", engine=ENGINE, episodes=granted.episodes))
             newest = await bus.inbox.send(inbox.Tick(id=f"mine{number}"))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while coordinator._consumed < newest:
                     await asyncio.sleep(0.01)
             await asyncio.sleep(0.25)  # real time has to pass: the server stamps it
@@ -283,6 +284,6 @@ async def test_nonsense_in_the_inbox_does_not_stop_the_hive(bus: Bus) -> None:
 async def test_the_inbox_is_trimmed_up_to_what_is_decided(bus: Bus) -> None:
     async with leading(bus, trim_s=0.05):
         await boot(bus)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while (await bus.state(bus.subjects.inbox_stream)).first_seq == 1:
                 await asyncio.sleep(0.02)

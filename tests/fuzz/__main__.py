@@ -2,14 +2,11 @@
 
 import argparse
 import asyncio
-import logging
 import shutil
 import sys
-import tempfile
-import time
-from pathlib import Path
 
 from tests.fuzz.run import Bad, fuzz
+from tests.long_runs import begin
 
 
 def cases_of(text: str) -> range:
@@ -31,15 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of all that is sent (default: the clock)")
     parser.add_argument("--case", type=cases_of, default=range(0), metavar="N[-M]", help="send only these cases, once")
     arguments = parser.parse_args()
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    seed = int(time.time()) if arguments.seed is None else arguments.seed
-    folder = Path(tempfile.mkdtemp(prefix="bombus-fuzz-"))
-    print(f"seed {seed}, folder {folder}", flush=True)
-    began = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True)
-
+    seed, folder, say = begin("fuzz", arguments.seed)
     try:
         outcome = asyncio.run(fuzz(folder, seed, arguments.minutes * 60, say, arguments.case))
     except KeyboardInterrupt:

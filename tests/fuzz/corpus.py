@@ -23,7 +23,7 @@ JOB: dict[str, Any] = {
     },
     "bombus": {
         "model": {"path": "tiny", "dtype": "float32"},
-        "rollout": {**LENGTHS, "allow_chat_template_kwargs": True, "allow_biased_sampling": True},
+        "rollout": {**LENGTHS, "allow_chat_template_kwargs": True, "sampling": "obey"},
         "collection": {"batch_size": 2, "drain_s": 5.0},  # many episodes are never ended by their clients
         "trainer": {"lr": 0.001},
     },
@@ -113,6 +113,112 @@ COMPLETIONS: list[Tree] = [
     {"model": "any", "prompt": "a0=", "max_tokens": 4},
     {"model": "any", "prompt": [1, 2, 3], "max_tokens": 4, "logprobs": 2, "stream": True, "echo": False, "best_of": 1},
 ]
+USE = {"type": "tool_use", "id": "c1", "name": "look", "input": {"what": "a", "n": 5.0}}
+MESSAGES: list[Tree] = [
+    {"model": "any", "messages": [USER], "max_tokens": 4},
+    {
+        "model": "any",
+        "max_tokens": 3,
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "source": {"data": "x"}}]},
+            {"role": "system", "content": "t"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "d"},
+                    {"type": "text", "text": "b"},
+                    USE,
+                    {**USE, "id": "c2", "input": {"INVALID_JSON": "{"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": "found", "is_error": True},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c2",
+                        "content": [{"type": "text", "text": "c"}, {"type": "tool_reference", "tool_name": "late"}],
+                    },
+                ],
+            },
+        ],
+        "tools": [
+            {"name": "look", "description": "d", "input_schema": {"type": "object", "properties": {}}},
+            {"name": "late", "input_schema": {}, "type": "custom", "defer_loading": True},
+            {"type": "web_search_20250305", "name": "web_search"},
+        ],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high", "format": {"type": "json_schema", "schema": {}}},
+        "metadata": {"user_id": "u"},
+    },
+    {
+        "model": "any",
+        "messages": [USER],
+        "max_tokens": 16,
+        "stream": True,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "top_k": 5,
+        "stop_sequences": ["x", "\n\n"],
+    },
+]
+FUNCTION: Tree = {
+    "type": "function",
+    "name": "look",
+    "parameters": {"type": "object", "properties": {"what": {"type": "string"}}},
+}
+TEXT: Tree = {"type": "input_text", "text": "a0="}
+RESPONSES: list[Tree] = [
+    {"model": "any", "input": "a0=", "max_output_tokens": 4},
+    {
+        "model": "any",
+        "instructions": "s",
+        "input": [
+            {"type": "message", "role": "developer", "content": "d"},
+            {"role": "user", "content": [TEXT, {"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}], "content": None},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}], "id": "msg_1"},
+            {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"what": "a"}', "namespace": None},
+            {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "+a", "status": "completed"},
+            {"type": "function_call_output", "call_id": "c1", "output": [TEXT]},
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"},
+            {"type": "additional_tools", "role": "developer", "tools": [FUNCTION]},
+        ],
+        "tools": [
+            {
+                "type": "custom",
+                "name": "patch",
+                "format": {"type": "grammar", "syntax": "lark", "definition": "start:"},
+            },
+            {"type": "namespace", "name": "more", "description": "d", "tools": [FUNCTION]},
+            {"type": "web_search"},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "max_output_tokens": 4,
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "high", "summary": "auto"},
+        "client_metadata": {"a": "b"},
+    },
+    {
+        "model": "any",
+        "input": [{"role": "user", "content": [TEXT]}],
+        "previous_response_id": f"resp_{0:032x}",
+        "stream": True,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "truncation": "disabled",
+        "background": False,
+        "metadata": {},
+    },
+]
 OUTPUT = {
     "reward": 1.0,
     "is_success": True,
@@ -160,8 +266,29 @@ SWARM: dict[str, list[Tree]] = {
     "/abort_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES, "infra": True, "detail": "d"}],
     "/touch_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
 }
-BODIES: dict[str, list[Tree]] = {**SWARM, "/v1/chat/completions": CHATS, "/v1/completions": COMPLETIONS}
+TOKENIZE: list[Tree] = [
+    {"prompt": "a0=", "return_token_strs": True},
+    {"model": "any", "messages": [USER], "tools": [TOOL], "add_generation_prompt": False},
+]
+DETOKENIZE: list[Tree] = [{"model": "any", "tokens": [1, 2, 3]}]
+BODIES: dict[str, list[Tree]] = {
+    **SWARM,
+    "/v1/chat/completions": CHATS,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/tokenize": TOKENIZE,
+    "/v1/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
+    "/v1/detokenize": DETOKENIZE,
+    "/v1/embeddings": [{"model": "any", "input": "a"}],
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": MESSAGES,
+}
 WITHOUT_BODY = {
+    "/v1/messages/x",
+    "/v1/models/x",
+    "/v1/responses/x",
+    "/v1/x",
     "/get_engine_status",
     "/get_current_batch_rollout_pool_information",
     "/get_server_experiment_dir",

@@ -24,12 +24,15 @@ from bombus.replay import archive
 from bombus.replay.source import NotOnLog
 from bombus.telemetry import traceparent_of
 from bombus.weights import adapters, deltas
+from bombus_gateway.anthropic.request import read_messages
 from bombus_gateway.keys import Keys
 from bombus_gateway.openai.request import read_chat, read_completion
+from bombus_gateway.openai.tokenizing import read_tokenize
+from bombus_gateway.responses.request import read_response_request
 from bombus_gateway.swarm import bodies
 from bombus_inference.model_files import read_shapes
 from bombus_trainer.publish import checkpoint
-from tests.fuzz.corpus import CHATS, COMPLETIONS, JOB, SWARM, TRACEPARENT
+from tests.fuzz.corpus import CHATS, COMPLETIONS, JOB, MESSAGES, RESPONSES, SWARM, TOKENIZE, TRACEPARENT
 from tests.fuzz.examples import examples
 from tests.fuzz.values import Tree, to_json, to_msgpack
 
@@ -215,7 +218,10 @@ def all_decoders() -> tuple[Decoder, ...]:
         Decoder("job", _text(parse_job), (Refused,), [JOB], to_json),
         Decoder("configuration", _text(RunConfig.from_json), (Refused,), [_configuration()], to_json),
         Decoder("chat", _plain(read_chat), (Refused,), CHATS, to_json),
+        Decoder("message", _plain(read_messages), (Refused,), MESSAGES, to_json),
         Decoder("completion", _plain(read_completion), (Refused,), COMPLETIONS, to_json),
+        Decoder("responses", _plain(read_response_request), (Refused,), RESPONSES, to_json),
+        Decoder("tokenize", _plain(read_tokenize), (Refused,), TOKENIZE, to_json),
         Decoder("end of an episode", _plain(_end), (Refused,), SWARM["/end_episode"], to_json),
         *_bodies(),
     )

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ def main() -> int:
 
     def hangs(_: int, frame: FrameType | None) -> None:
         print(f"BAD case {now + 1}: still decoding after {HANG_S} s", flush=True)
+        traceback.print_stack(frame)
         sys.exit(1)
 
     signal.signal(signal.SIGALRM, hangs)

@@ -167,7 +167,7 @@ def _job(pick: random.Random) -> bytes:
 def _headers(path: str, pick: random.Random, changes: bool) -> tuple[tuple[str, bytes], ...]:
     key = pick.choices((b"@key@", b"@eval_key@", b"@other_key@", b"@ended_key@", b"@key@x", b""), (6, 4, 2, 1, 1, 1))[0]
     headers = [("host", b"@host@"), ("connection", b"close"), ("content-type", b"application/json")]
-    if "/v1/" in path:
+    if "/v1/" in path or path.endswith("tokenize"):
         headers.append(("authorization", b"Bearer " + key))
     if changes and pick.random() < 0.3:
         headers.append(_odd_header(pick))

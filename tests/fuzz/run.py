@@ -66,6 +66,7 @@ def routes_of(bus: Bus) -> list[Route]:
 def app_routes(app: GatewayApp) -> list[Route]:
     found = {(method, route.path or "") for route in iter_route_contexts(app.routes) for method in route.methods or ()}
     found |= {("GET" if path.endswith("/models") else "POST", path) for path in app.hot}
+    found |= {("GET", f"{prefix}x") for prefix, _ in app.below}
     return sorted(found)
 
 

@@ -78,7 +78,8 @@ async def _send(writer: asyncio.StreamWriter, chunks: Sequence[bytes | float]) -
 
 
 def _reset_on_close(writer: asyncio.StreamWriter) -> None:
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if not writer.is_closing():  # else asyncio may have closed the socket, as it does when a write fails
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 class _Parser:

@@ -17,7 +17,7 @@ from tests.fuzz.messages import message
 from tests.fuzz.requests import Door, HttpCase, Kind, Request, http_case
 from tests.fuzz.run import fuzz, routes_of
 from tests.fuzz.sockets import Ended, Received
-from tests.fuzz.values import at, mutated, paths
+from tests.fuzz.values import Pairs, at, copies, mutated, paths
 from tests.inference.test_server import serving
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +47,7 @@ DECODING = {
     "bombus/host/installing.py": OWN,
     "bombus/replay/archive.py": "archive",
     "bombus/replay/episode/tree.py": "a map of files, which is decoded as messages are",
+    "bombus/rollout/tasks.py": OWN,
     "bombus/sdk/core.py": CLIENT,
     "bombus/weights/adapters.py": "adapter",
     "bombus/weights/deltas.py": "delta",
@@ -54,11 +55,18 @@ DECODING = {
     "bombus_coordinator/compaction.py": OWN,
     "bombus_coordinator/preparing.py": OWN,
     "bombus_coordinator/rules/beginning.py": "a job that was a configuration before",
-    "bombus_gateway/call/conversation.py": "chat",
+    "bombus_gateway/anthropic/request.py": "message",
+    "bombus_gateway/anthropic/response.py": "what a model samples: tests/gateway/test_anthropic.py",
+    "bombus_gateway/harnesses/marks.py": "a header: tests/gateway/test_harness_marks.py",
+    "bombus_gateway/history/identity.py": "chat",
     "bombus_gateway/call/models.py": "a map of files, which is decoded as messages are",
+    "bombus_gateway/decoding/json_body.py": "chat",
     "bombus_gateway/keys.py": "key",
     "bombus_gateway/text/reading/values.py": "what a model samples: tests/gateway/reading/test_total.py",
     "bombus_gateway/openai/request.py": "chat",
+    "bombus_gateway/openai/tokenizing.py": "tokenize",
+    "bombus_gateway/responses/request.py": "responses",
+    "bombus_gateway/responses/tools.py": "what a model samples: tests/gateway/responses/test_output.py",
     "bombus_inference/backends/openai/servers.py": SERVER,
     "bombus_inference/backends/openai/wire.py": SERVER,
     "bombus_inference/backends/vllm/wire.py": SERVER,
@@ -137,6 +145,13 @@ def test_a_case_follows_from_its_seed_and_number() -> None:
 
     assert [told(number) for number in range(60)] == [told(number) for number in range(60)]
     assert told(1) != told(2)
+
+
+def test_a_large_value_is_copied_once_whatever_it_is_made_of() -> None:
+    """Copies of copies of an object whose names repeat took minutes to write."""
+    for large in ("x" * 2_000_000, [0] * 20_000, Pairs(tuple(("a", 0) for _ in range(20_000)))):
+        assert len(copies(large, 500)) == 1
+    assert len(copies(Pairs((("a", 0),)), 500)) == 500
 
 
 def test_a_change_leaves_the_tree_that_it_was_made_of_alone() -> None:

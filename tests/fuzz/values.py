@@ -164,7 +164,7 @@ def _changed_value(value: Tree, pick: random.Random, donors: Sequence[Tree]) -> 
         return at(donor, pick.choice(list(paths(donor))))
     if roll < 0.56:
         return pick.choice(
-            ([value], _copies(value, pick.choice((2, 64, 500))), {"a": value}, json.dumps(str(value)[:200]))
+            ([value], copies(value, pick.choice((2, 64, 500))), {"a": value}, json.dumps(str(value)[:200]))
         )
     match value:
         case bool() | None:
@@ -182,10 +182,25 @@ def _changed_value(value: Tree, pick: random.Random, donors: Sequence[Tree]) -> 
     return pick.choice(ODD)
 
 
-def _copies(value: Tree, count: int) -> list[Tree]:
+def copies(value: Tree, count: int) -> list[Tree]:
     """Return copies of a value, as many of `count` as keep a request writable in a moment."""
-    parts = sum(len(part) // 100 + 1 if isinstance(part := at(value, path), str) else 1 for path in paths(value))
-    return [value] * max(1, min(count, 20_000 // parts))
+    return [value] * max(1, min(count, 20_000 // _size(value)))
+
+
+def _size(tree: Tree) -> int:
+    """Return roughly how much a tree is to write, in values or hundreds of characters."""
+    match tree:
+        case Pairs():
+            return 1 + sum(_size(value) for _, value in tree.items)
+        case dict():
+            return 1 + sum(map(_size, tree.values()))
+        case Written():
+            return 1 + len(tree.json) // 100
+        case list() | tuple():
+            return 1 + sum(map(_size, tree))
+        case str() | bytes():
+            return 1 + len(tree) // 100
+    return 1
 
 
 def _changed_text(text: str, pick: random.Random) -> Tree:
@@ -212,7 +227,7 @@ def _changed_object(value: dict[str, Tree], pick: random.Random) -> Tree:
         items[where] = (name, items[where][1])
     elif change == 2 and items:
         name, again = pick.choice(items)
-        items += [(name, each) for each in _copies(again, pick.choice((1, 3, 200)))]
+        items += [(name, each) for each in copies(again, pick.choice((1, 3, 200)))]
     else:
         items.insert(pick.randrange(len(items) + 1), (name, pick.choice(ODD)))
     return dict(items) if len(dict(items)) == len(items) else Pairs(tuple(items))
@@ -223,7 +238,7 @@ def _changed_list(value: list[Tree], pick: random.Random) -> list[Tree]:
     if change == 0 and value:
         value.pop(pick.randrange(len(value)))
     elif change == 1 and value:
-        value = value + _copies(pick.choice(value), pick.choice((1, 3, 100, 2000)))
+        value = value + copies(pick.choice(value), pick.choice((1, 3, 100, 2000)))
     elif change == 2:
         pick.shuffle(value)
     else:

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from bombus.bus import Blobs, Bus
 from bombus.bus.follow import Follower
 from bombus.config.documents import parse_job
+from bombus.errors import BusUnavailable
 from bombus.hive import inbox
 from bombus.hive.events import EpisodeType, NotedCall, Weights
 from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens, decode_request, encode_frame
@@ -31,9 +32,11 @@ from bombus_gateway.keys import Keys
 from bombus_gateway.service import serving
 from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.text.rendering import TextModel, TextOptions
+from tests.patience import PATIENCE_S
 
 ENGINE = "main"
 MODEL = "models/bumble"
+BEAT_S = 2.0  # of the 10 s after which a replica that is not heard from is gone
 SECRET = b"a secret for tests of 32 bytes!!"
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -41,6 +44,8 @@ TEMPLATE = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Opens a thought for the model, as the templates of thinking models do.
+THINKING_TEMPLATE = TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}{# </think> #}")
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and the weather is fine today",
     'what is the weather in Paris? {"name": "weather", "arguments": {"city": "Paris"}}',
@@ -111,10 +116,11 @@ class Died(Exception):
 
 
 class ScriptedReplica:
-    """A server of `POST /generate` (generation.py). Each request takes the next of `scripts`."""
+    """A server of `POST /generate` (generation.py). Each request takes the next of `scripts`, or `otherwise`."""
 
     def __init__(self) -> None:
         self.scripts: deque[Script] = deque()
+        self.otherwise: Script = says("ok")
         self.requests: list[Generate] = []
         self.aborted = asyncio.Event()
         self.connections = 0
@@ -151,10 +157,12 @@ class ScriptedReplica:
 
     async def _answer(self, request: Generate, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.requests.append(request)
-        script = self.scripts.popleft() if self.scripts else says("ok")
+        script = self.scripts.popleft() if self.scripts else self.otherwise
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
 
         async def send(frame: Frame) -> None:
+            if writer.is_closing():
+                raise Died
             data = encode_frame(frame)
             writer.write(b"%x\r\n%s\r\n" % (len(data), data))
             await writer.drain()
@@ -170,8 +178,9 @@ class ScriptedReplica:
         with suppress(asyncio.CancelledError):
             await gone
         await running
-        writer.write(b"0\r\n\r\n")
-        await writer.drain()
+        if not writer.is_closing():
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
 
 
 class GatewayHive:
@@ -187,13 +196,14 @@ class GatewayHive:
         self.gateway: Gateway | None = None
         self.clients: list[AsyncOpenAI] = []
         self.leading: asyncio.Task[None] | None = None
+        self._alive: dict[str, inbox.ReplicaAlive] = {}  # what each replica has said last
 
     @property
     def engine(self) -> EngineState:
         return self.follower.hive.engine(ENGINE)
 
     async def until(self, holds: Callable[[EngineState], bool]) -> None:
-        await self.follower.wait_for(lambda _: holds(self.engine), 10)
+        await self.follower.wait_for(lambda _: holds(self.engine), PATIENCE_S)
 
     async def start(self, job: dict[str, Any], files: Mapping[str, bytes] = FILES) -> None:
         """Configure, start and boot the engine, until it is ROLLING with one replica. `files` are its model's."""
@@ -229,13 +239,33 @@ class GatewayHive:
         await self.alive("replica-1", self.replica)
         await self.until(lambda engine: engine.phase == Phase.ROLLING)
 
-    async def alive(self, name: str, replica: ScriptedReplica, version: int = 0) -> None:
+    async def alive(self, name: str, replica: ScriptedReplica, version: int = 0, *, constrains: bool = False) -> None:
         run = self.engine.run
         message = inbox.ReplicaAlive(
-            id=new_id(), engine=ENGINE, replica=name, url=replica.url, run=run, version=version
+            id=new_id(),
+            engine=ENGINE,
+            replica=name,
+            url=replica.url,
+            run=run,
+            version=version,
+            constrains=constrains,
         )
+        self._alive[name] = message
         await self.bus.inbox.send(message)
         await self.until(lambda engine: name in engine.replicas and engine.replicas[name].version == version)
+
+    async def replica_leaves(self, name: str) -> None:
+        del self._alive[name]
+        await self.bus.inbox.send(inbox.ReplicaLeaves(id=new_id(), engine=ENGINE, replica=name))
+        await self.until(lambda engine: name not in engine.replicas)
+
+    async def keep_replicas(self) -> None:
+        """Say again and again that the replicas are alive, so that none is taken for gone in a slow test."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for message in list(self._alive.values()):
+                with suppress(BusUnavailable):
+                    await self.bus.inbox.send(msgspec.structs.replace(message, id=new_id()))
 
     async def stop_coordinator(self) -> None:
         """Stop the coordinator; no other takes over."""
@@ -243,11 +273,11 @@ class GatewayHive:
         self.leading.cancel()
         await asyncio.gather(self.leading, return_exceptions=True)
 
-    async def another_replica(self, name: str) -> ScriptedReplica:
+    async def another_replica(self, name: str, *, constrains: bool = False) -> ScriptedReplica:
         replica = ScriptedReplica()
         self.replicas.append(replica)
         await replica.start()
-        await self.alive(name, replica)
+        await self.alive(name, replica, constrains=constrains)
         return replica
 
     async def claim(self, kind: EpisodeType = EpisodeType.TRAIN) -> tuple[str, str]:
@@ -340,8 +370,9 @@ async def gateway_hive(
     hive.leading = asyncio.create_task(coordinator.lead())
     running = [hive.leading, asyncio.create_task(hive.follower.run())]
     try:
-        await asyncio.wait_for(coordinator.leading.wait(), 10)
+        await asyncio.wait_for(coordinator.leading.wait(), PATIENCE_S)
         await hive.start(job or JOB, files)
+        running.append(asyncio.create_task(hive.keep_replicas()))
         async with gateway_of(bus, **settings) as (gateway, url):
             hive.gateway, hive.base_url = gateway, url
             yield hive

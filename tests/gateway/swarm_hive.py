@@ -36,6 +36,7 @@ from bombus_gateway.app import create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
+from tests.patience import PATIENCE_S
 
 ENGINE = "main"
 REPLICA = "replica-1"
@@ -66,14 +67,14 @@ class PlayedHive:
         return self.gateway.follower.hive.engine(ENGINE)
 
     async def phase(self, phase: Phase) -> None:
-        await self.gateway.follower.wait_for(lambda _: self.engine.phase == phase, 10)
+        await self.gateway.follower.wait_for(lambda _: self.engine.phase == phase, PATIENCE_S)
 
     async def send(self, message: inbox.Message) -> None:
         await self.bus.inbox.send(message)
 
     async def until_received(self, holds: Callable[[inbox.AnyMessage], bool]) -> None:
         """Wait until the inbox has had such a message."""
-        async with asyncio.timeout(10), Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=1) as reader:
+        async with asyncio.timeout(PATIENCE_S), Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=1) as reader:
             while not any(holds(inbox.decode_message(stored.data)) for stored in await reader.read()):
                 pass
 
@@ -209,7 +210,7 @@ async def played_hive(bus: Bus, **settings: Any) -> AsyncIterator[PlayedHive]:
     ]
     hive = PlayedHive(bus, gateway, coordinator)
     try:
-        await asyncio.wait_for(coordinator.leading.wait(), 10)
+        await asyncio.wait_for(coordinator.leading.wait(), PATIENCE_S)
         yield hive
     finally:
         await hive.http.aclose()

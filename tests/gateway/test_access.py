@@ -28,8 +28,17 @@ from tests.gateway.swarm_hive import PlayedHive, played_hive
 ADMIN, CLIENT, WRONG = "an-admin-key-for-tests", "a-client-key-for-tests", "neither-of-the-two-keys"
 BOTH = HiveKeys(admin=ADMIN, client=CLIENT)
 
-OPEN = {"/health", "/docs", "/openapi.json"}
-CALL = {"/v1/chat/completions", "/v1/completions"}  # these need an episode's key
+OPEN = {"/health", "/docs", "/openapi.json", "/v1/embeddings", "/v1/x", "/v1/messages/x"}
+TOKENS = {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"}
+CALL = {
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/responses/x",
+    *TOKENS,
+}  # these need an episode's key
 CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/resume_engine", "/sync_train_code"}
 CLIENTS = {
     "/get_engine_status",
@@ -49,6 +58,7 @@ CLIENTS = {
     "/abort_episodes",
     "/touch_episodes",
     "/v1/models",
+    "/v1/models/x",
 }
 
 
@@ -61,7 +71,8 @@ async def keyed(bus: Bus) -> AsyncIterator[PlayedHive]:
 def routes_of(app: GatewayApp) -> list[tuple[str, str]]:
     """Return (method, path) of everything that the app answers."""
     found = [(method, route.path or "") for route in iter_route_contexts(app.routes) for method in route.methods or ()]
-    return found + [("GET" if path.endswith("/models") else "POST", path) for path in app.hot]
+    found += [("GET" if path.endswith("/models") else "POST", path) for path in app.hot]
+    return found + [("GET", f"{prefix}x") for prefix, _ in app.below]
 
 
 # ---- routes -----------------------------------------------------------------------------------------------------
@@ -86,7 +97,7 @@ async def test_every_route_has_its_guard(keyed: PlayedHive) -> None:
         elif bare in CALL:
             assert statuses == [503, 503, 503], path  # before a key is looked at
         else:
-            passed = 200 if bare == "/v1/models" else 503
+            passed = 200 if bare.startswith("/v1/models") else 503
             assert statuses == [401, 401 if bare in CONTROL else passed, passed], path
 
 
@@ -173,6 +184,20 @@ async def test_a_client_with_nothing_but_a_url_claims_and_its_agent_calls(bus: B
             with pytest.raises(AuthenticationError) as refused:  # a client's key is not an episode's
                 await stranger.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
         assert refused.value.response.headers["www-authenticate"] == "Bearer"
+
+
+async def test_agents_of_the_second_engine_call_it_at_the_base_url_of_their_claim(bus: Bus) -> None:
+    """AgentJet's client, whose address of the server ends with the engine, joins it and the path of the base URL."""
+    async with gateway_hive(bus, engines=("another", "main"), strict_model_names=True) as hive:
+        async with httpx.AsyncClient() as http:
+            server_url = f"{hive.base_url}/e/main"
+            body = {"client_uuid": "c1", "episode_type": "train", "discard_episode_timeout": 60.0}
+            claim = (await http.post(f"{server_url}/claim_episode", json=body)).json()
+        theirs = re.sub(r"^https?://[^/]+", server_url, claim["openai_base_url"])
+        for base_url in (theirs, claim["openai_base_url"]):
+            async with AsyncOpenAI(base_url=base_url, api_key=claim["openai_api_key"], max_retries=0) as agent:
+                answer = await agent.chat.completions.create(model="main", messages=[{"role": "user", "content": "hi"}])
+            assert answer.choices[0].message.content == "ok"
 
 
 async def test_a_key_in_a_path_is_nowhere_in_answers_or_logs(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,12 +1,14 @@
 """Which stored conversation a request extends, and whether a chain of records always gives back the exact prompt."""
 
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from bombus.hive.records import CallRecord, CallRef, CallStatus, Choice, SamplingParams, pack_tokens, unpack_tokens
-from bombus_gateway.call.conversation import Conversation, next_digest, prefix_digests, root_digest
+from bombus_gateway.history.conversation import WALKS, Conversation
+from bombus_gateway.history.identity import next_digest, root_digest
 from bombus_gateway.text.message import ChatMessage
 from tests.gateway.openai_hive import IM_END, TEXT
 
@@ -33,8 +35,8 @@ class Episode:
     def call(
         self, messages: list[ChatMessage], sampled: list[int], message: ChatMessage, tools: Any = ()
     ) -> CallRecord:
-        digests = prefix_digests(root_digest(tools, {}), messages)
-        count, node = self.conversation.longest(digests, messages) or (0, None)
+        followed = self.conversation.follow(root_digest(tools, {}), messages)
+        count, node, messages = followed.count, followed.last, [*followed.messages]
         if node is None:
             prompt = tail = TEXT.renderer.render(messages, tools)
         else:
@@ -56,7 +58,7 @@ class Episode:
             messages=tuple(messages[count:]),
             tools=() if node else tuple(tools),
         )
-        self.conversation.add(ref, record, pack_tokens(prompt), digests[-1])
+        self.conversation.add(ref, record, node, followed.digests[-1])
         self.log.append((ref, record))
         self.prompts[ref.seq] = prompt
         return record
@@ -124,7 +126,7 @@ def test_what_was_sampled_before_an_edited_message_is_still_continued() -> None:
     assert [message["content"] for message in branch.messages] == ["more", "edited", "more", "answer 2", "more"]
 
 
-def test_of_two_equal_answers_the_first_one_is_continued_before_and_after_a_rebuild() -> None:
+def test_of_two_equal_answers_the_first_that_is_not_continued_is_before_and_after_a_rebuild() -> None:
     episode = Episode()
     first, answer = [turn("user", "a")], turn("assistant", "b")
     episode.call(first, [5, IM_END], answer)
@@ -135,9 +137,9 @@ def test_of_two_equal_answers_the_first_one_is_continued_before_and_after_a_rebu
     again = Conversation()
     for ref, record in episode.log:
         again.add_stored(ref, record)
-    found = again.longest(prefix_digests(b"", [*first, answer]), [*first, answer])
+    found = again.follow(b"", [*first, answer]).last
     assert found is not None
-    assert found[1].ref.seq == 1
+    assert found.ref.seq == 2, "the first one is continued already"
 
 
 def test_of_answers_with_other_reasoning_the_one_that_a_request_echoes_is_continued() -> None:
@@ -148,9 +150,9 @@ def test_of_answers_with_other_reasoning_the_one_that_a_request_echoes_is_contin
     conversation = episode.conversation
     for echoed, seq in ((answers[0], 1), (answers[1], 2), (turn("assistant", "b"), 1)):
         messages = [*first, echoed, turn("user", "c")]
-        found = conversation.longest(prefix_digests(b"", messages), messages)
-        assert found is not None
-        assert (found[0], found[1].ref.seq) == (2, seq)
+        found = conversation.follow(b"", messages)
+        assert found.last is not None
+        assert (found.count, found.last.ref.seq) == (2, seq)
 
 
 def test_a_call_that_was_cut_off_is_known_but_never_continued() -> None:
@@ -169,10 +171,108 @@ def test_a_call_that_was_cut_off_is_known_but_never_continued() -> None:
         request_digest=b"d",
     )
     ref = CallRef(1, "x", b"")
-    conversation.add(ref, record, b"", b"")
+    conversation.add(ref, record, None, b"")
     assert conversation.knows(ref)
     assert conversation.answers == {}
     assert conversation.longest_tokens(pack_tokens([5, 6])) is None
+
+
+def long_episode(turns: int, tokens: int) -> tuple[Conversation, int]:
+    """Return a linear conversation, and how many bytes its tokens take."""
+    conversation, before, node, sampled = Conversation(), b"", None, pack_tokens([1] * 64)
+    tail, length = pack_tokens([1] * (tokens // turns - 64)), 0
+    for seq in range(turns):
+        question, answer = turn("user", str(seq)), turn("assistant", f"answer {seq}")
+        length += len(tail) // 4
+        ref = CallRef(seq, f"call-{seq}", b"")
+        record = CallRecord(
+            id=ref.id,
+            engine="main",
+            run=1,
+            episode="main-1-1",
+            parent=node.ref if node else None,
+            prompt_tail=tail,
+            prompt_tokens=length,
+            choices=(Choice(tokens=sampled, logprobs=b"", message=answer),),
+            sampling=SamplingParams(),
+        )
+        conversation.add(ref, record, node, next_digest(before, question))
+        node = conversation.sampled.after(next_digest(before, question))[0]
+        before, length = node.digest, length + 64
+    assert node is not None
+    assert len(node.tokens) == 4 * length
+    assert node.tokens.startswith(node.prompt)
+    return conversation, 4 * length
+
+
+def test_a_conversation_takes_memory_for_each_of_its_tokens_once() -> None:
+    for turns in (10, 400):
+        conversation, tokens = long_episode(turns, 200_000)
+        assert tokens < conversation.memory_bytes < tokens + 3000 * turns
+
+
+def test_what_a_dropped_conversation_leaves_to_the_next_one_is_counted_and_goes_on_counting() -> None:
+    dropped, tokens = long_episode(10, 10_000)
+    (node,) = dropped.sampled.after(next_digest(_before_last(9), turn("user", "9")))
+    fresh = Conversation()
+    record = CallRecord(
+        id="x",
+        engine="main",
+        run=1,
+        episode="main-1-1",
+        parent=node.ref,
+        prompt_tail=b"",
+        prompt_tokens=node.count,
+        choices=(Choice(tokens=pack_tokens([5]), logprobs=b"", message=turn("assistant", "b")),),
+        sampling=SamplingParams(),
+    )
+    fresh.add(CallRef(10, "x", b""), record, node, b"d")
+    assert fresh.memory_bytes > tokens
+    assert fresh.sampled.after(b"d")[0].sampled == 10 * 64 + 1
+
+
+def _before_last(turns: int) -> bytes:
+    """Return the digest of a long episode after so many turns."""
+    digest = b""
+    for seq in range(turns):
+        digest = next_digest(next_digest(digest, turn("user", str(seq))), turn("assistant", f"answer {seq}"))
+    return digest
+
+
+def test_what_is_remembered_of_requests_is_counted() -> None:
+    conversation = Conversation()
+    before = conversation.memory_bytes
+    question, text = turn("user", "a"), "x" * 100_000
+    for number in range(WALKS + 2):
+        asked = [turn("system", f"{number}{text}"), question, turn("assistant", "b"), question]
+        conversation.follow(b"", [*asked, turn("assistant", "c"), question])
+    assert WALKS * len(text) < conversation.memory_bytes - before < WALKS * (len(text) + 10_000)
+    conversation.forget_walks()
+    assert conversation.memory_bytes == before
+
+
+def test_the_longest_of_plain_completions_that_fit_is_continued() -> None:
+    conversation, length = Conversation(), 0
+    node = None
+    for seq, (tail, sampled) in enumerate([([3, 4], [5]), ([6], [7, 8]), ([6], [9])]):
+        record = CallRecord(
+            id=f"call-{seq}",
+            engine="main",
+            run=1,
+            episode="main-1-1",
+            prompt_tail=pack_tokens(tail),
+            prompt_tokens=length + len(tail),
+            choices=(Choice(tokens=pack_tokens(sampled), logprobs=b""),),
+            sampling=SamplingParams(),
+        )
+        conversation.add(CallRef(seq, record.id, b""), record, node, b"")
+        node = node or conversation.longest_tokens(pack_tokens([3, 4, 5]))
+        length = 3
+    for prompt, seq in (([3, 4, 5], 0), ([3, 4, 5, 6, 7], 0), ([3, 4, 5, 6, 7, 8, 1], 1), ([3, 4, 5, 6, 9], 2)):
+        found = conversation.longest_tokens(pack_tokens(prompt))
+        assert found is not None
+        assert found.ref.seq == seq
+    assert conversation.longest_tokens(pack_tokens([3, 4])) is None
 
 
 texts = st.text(alphabet="ab ", max_size=4)
@@ -189,11 +289,12 @@ moves = st.lists(
 )
 
 
-@given(moves)
-@settings(max_examples=80, deadline=None)
-def test_whatever_a_harness_does_prompts_are_rebuilt_exactly_from_the_records(steps: Any) -> None:
-    episode = Episode()
-    lines: list[list[ChatMessage]] = [[turn("system", str(line)), turn("user", "go")] for line in range(3)]
+def play(steps: Any, call: Callable[[list[ChatMessage], list[int], ChatMessage], None]) -> list[list[ChatMessage]]:
+    """Let three agents of a harness make these moves. `call` gets each request, what is sampled for it, and its answer.
+
+    Return their conversations.
+    """
+    lines = [[turn("system", str(line)), turn("user", "go")] for line in range(3)]
     for which, what, text, sampled, ended in steps:
         line = lines[which]
         if what == "edit" and len(line) > 3:
@@ -201,12 +302,38 @@ def test_whatever_a_harness_does_prompts_are_rebuilt_exactly_from_the_records(st
         elif what == "cut":
             line = line[:2]
         answer = turn("assistant", text)
-        record = episode.call(line, [*sampled, IM_END] if ended else sampled, answer)
-        assert episode.rebuilt(record) == episode.prompts[len(episode.log)]
+        call(line, [*sampled, IM_END] if ended else sampled, answer)
         lines[which] = [*line, answer, turn("user", text)]
+    return lines
+
+
+@given(moves)
+@settings(max_examples=80, deadline=None)
+def test_whatever_a_harness_does_prompts_are_rebuilt_exactly_from_the_records(steps: Any) -> None:
+    episode = Episode()
+
+    def call(messages: list[ChatMessage], sampled: list[int], answer: ChatMessage) -> None:
+        record = episode.call(messages, sampled, answer)
+        assert episode.rebuilt(record) == episode.prompts[len(episode.log)]
+
+    lines = play(steps, call)
     again = Conversation()
     for ref, record in episode.log:
         again.add_stored(ref, record)
     for line in lines:
-        digests = prefix_digests(b"", line)
-        assert again.longest(digests, line) == episode.conversation.longest(digests, line)
+        found, known = again.follow(b"", line), episode.conversation.follow(b"", line)
+        assert (found.messages, found.digests, found.count) == (known.messages, known.digests, known.count)
+        assert (found.last and found.last.ref) == (known.last and known.last.ref)
+
+
+@given(moves)
+@settings(max_examples=80, deadline=None)
+def test_what_is_remembered_of_earlier_requests_changes_nothing(steps: Any) -> None:
+    remembering, forgetful = Episode(), Episode()
+
+    def call(messages: list[ChatMessage], sampled: list[int], answer: ChatMessage) -> None:
+        forgetful.conversation.forget_walks()
+        record = remembering.call(messages, sampled, answer)
+        assert record == forgetful.call(messages, sampled, answer)
+
+    play(steps, call)

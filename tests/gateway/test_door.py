@@ -15,7 +15,7 @@ from bombus_gateway.call.calls import AnswerHead, Calls
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.door import ParsedRequest, call_route
 from bombus_gateway.call.http import HeaderMap
-from bombus_gateway.call.request import CompletionRequest, InvalidField
+from bombus_gateway.call.request import CompletionRequest, InvalidField, SamplingWish
 from tests.gateway.openai_hive import ENGINE, Died, GatewayHive, Send, frame_of, gateway_hive, says, tokens_of
 
 
@@ -27,21 +27,18 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PlainDialect:
-    """Text in, text out, one choice; the key is in a header of its own."""
+    """Text in, text out, one choice."""
 
     name = b"plain"
 
-    def key(self, headers: HeaderMap) -> str:
-        return headers.get(b"x-key", b"").decode()
-
-    def read(self, body: bytes) -> ParsedRequest:
+    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
         try:
             found = msgspec.json.decode(body, type=Body)
         except msgspec.MsgspecError as error:
             raise Refused(Code.MALFORMED, str(error)) from error
         message = {"role": "user", "content": found.say}
         request = CompletionRequest(
-            chat=True, messages=(message,), stops=found.until, top_p=found.top_p, stream=found.live
+            chat=True, messages=(message,), stops=found.until, wish=SamplingWish(top_p=found.top_p), stream=found.live
         )
         return ParsedRequest(request, PlainEncoder)
 
@@ -63,6 +60,9 @@ class PlainEncoder:
 
     def opening(self) -> bytes:
         return f"{self.head.prompt_tokens}>".encode()
+
+    def beat(self) -> bytes:
+        return b"|"
 
     def progress(self, completion: Completion, delta: CompletionDelta) -> bytes:
         return "".join(f"|{part.text}" for part in delta.deltas if hasattr(part, "text")).encode()
@@ -96,9 +96,9 @@ async def test_another_door_samples_records_and_gives_a_retry_the_recorded_answe
 ) -> None:
     episode, key = await served.claim()
     served.replica.scripts += [says("the fox"), says("another")]
-    first = await door.post("/", json={"say": "hello"}, headers={"x-key": key})
+    first = await door.post("/", json={"say": "hello"}, headers={"x-api-key": key})
     assert first.text == f"the fox ({len(tokens_of('the fox'))})"
-    again = await door.post("/", json={"say": "hello"}, headers={"x-key": key, "x-stainless-retry-count": "1"})
+    again = await door.post("/", json={"say": "hello"}, headers={"x-api-key": key, "x-stainless-retry-count": "1"})
     assert again.text == first.text
     (record,) = await served.records(episode, 1)
     assert record.choices[0].message == {"role": "assistant", "content": "the fox"}
@@ -109,7 +109,7 @@ async def test_another_door_streams_in_its_own_form(served: GatewayHive, door: h
     _, key = await served.claim()
     served.replica.scripts.append(says("the fox jumps", portion=1))
     body = {"say": "hello", "until": [" jump"], "live": True}
-    streamed = await door.post("/", json=body, headers={"x-key": key})
+    streamed = await door.post("/", json=body, headers={"x-api-key": key})
     opening, _, text = streamed.text.partition(">")
     assert int(opening) == len(unpack_tokens(served.replica.requests[0].prompt))
     assert text.endswith("|stop  jump|.")
@@ -121,9 +121,9 @@ async def test_another_door_refuses_in_its_own_form(served: GatewayHive, door: h
     for body, sent, status, text in (
         ({"say": "hello"}, "nothing", 401, "no: bad_key"),
         ({"shout": "hello"}, key, 400, "no: malformed"),
-        ({"say": "hello", "top_p": 0.5}, key, 400, "no: top_p"),
+        ({"say": "hello " * 900}, key, 400, "no: messages"),
     ):
-        refused = await door.post("/", json=body, headers={"x-key": sent})
+        refused = await door.post("/", json=body, headers={"x-api-key": sent})
         assert (refused.status_code, refused.text) == (status, text)
     assert (await door.get("/")).status_code == 405
 
@@ -132,5 +132,5 @@ async def test_another_door_refuses_in_its_own_form(served: GatewayHive, door: h
         raise Died
 
     served.replica.scripts.append(breaks_off)
-    broken = await door.post("/", json={"say": "hello", "live": True}, headers={"x-key": key})
+    broken = await door.post("/", json={"say": "hello", "live": True}, headers={"x-api-key": key})
     assert broken.text.partition(">")[2] == "|the quick|no more"

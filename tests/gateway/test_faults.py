@@ -17,6 +17,7 @@ from bombus_gateway.keys import Keys
 from tests.gateway.openai_hive import (
     ENGINE,
     FILES,
+    JOB,
     MODEL,
     SECRET,
     TEXT,
@@ -31,6 +32,7 @@ from tests.gateway.openai_hive import (
     says,
     tokens_of,
 )
+from tests.patience import PATIENCE_S
 
 USER: Any = [{"role": "user", "content": "how are you?"}]
 AGAIN = {"x-stainless-retry-count": "1"}
@@ -67,7 +69,7 @@ async def test_a_client_that_hangs_up_leaves_a_record_marked_as_cut_off(served: 
         if text == "the quick":
             break
     await stream.close()
-    await asyncio.wait_for(served.replica.aborted.wait(), 10)
+    await asyncio.wait_for(served.replica.aborted.wait(), PATIENCE_S)
     (record,) = await served.records(episode, 1)
     assert record.status == CallStatus.CUT_OFF
     assert TEXT.tokenizer.decode(record.choices[0].token_ids()) == "the quick"
@@ -79,7 +81,7 @@ async def test_a_client_that_hangs_up_before_a_whole_answer_aborts_the_replica(s
     served.replica.scripts.append(never_ends)
     with pytest.raises(openai.APITimeoutError):
         await served.client(key, timeout=3).chat.completions.create(model=MODEL, messages=USER)
-    await asyncio.wait_for(served.replica.aborted.wait(), 10)
+    await asyncio.wait_for(served.replica.aborted.wait(), PATIENCE_S)
     (call,) = await served.calls(episode, 1)
     assert call.status == CallStatus.CUT_OFF
 
@@ -163,6 +165,58 @@ async def test_a_retry_joins_the_first_request_while_that_is_running(served: Gat
     assert len(served.replica.requests) == 1
 
 
+async def test_r9_a_retry_of_a_refused_call_does_not_get_the_answer_of_an_equal_one(bus: Bus) -> None:
+    """Sub-agents send equal requests. One was refused while the other was under way, and its retry joined that one."""
+    async with gateway_hive(bus, open_calls_max=1) as hive:
+        _, key = await hive.claim()
+        client = hive.client(key)
+        go_on, started = asyncio.Event(), asyncio.Event()
+
+        async def waits(request: Generate, send: Send) -> None:
+            started.set()
+            await go_on.wait()
+            await says("one")(request, send)
+
+        hive.replica.scripts += [waits, says("two")]
+        first = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=USER))
+        await started.wait()
+        for again in ({}, AGAIN):
+            with pytest.raises(openai.InternalServerError):  # there is no room, also for the retry
+                await client.chat.completions.create(model=MODEL, messages=USER, extra_headers=again)
+        go_on.set()
+        assert (await first).choices[0].message.content == "one"
+        twice = {"x-stainless-retry-count": "2"}
+        second = await client.chat.completions.create(model=MODEL, messages=USER, extra_headers=twice)
+        assert second.choices[0].message.content == "two"
+
+
+async def test_retries_of_equal_requests_that_never_arrived_are_calls_of_their_own(served: GatewayHive) -> None:
+    """Each of them bears the number 1, so none repeats another."""
+    _, key = await served.claim()
+    client = served.client(key)
+    served.replica.scripts += [says("one"), says("two")]
+    asked = [client.chat.completions.create(model=MODEL, messages=USER, extra_headers=AGAIN) for _ in range(2)]
+    answers = await asyncio.gather(*asked)
+    assert {answer.choices[0].message.content for answer in answers} == {"one", "two"}
+
+
+async def test_a_retry_does_not_get_an_answer_that_is_continued(served: GatewayHive, bus: Bus) -> None:
+    _, key = await served.claim()
+    client = served.client(key)
+    served.replica.scripts += [says("one"), says("next"), says("two"), says("three")]
+    await client.chat.completions.create(model=MODEL, messages=USER)
+    more: Any = [*USER, {"role": "assistant", "content": "one"}, *USER]
+    await client.chat.completions.create(model=MODEL, messages=more)
+    again = await client.chat.completions.create(model=MODEL, messages=USER, extra_headers=AGAIN)
+    assert again.choices[0].message.content == "two"
+    async with gateway_of(bus) as (_, url):
+        for expected in ("two", "three"):  # which the log has, and nobody continues; each only once
+            elsewhere = await served.client(key, url).chat.completions.create(
+                model=MODEL, messages=USER, extra_headers=AGAIN
+            )
+            assert elsewhere.choices[0].message.content == expected
+
+
 async def test_another_gateway_gives_a_retry_the_recorded_answer(served: GatewayHive, bus: Bus) -> None:
     _, key = await served.claim()
     served.replica.scripts.append(says("the fox", portion=2))
@@ -228,6 +282,34 @@ async def test_interleaved_agents_merge_on_their_own_lines_and_a_rewritten_histo
     chain_of([records[1], records[3]])
     assert records[4].parent is None
     assert len(records[4].messages) == 6
+
+
+async def test_a_side_call_and_a_sub_agent_are_recorded_as_such(served: GatewayHive) -> None:
+    episode, key = await served.claim()
+    client = served.client(key)
+    titled = "You are a title generator. You output ONLY a thread title. Nothing else."
+    title: Any = [{"role": "system", "content": titled}, *USER]
+    await client.chat.completions.create(model=MODEL, messages=title)
+    await client.chat.completions.create(model=MODEL, messages=USER)
+    of_sub_agent = {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}
+    await client.chat.completions.create(model=MODEL, messages=USER, extra_headers=of_sub_agent)
+    records = await served.records(episode, 3)
+    marks = [(record.role, record.side_call) for record in records]
+    assert marks == [("title", "title"), ("", ""), ("subagent ses_2", "")]
+    assert [call.masked for call in await served.calls(episode, 3)] == [True, False, False]
+
+
+async def test_a_side_call_that_the_job_trains_is_noted_like_others(bus: Bus) -> None:
+    rollout = {**JOB["bombus"]["rollout"], "side_calls": "train"}
+    async with gateway_hive(bus, {"bombus": {**JOB["bombus"], "rollout": rollout}}) as hive:
+        episode, key = await hive.claim()
+        title: Any = [
+            {"role": "system", "content": "You are a title generator. You output ONLY a thread title."},
+            *USER,
+        ]
+        await hive.client(key).chat.completions.create(model=MODEL, messages=title)
+        (call,) = await hive.calls(episode, 1)
+        assert not call.masked
 
 
 async def test_r9_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
@@ -341,9 +423,24 @@ async def test_a_call_that_takes_too_long_is_refused_and_recorded_as_cut_off(bus
         with pytest.raises(openai.InternalServerError, match=r"longer than the limit of 0\.3 s") as refused:
             await hive.client(key).chat.completions.create(model=MODEL, messages=USER)
         assert refused.value.code == "timeout"
-        await asyncio.wait_for(hive.replica.aborted.wait(), 10)
+        await asyncio.wait_for(hive.replica.aborted.wait(), PATIENCE_S)
         (record,) = await hive.records(episode, 1)
         assert record.status == CallStatus.CUT_OFF
+
+
+async def test_a_call_whose_time_runs_out_between_record_and_note_has_one_record(bus: Bus) -> None:
+    """The record was given to the log once more as cut off: it has the first, and the note named the digest of both."""
+    async with gateway_hive(bus, call_timeout_s=0.5, bus_timeout_s=1.5) as hive:
+        episode, key = await hive.claim()
+        hive.replica.scripts.append(says("the fox"))
+        await _move_inbox(bus, f"elsewhere.{bus.subjects.hive}.>")
+        with pytest.raises(openai.InternalServerError, match="longer than the limit"):
+            await hive.client(key).chat.completions.create(model=MODEL, messages=USER)
+        await _move_inbox(bus, bus.subjects.all_inbox)
+        again = await hive.client(key).chat.completions.create(model=MODEL, messages=USER, extra_headers=AGAIN)
+        assert again.choices[0].message.content == "the fox"
+        (record,) = await hive.records(episode, 1)
+        assert (record.id, record.status) == (again.id.removeprefix("chatcmpl-"), CallStatus.COMPLETE)
 
 
 async def test_an_open_call_is_a_sign_of_life(served: GatewayHive, bus: Bus) -> None:
@@ -351,7 +448,7 @@ async def test_an_open_call_is_a_sign_of_life(served: GatewayHive, bus: Bus) -> 
     served.replica.scripts.append(never_ends)
     stream = await served.client(key).chat.completions.create(model=MODEL, messages=USER, stream=True)
     touches = 0
-    async with asyncio.timeout(10), Reader(bus, bus.subjects.inbox_stream) as reader:
+    async with asyncio.timeout(PATIENCE_S), Reader(bus, bus.subjects.inbox_stream) as reader:
         while touches < 2:
             for stored in await reader.read():
                 message = decode_message(stored.data)
@@ -397,6 +494,38 @@ async def test_a_conversation_that_was_dropped_from_memory_is_read_from_the_log_
                 line += [answer.choices[0].message, {"role": "user", "content": "next"}]
         for episode, _ in episodes:
             chain_of(await hive.records(episode, 3))
+
+
+async def test_the_jobs_response_length_holds_for_a_conversation_that_was_dropped_while_a_call_was_open(
+    bus: Bus,
+) -> None:
+    rollout = {"max_prompt_length": 500, "max_response_length": 20, "max_response_length_in_one_turn": 20}
+    job: dict[str, Any] = {"bombus": {"model": {"path": MODEL}, "rollout": rollout}}
+    async with gateway_hive(bus, job, history_mb_max=0) as hive:
+        (_, key), (_, other) = await hive.claim(), await hive.claim()
+        began, may_end = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: Generate, send: Send) -> None:
+            began.set()
+            await may_end.wait()
+            await says("ok")(request, send)
+
+        line: list[Any] = list(USER)
+        sampled = 0
+        for _ in range(2):
+            began.clear()
+            may_end.clear()
+            hive.replica.scripts.append(slow)
+            asking = asyncio.create_task(hive.client(key).chat.completions.create(model=MODEL, messages=line))
+            await began.wait()
+            await hive.client(other).chat.completions.create(model=MODEL, messages=USER)
+            may_end.set()
+            answer = await asking
+            assert answer.usage is not None
+            sampled += answer.usage.completion_tokens
+            line += [answer.choices[0].message, {"role": "user", "content": "next"}]
+        await hive.client(key).chat.completions.create(model=MODEL, messages=line)
+        assert hive.replica.requests[-1].sampling.max_tokens == 20 - sampled
 
 
 async def test_a_retry_gets_the_latest_of_equal_requests(served: GatewayHive) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -11,9 +13,13 @@ import pytest
 import pytest_asyncio
 
 from bombus.bus import Bus
+from bombus.errors import Code, Refused
+from bombus_gateway.call.workers import INLINE_BYTES_MAX, Workers
 from bombus_gateway.keys import Keys
-from bombus_gateway.limits import QUOTED_CHARACTERS
+from bombus_gateway.limits import QUOTED_CHARACTERS, UNSUPPORTED
+from bombus_gateway.openai.request import read_chat
 from tests.gateway.openai_hive import FILES, MODEL, SECRET, GatewayHive, gateway_hive, gateway_of
+from tests.patience import PATIENCE_S
 
 ROLLOUT = {"max_prompt_length": 500_000, "max_response_length": 1500, "max_response_length_in_one_turn": 64}
 LONG_JOB: dict[str, Any] = {
@@ -52,6 +58,37 @@ class Agent:
 
     async def say(self, text: str, **more: Any) -> httpx.Response:
         return await self.chat(body([{"role": "user", "content": text, **more}]))
+
+
+async def test_one_large_request_of_an_episode_is_worked_on_at_a_time() -> None:
+    workers, large, may_end = Workers(), INLINE_BYTES_MAX + 1, threading.Event()
+    slow = [asyncio.create_task(workers.run("one", large, partial(may_end.wait, 20))) for _ in range(8)]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            assert await workers.run("other", large, lambda: 3) == 3
+    finally:
+        may_end.set()
+    assert all(await asyncio.gather(*slow))
+
+
+@pytest.mark.parametrize("what", [{"unknown": 300}, {"parts": UNSUPPORTED + 1}])
+def test_more_fields_or_parts_than_anybody_sends_are_refused(what: dict[str, int]) -> None:
+    fields = {f"k{number}": 1 for number in range(what.get("unknown", 0))}
+    content = [{"type": "x"}] * what.get("parts", 1)
+    made = {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+    with pytest.raises(Refused, match="limit") as refused:
+        read_chat(json.dumps(made).encode())
+    assert refused.value.code == Code.TOO_LARGE
+
+
+async def test_the_characters_of_tools_are_those_that_a_template_writes(served: GatewayHive) -> None:
+    parameters = {"type": "object", "properties": {"a": {"enum": ["a"] * 20_000}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    made = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+    async with await agent(served) as client:
+        refused = await client.chat(json.dumps(made).encode())
+    assert refused.status_code == 400
+    assert "characters are" in refused.text
 
 
 async def agent(hive: GatewayHive) -> Agent:

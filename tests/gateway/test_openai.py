@@ -12,8 +12,8 @@ import pytest
 
 from bombus.bus import Bus
 from bombus.hive.events import EpisodeType
-from bombus.hive.records import LengthLimit, unpack_tokens
-from bombus_gateway.call.admission import seed_of_episode
+from bombus.hive.records import LengthLimit, SamplingParams, unpack_tokens
+from bombus_gateway.call.policy import seed_of_episode
 from tests.gateway.openai_hive import (
     FILES,
     IM_END,
@@ -156,16 +156,15 @@ async def test_logprobs_are_those_of_the_tokens_whose_text_was_returned(served: 
     assert all(len(entry.top_logprobs) == 2 for entry in content)
 
 
-async def test_calls_whose_ids_repeat_or_are_too_long_get_ids_of_ours(bus: Bus) -> None:
+async def test_every_id_of_a_call_is_ours_and_holds_what_the_model_wrote(bus: Bus) -> None:
     one, long = CALL.replace('"name"', '"id": "1", "name"'), CALL.replace('"name"', f'"id": "{"9" * 65}", "name"')
     async with gateway_hive(bus) as hive:
         _, key = await hive.claim()
         hive.replica.scripts.append(says("\n".join([one, one, long])))
         answer = await hive.client(key).chat.completions.create(model=MODEL, messages=USER, tools=TOOLS)
         ids = [call.id for call in answer.choices[0].message.tool_calls or ()]
-        assert ids[0] == "1"
-        assert len(set(ids)) == 3
-        assert all(id.startswith("call_") for id in ids[1:])
+        ours = f"call_{answer.id.removeprefix('chatcmpl-')[:20]}0_"
+        assert ids == [f"{ours}0-1", f"{ours}1-1", f"{ours}2"]
 
 
 async def test_another_gateway_continues_an_episode_with_a_developer(bus: Bus) -> None:
@@ -291,23 +290,35 @@ async def test_models_lists_the_jobs_model_without_a_key(served: GatewayHive) ->
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"logit_bias": {"5": 1}}, "unsupported", "logit_bias"),
-    ({"response_format": {"type": "json_object"}}, "unsupported", "response_format"),
-    ({"presence_penalty": 1}, "unsupported", "presence_penalty"),
-    ({"tool_choice": "required", "tools": TOOLS}, "unsupported", "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f", "maximum": 2**70}}]}, "malformed", "tools.0.function"),
-    ({"functions": [{"name": "f"}]}, "unsupported", "functions"),
-    ({"modalities": ["text", "audio"]}, "unsupported", "modalities"),
-    ({"top_p": 0.5}, "unsupported", "top_p"),
-    ({"extra_body": {"top_k": 5}}, "unsupported", "top_k"),
-    ({"temperature": 0}, "unsupported", "temperature"),
     ({"temperature": 3}, "malformed", "temperature"),
-    ({"temperature": 5e-324}, "malformed", "temperature"),
     ({"top_logprobs": 2}, "malformed", "top_logprobs"),
-    ({"extra_body": {"colour": "red"}}, "unknown_field", "colour"),
+    ({"logit_bias": {"a": 1}}, "malformed", "logit_bias"),
     ({"n": 65}, "malformed", "n"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported", "messages.0.content.0"),
+    ({"messages": [{"role": "function", "name": "f", "content": "1"}]}, "unsupported", "messages.0.role"),
     ({"messages": [{"role": "user", "content": "the fox " * 400}]}, "context_length_exceeded", "messages"),
+]
+# What a training episode does not get: how tokens are drawn, and what nobody here can do.
+BIASED: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 0}, "temperature"),
+    ({"temperature": 5e-324}, "temperature"),
+    ({"top_p": 0.5}, "top_p"),
+    ({"extra_body": {"top_k": 5}}, "top_k"),
+    ({"extra_body": {"min_p": 0.1}}, "min_p"),
+    ({"presence_penalty": 1}, "presence_penalty"),
+    ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"seed": 3}, "seed"),
+    ({"max_tokens": 128_000}, "max_tokens"),
+]
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"tools": [*TOOLS, {"type": "web_search"}]}, "tools.1.type"),
+    ({"extra_body": {"colour": "red"}}, "colour"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
 ]
 
 
@@ -321,6 +332,36 @@ async def test_an_unsupported_parameter_is_a_400_that_names_it(served: GatewayHi
         assert param in (refused.value.param or refused.value.message), more
         assert refused.value.type == "invalid_request_error"
     assert served.replica.requests == []
+
+
+@pytest.mark.parametrize(("more", "param"), [*BIASED, *UNSUPPORTED])
+async def test_what_a_harness_has_written_into_it_is_overridden_or_left_out_and_the_answer_says_so(
+    served: GatewayHive, more: dict[str, Any], param: str
+) -> None:
+    """aider sends temperature 0, and smolagents a forced tool call: both ended at their first call."""
+    episode, key = await served.claim()
+    answer = await served.client(key).chat.completions.with_raw_response.create(
+        **{"model": MODEL, "messages": USER, **more}
+    )
+    assert answer.headers["x-bombus-overridden"] == param
+    (record,) = await served.records(episode, 1)
+    assert record.overridden == (param,)
+    plain = SamplingParams(max_tokens=64, stop_token_ids=record.sampling.stop_token_ids, seed=record.sampling.seed)
+    assert record.sampling == plain
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_a_length_that_is_capped_is_named_as_the_client_named_it(served: GatewayHive, field: str) -> None:
+    _, key = await served.claim()
+    wished: Any = {field: 5000}
+    answer = await served.client(key).chat.completions.with_raw_response.create(model=MODEL, messages=USER, **wished)
+    assert answer.headers["x-bombus-overridden"] == field
+
+
+async def test_a_call_without_wishes_has_nothing_overridden(served: GatewayHive) -> None:
+    _, key = await served.claim()
+    answer = await served.client(key).chat.completions.with_raw_response.create(model=MODEL, messages=USER)
+    assert "x-bombus-overridden" not in answer.headers
 
 
 async def test_harmless_parameters_are_accepted(served: GatewayHive) -> None:

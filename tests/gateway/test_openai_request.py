@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from bombus.errors import Code, Refused
-from bombus_gateway.openai.request import BadParameter, read_chat, read_completion
+from bombus_gateway import limits
+from bombus_gateway.call.request import Demand
+from bombus_gateway.decoding.json_body import BadParameter
+from bombus_gateway.openai.request import read_chat, read_completion
 
 DEEP = b"[" * 5000 + b"]" * 5000
 USER = {"role": "user", "content": "hi"}
@@ -21,8 +24,8 @@ def chat(*messages: dict[str, Any], **more: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [USER, *messages], **more}).encode()
 
 
-@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', "[" * 5000 + "]" * 5000, "[" * 200 + "]" * 200])
-def test_arguments_with_half_a_character_or_nested_too_deeply_are_refused(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", ["[" * 5000 + "]" * 5000, "[" * 200 + "]" * 200])
+def test_arguments_that_are_nested_too_deeply_are_refused(arguments: str) -> None:
     with pytest.raises(BadParameter) as refused:
         read_chat(chat(calling(arguments)))
     assert refused.value.code == Code.MALFORMED
@@ -42,7 +45,7 @@ def test_arguments_with_whole_characters_or_that_are_not_json_are_taken(argument
         chat()[:-1] + b', "tools": [{"type": "function", "function": {"name": "f", "parameters": ' + DEEP + b"}}]}",
         chat(tools=[{"type": "function", "function": {"name": "f", "parameters": json.loads("[" * 200 + "]" * 200)}}]),
         chat().replace(b'"hi"', b'"\xed\xa0\x80"'),
-        chat().replace(b'"hi"', b'"\\ud800"'),
+        chat()[:-1] + b', "a\xffb": 1}',
     ],
 )
 def test_a_body_that_is_nested_too_deeply_or_is_not_unicode_is_refused(body: bytes) -> None:
@@ -54,3 +57,71 @@ def test_a_body_that_is_nested_too_deeply_or_is_not_unicode_is_refused(body: byt
 def test_a_prompt_that_is_nested_too_deeply_is_refused() -> None:
     with pytest.raises(Refused, match="nested too deeply"):
         read_completion(b'{"model": "m", "prompt": ' + DEEP + b"}")
+
+
+# ---- the form of an answer ----------------------------------------------------------------------------------------
+
+TWO: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}, {"type": "web_search"}]}
+OBJECT = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("more", "demanded"),
+    [
+        ({"tools": TWO, "tool_choice": "auto"}, []),
+        ({"tools": TWO, "tool_choice": "none"}, []),
+        ({"tools": TWO, "tool_choice": "required"}, [Demand("tool_choice", tools=("f", "g"))]),
+        (
+            {"tools": TWO, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            [Demand("tool_choice", tools=("g",), once=True)],
+        ),
+        (
+            {"tools": TWO, "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}},
+            [Demand("tool_choice", tools=("g",))],
+        ),
+        ({"response_format": {"type": "text"}}, []),
+        ({"response_format": {"type": "json_object"}}, [Demand("response_format", schema=OBJECT)]),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1]}}}},
+            [Demand("response_format", schema={"enum": [1]})],
+        ),
+    ],
+)
+def test_what_is_demanded_of_an_answer_is_read(more: dict[str, Any], demanded: list[Demand]) -> None:
+    completion = read_chat(chat(**more)).completion
+    assert list(completion.demands) == demanded
+    assert completion.unsupported == ()
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TWO, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+        ({"tools": TWO, "tool_choice": {"type": "custom"}}, "tool_choice"),
+        ({"tools": TWO, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"response_format": {"type": "grammar"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ],
+)
+def test_a_demand_that_makes_no_sense_is_unsupported(more: dict[str, Any], field: str) -> None:
+    completion = read_chat(chat(**more)).completion
+    assert [each.field for each in completion.unsupported] == [field]
+    assert completion.demands == ()
+
+
+def test_a_schema_is_an_object_that_is_not_nested_too_deeply() -> None:
+    deep: Any = {}
+    for _ in range(limits.DEPTH + 1):
+        deep = {"items": deep}
+    schemas: list[Any] = [deep, [], "x"]
+    for schema in schemas:
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        with pytest.raises(BadParameter, match="JSON schema"):
+            read_chat(chat(response_format=form))
+
+
+def test_one_call_is_asked_for_by_name() -> None:
+    assert read_chat(chat(tools=TWO, parallel_tool_calls=False)).completion.one_call == "parallel_tool_calls"
+    assert read_chat(chat(tools=TWO, parallel_tool_calls=True)).completion.one_call == ""

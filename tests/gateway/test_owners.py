@@ -87,7 +87,7 @@ async def test_who_knows_only_the_names_of_an_episode_and_its_client_can_do_noth
         assert reply.json()["code"] == "not_your_episode", path
     assert (await rolling.post("/can_continue_episode", one)).json() == {"can_continue": False}
     touched = await rolling.post("/touch_episodes", {"client_uuid": "c1", "episode_uuids": [episode]})
-    assert touched.json() == {"touched": [], "over": [episode]}
+    assert touched.json() == {"touched": [], "over": [episode], "used": {}}
     assert list(rolling.engine.open) == [episode]
 
 
@@ -125,7 +125,8 @@ async def test_a_contract_client_does_all_it_did_with_the_id_that_it_got(rolling
 async def test_a_touch_with_the_secret_keeps_an_episode_alive(rolling: PlayedHive) -> None:
     claimed_id = (await rolling.claim())["episode_uuid"]
     reply = await rolling.post("/touch_episodes", {"client_uuid": "c1", "episode_uuids": [claimed_id]})
-    assert reply.json() == {"touched": [claimed_id], "over": []}
+    used = {"calls": 0, "prompt_tokens": 0, "completion_tokens": 0}
+    assert reply.json() == {"touched": [claimed_id], "over": [], "used": {claimed_id: used}}
     name = without_secret(claimed_id)
     await rolling.until_received(lambda message: isinstance(message, Touch) and name in message.episodes)
 

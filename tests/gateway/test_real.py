@@ -33,6 +33,7 @@ from bombus_trainer.data.packing import pack
 from bombus_trainer.data.sequences import TokenSequence, merge_calls
 from tests.conftest import SMALL_STREAMS
 from tests.gateway.openai_hive import ENGINE, chain_of, new_id
+from tests.patience import PATIENCE_S
 from tests.trainer.small_batches import item, tiny_settings
 
 JOB = {
@@ -79,7 +80,7 @@ async def boot(bus: Bus, follower: Follower, model: Path) -> int:
             id=new_id(), engine=ENGINE, run=done.run, step=0, trainer_epoch=opened.epoch, weights=weights
         )
     )
-    await follower.wait_for(lambda hive: hive.engine(ENGINE).phase == Phase.ROLLING, 30)
+    await follower.wait_for(lambda hive: hive.engine(ENGINE).phase == Phase.ROLLING, PATIENCE_S)
     return done.run
 
 
@@ -97,7 +98,7 @@ async def everything(bus: Bus, nats_url: str, model: Path, port: int) -> AsyncIt
         asyncio.create_task(service.run(GatewaySettings(hive=hive, bus_url=nats_url, port=port))),
     ]
     try:
-        await asyncio.wait_for(coordinator.leading.wait(), 10)
+        await asyncio.wait_for(coordinator.leading.wait(), PATIENCE_S)
         run = await boot(bus, follower, model)
         yield follower, run
     finally:
@@ -107,7 +108,7 @@ async def everything(bus: Bus, nats_url: str, model: Path, port: int) -> AsyncIt
 
 
 async def ready(url: str) -> None:
-    async with asyncio.timeout(20), httpx.AsyncClient() as http:
+    async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient() as http:
         while True:
             try:
                 if (await http.get(f"{url}/health")).status_code == 200:
@@ -150,7 +151,7 @@ async def played(settings: GatewaySettings, model: Path, turns: int, edited: boo
                     messages[1] = {"role": "assistant", "content": "something else"}
                     await say(turns)
             calls = turns + edited
-            await follower.wait_for(lambda hive: len(hive.engine(ENGINE).open[episode].calls) == calls, 10)
+            await follower.wait_for(lambda hive: len(hive.engine(ENGINE).open[episode].calls) == calls, PATIENCE_S)
             refs = [call.ref for call in follower.hive.engine(ENGINE).open[episode].calls]
             stored = await bus.get_many(bus.subjects.calls_stream, [ref.seq for ref in refs])
             return [decode_record(found.data, ref) for found, ref in zip(stored, refs, strict=True)]

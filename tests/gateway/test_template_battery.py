@@ -5,6 +5,7 @@ import pytest
 from bombus.bus import Bus
 from tests.templates.battery import Outcome, Subject, bridge, run, subject
 from tests.templates.families import family
+from tests.templates.long_conversations import differences
 from tests.templates.playing import play
 
 TURNS_OF_CHATML = "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -179,6 +180,10 @@ def test_conversations_are_rendered_as_the_template_renders_them(made: Subject) 
 
 def test_six_turns_are_one_sequence_where_the_template_keeps_history(made: Subject) -> None:
     assert failures(bridge(made)) == []
+
+
+def test_long_conversations_go_on_as_they_do_without_their_middle(made: Subject) -> None:
+    assert differences(made.ours, 40, seed=1) == []
 
 
 async def test_six_turns_through_a_gateway_are_recorded_as_the_template_keeps_them(made: Subject, bus: Bus) -> None:

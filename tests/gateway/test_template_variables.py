@@ -10,7 +10,7 @@ import pytest
 from bombus.bus import Bus
 from bombus.errors import Refused
 from bombus.hive.records import encode_record, unpack_tokens
-from bombus_gateway.call.conversation import root_digest
+from bombus_gateway.history.identity import root_digest
 from bombus_gateway.keys import Keys
 from bombus_gateway.text.rendering import TextModel, TextOptions
 from tests.gateway.openai_hive import FILES, JOB, MODEL, SECRET, TEXT, GatewayHive, gateway_hive, gateway_of, says

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer as Fast
 
 from bombus.errors import EngineFault
 from bombus.hive.records import pack_tokens
-from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.message import ChatMessage, id_for_model, id_of_call
 from bombus_gateway.text.rendering import CONTEXT_TOKENS_DEFAULT, TextModel, context_tokens
-from bombus_gateway.text.text_stream import StopScanner, TextStream
+from bombus_gateway.text.text_stream import StopScanner, TextStream, tokens_of_parts
 from tests import smollm2_wheel
 from tests.gateway.openai_hive import FILES, IM_END, TEXT
 
@@ -87,6 +87,39 @@ def test_responses_to_parallel_tool_calls_share_one_turn() -> None:
     )
 
 
+SHOWN_IDS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<call {{ call.id }}>{{ call.function | tojson }}{% endfor %}"
+    "{% if message.role == 'tool' %} for {{ message.tool_call_id }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("own", ["functions.f:0", "a1B2c3D4e"])
+def test_the_model_reads_the_ids_that_it_wrote_and_not_ours(own: str) -> None:
+    """A template writes the id of a call, and the id of the call that a result belongs to (Kimi, Mistral)."""
+    model = TextModel({**FILES, "chat_template.jinja": SHOWN_IDS.encode()}, "shows ids")
+    id = id_of_call("0123456789abcdef" * 2, 0, 0, own)
+    assert id != own
+    call = {"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    conversation: list[ChatMessage] = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": id, "content": "1"},
+    ]
+    text = model.tokenizer.decode(model.renderer.render(conversation, []), with_specials=True)
+    assert f"<call {own}>" in text
+    assert f"for {own}<|im_end|>" in text
+    assert "call_0123" not in text
+
+
+def test_an_id_is_the_models_own_only_where_it_is_one_of_ours() -> None:
+    assert id_of_call("0123456789abcdef" * 2, 1, 3, "9" * 65) == "call_0123456789abcdef01231_3"
+    assert id_of_call("0123456789abcdef" * 2, 1, 3, "<|im_end|>") == "call_0123456789abcdef01231_3"
+    for id in ("call_0", "functions.f:0", "call_0123456789abcdef01231_3", "toolu_01-a"):
+        assert id_for_model(id) == id
+
+
 def test_a_model_without_a_chat_template_is_refused_by_name() -> None:
     with pytest.raises(
         EngineFault, match=r"'some/model' has no chat template: set model\.chat_template in the job to one"
@@ -142,6 +175,24 @@ def test_the_tokens_up_to_the_one_that_completed_a_stop_string_are_counted() -> 
     assert stream.stopped
     assert text == "the X"
     assert TEXT.tokenizer.decode(tokens[:used]) == "the X🐝"
+
+
+PIECES = [b"<think>", b"I ", b"loo", b"", b"k.</thi", b"nk>", b" Yes", b"I "]
+
+
+@pytest.mark.parametrize(
+    ("parts", "count"),
+    [
+        ([], 0),
+        (["I ", "look."], 4),  # a token without text between them is one of them
+        (["I look."], 4),
+        (["I", " ", "l"], 2),  # a token in two parts counts once
+        (["I ", "Yes", "I "], 3),
+        (["I ", "never", "Yes"], 1),
+    ],
+)
+def test_a_token_is_counted_once_if_it_holds_some_of_a_part(parts: list[str], count: int) -> None:
+    assert tokens_of_parts(PIECES, parts) == count
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from bombus.hive.generation import Generate
 from bombus.hive.pacing import fitting
 from bombus.hive.records import LengthLimit, SamplingParams
 from bombus.hive.state import EngineState, Replica
-from bombus_gateway.call.admission import Admitted, Room, check_not_over, check_unbiased, is_known
+from bombus_gateway.call.admission import Admitted, Room, check_not_over, is_known
 from bombus_gateway.call.replica_client import ReplicaClient, ReplicaGone
-from bombus_gateway.call.request import CompletionRequest
+from bombus_gateway.call.request import CompletionRequest, SamplingWish
 from bombus_gateway.call.upstream import BUSIER_BY, LEFT_S, Upstream, best
 from bombus_gateway.keys import KeyClaims
 from tests.gateway.openai_hive import TEXT
@@ -106,7 +106,7 @@ def test_a_busier_home_gives_way_to_the_replica_with_the_most_free_capacity() ->
 def test_an_answer_gets_the_room_that_is_left_and_what_limits_it_is_named(
     wanted: int | None, prompt: int, answered: int, room: Room
 ) -> None:
-    request = CompletionRequest(chat=True, max_tokens=wanted)
+    request = CompletionRequest(chat=True, wish=SamplingWish(max_tokens=wanted))
     assert ADMITTED.room(request, prompt, answered, is_first=False) == room
 
 
@@ -121,17 +121,20 @@ def test_the_models_context_limits_an_answer_where_the_jobs_length_does_not() ->
 
 
 def test_the_jobs_temperature_is_the_default() -> None:
-    sampling = ADMITTED.sampling(CHAT, Room(50, LengthLimit.TURN))
+    sampling, overridden = ADMITTED.sampling(CHAT, Room(50, LengthLimit.TURN))
+    assert overridden == ()
     assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (50, 0.9, None)
 
 
 def test_a_seed_gives_each_training_episode_its_own_and_an_evaluation_exactly_that_one() -> None:
-    request, room = CompletionRequest(chat=True, seed=3), Room(50, LengthLimit.TURN)
-    other = replace(ADMITTED, episode="main-1-2")
-    found = ADMITTED.sampling(request, room).seed
-    assert found == ADMITTED.sampling(request, room).seed
-    assert found not in (None, 3, other.sampling(request, room).seed)
-    assert replace(ADMITTED, type=EpisodeType.EVAL).sampling(request, room).seed == 3
+    request, room = CompletionRequest(chat=True, wish=SamplingWish(seed=3)), Room(50, LengthLimit.TURN)
+    found, overridden = ADMITTED.sampling(request, room)
+    assert overridden == ("seed",)
+    assert found == ADMITTED.sampling(request, room)[0]
+    other, _ = replace(ADMITTED, episode="main-1-2").sampling(request, room)
+    assert found.seed not in (None, 3, other.seed)
+    evaluated, overridden = replace(ADMITTED, type=EpisodeType.EVAL).sampling(request, room)
+    assert (evaluated.seed, overridden) == (3, ())
 
 
 @pytest.mark.parametrize(("tokens", "is_first"), [(101, True), (1000, False)])
@@ -144,15 +147,6 @@ def test_a_prompt_that_is_too_long_is_refused(tokens: int, is_first: bool) -> No
 def test_a_conversation_whose_answers_have_used_up_the_jobs_response_length_gets_no_more() -> None:
     with pytest.raises(Refused, match="have 900 tokens, and the job's max_response_length for all of them is 900"):
         ADMITTED.room(CHAT, 950, 900, is_first=False)
-
-
-def test_a_job_may_allow_what_biases_the_gradient() -> None:
-    request = CompletionRequest(chat=True, top_p=0.9)
-    with pytest.raises(Refused, match="top_p"):
-        check_unbiased(request, JOB, EpisodeType.TRAIN)
-    check_unbiased(request, JOB, EpisodeType.EVAL)
-    allowing = parse_job({"bombus": {"rollout": {"allow_biased_sampling": True}}})
-    check_unbiased(request, allowing, EpisodeType.TRAIN)
 
 
 def test_a_key_of_an_earlier_run_is_over_and_one_of_a_later_run_is_not_known_yet() -> None:

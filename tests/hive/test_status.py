@@ -43,9 +43,12 @@ def test_the_text_shows_the_state_of_the_engine(hive: Hive) -> None:
 
 def test_how_long_the_sequences_of_a_replica_may_be_is_shown_where_it_says_so() -> None:
     story = rolling(1)
-    story.tell(ev.WeightsLoaded(**story.at, run=story.run, version=1, replica="replica-b", sequence_tokens=2048))
+    loaded = ev.WeightsLoaded(
+        **story.at, run=story.run, version=1, replica="replica-b", sequence_tokens=2048, constrains=True
+    )
+    story.tell(loaded)
     text = render_status(hive_of(story))
-    assert "replica-b http://10.0.0.5:8000 version 1, sequences of up to 2048 tokens\n" in text
+    assert "replica-b http://10.0.0.5:8000 version 1, sequences of up to 2048 tokens, holds answers to a form\n" in text
     assert text.count("sequences of up to") == 1
 
 

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from bombus.host.http_limits import DEFAULTS, HttpLimits
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
+from tests.patience import PATIENCE_S
 
 SHORT = HttpLimits(head_s=0.2, body_s=0.4)
 HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\n"
@@ -67,7 +68,7 @@ class Wire:
     async def answer(self) -> tuple[int, bytes]:
         """Return the status and body of the next answer; status 0 when the connection is closed without one."""
         try:
-            head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)
+            head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
         except (asyncio.IncompleteReadError, ConnectionError):
             return 0, b""
         length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line)
@@ -76,7 +77,7 @@ class Wire:
     async def closed(self) -> None:
         """Wait until the server has closed the connection."""
         try:
-            while await asyncio.wait_for(self.reader.read(1 << 16), 10):
+            while await asyncio.wait_for(self.reader.read(1 << 16), PATIENCE_S):
                 pass
         except ConnectionError:
             pass
@@ -228,7 +229,7 @@ async def test_half_sent_requests_make_room_for_whole_ones() -> None:
     async with serving(HttpLimits(connections=20)) as served:
         for _ in range(60):
             await (await served.connect()).send(HEAD)
-        assert await asyncio.wait_for(served.get(), 10) == "4"
+        assert await asyncio.wait_for(served.get(), PATIENCE_S) == "4"
 
 
 async def test_a_connection_over_the_limit_is_a_503_while_all_others_are_at_work() -> None:
@@ -237,7 +238,7 @@ async def test_a_connection_over_the_limit_is_a_503_while_all_others_are_at_work
         for wire in busy:
             await wire.send(HEAD.replace(b"/x", b"/slow") + b"content-length: 0\r\n\r\n")
         for _ in busy:
-            await asyncio.wait_for(served.app.busy.acquire(), 10)
+            await asyncio.wait_for(served.app.busy.acquire(), PATIENCE_S)
         status, answer = await refused(late := await served.connect())
         assert (status, answer["code"]) == (503, "overloaded")
         await late.closed()
@@ -250,7 +251,7 @@ async def test_a_request_with_another_after_it_hears_that_its_client_has_left(ca
     async with serving() as served:
         wire = await served.connect()
         await wire.send((HEAD.replace(b"/x", b"/gone") + b"content-length: 0\r\n\r\n") * 3)
-        await asyncio.wait_for(served.app.busy.acquire(), 10)
+        await asyncio.wait_for(served.app.busy.acquire(), PATIENCE_S)
         wire.writer.transport.abort()
-        await asyncio.wait_for(served.app.gone.wait(), 10)
+        await asyncio.wait_for(served.app.gone.wait(), PATIENCE_S)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -22,6 +22,7 @@ from bombus_inference import service
 from bombus_inference.settings import ComputeSettings, InferenceSettings
 from bombus_trainer.publish.directories import remove_others
 from tests.inference.backends.small_engines import Answer, another, llama, request, worst_difference
+from tests.patience import PATIENCE_S
 
 M = TypeVar("M", bound=AnyMessage)
 COMPUTE = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=256)
@@ -62,7 +63,7 @@ class FakeCoordinator:
         return message.version
 
     async def _receive(self, holds: Callable[[AnyMessage], bool]) -> AnyMessage:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 for stored in await self.inbox.read():
                     message = decode_message(stored.data)
@@ -122,6 +123,7 @@ async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(
         assert (loaded.run, loaded.version, loaded.replica) == (1, 0, "r1")
         alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 0)
         assert loaded.sequence_tokens == alive.sequence_tokens == 256
+        assert not loaded.constrains
         made = (await ask(alive.url, 1, [1, 2, 3])).only
         assert worst_difference(old, [1, 2, 3], made) < 1e-4
 

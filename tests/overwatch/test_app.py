@@ -16,6 +16,7 @@ from bombus_overwatch.edges import Banner, KeyBar
 from bombus_overwatch.screen import Link
 from bombus_overwatch.widgets import EpisodesPanel, Notice, Panel, PhaseBar, ReplicasPanel, TailPanel
 from tests.overwatch.story import SECOND, Story, failed, rolling
+from tests.patience import PATIENCE_S
 
 WIDE = (120, 36)
 Compare = Callable[..., bool]
@@ -133,7 +134,7 @@ async def test_help_opens_and_closes_and_q_quits(story: Story) -> None:
 
 async def drawn(app: Overwatch, pilot: Pilot[None], wanted: str) -> None:
     """Wait until the banner contains `wanted`."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while wanted not in text(app, Banner):
             await pilot.pause(0.02)
 
@@ -196,7 +197,7 @@ async def test_quarantined_replicas_are_named_with_their_reasons() -> None:
             **story.at, run=1, version=0, replica="replica-a", reason="no weights at /v0\x1b[2J"
         )
         app.take(len(story.events) + 1, quarantined)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while "✗ replica-a" not in text(app, ReplicasPanel):
                 await pilot.pause(0.02)
         assert app.screen.query_one(Notice).display

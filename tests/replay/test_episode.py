@@ -1,7 +1,8 @@
 """`bombus replay episode`: how it ended, and every token with the figures that it was trained with."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from bombus.config.job import RunConfig
 from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive.events import AbortReason, BatchReady, EpisodeType
-from bombus.hive.records import CallRef, SamplingParams
+from bombus.hive.records import CallRecord, CallRef, SamplingParams
 from bombus.replay.archive import FileSource
 from bombus.replay.episode.html import page
 from bombus.replay.episode.story import EpisodeStory, read_story
@@ -106,6 +107,20 @@ async def test_an_episode_that_the_job_masks_is_not_shown_as_trained(golden: Fil
             == trained
         )
         assert all("cut at the job's limit" in turn.untrained for turn in transcript.turns) != trained
+
+
+class HeldToForms(FileSource):
+    """An archive whose calls all were held to a form by their engine."""
+
+    async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
+        return [msgspec.structs.replace(each, constrained=("tool_choice",)) for each in await super().records(refs)]
+
+
+async def test_a_call_that_was_held_to_a_form_is_not_shown_as_trained() -> None:
+    with HeldToForms.open(TINY) as source:
+        transcript = await read_transcript(source, await read_story(source, "main-1-5"))
+    assert all("held to a form (tool_choice)" in turn.untrained for turn in transcript.turns)
+    assert not any(token.trained for turn in transcript.turns for reply in turn.replies for token in reply.tokens)
 
 
 async def test_masks_versions_and_advantages_are_those_that_the_trainer_uses(golden: FileSource) -> None:
@@ -223,9 +238,25 @@ def transcript_of(shown: str, advantage: float | None = 0.5) -> EpisodeTranscrip
         tools=({"function": {"name": shown, "description": shown}},), prompt_added=3, sampling=SamplingParams(),
         variables={"tone": shown},
         replies=(TurnReply(tokens=tokens, finish="stop", message=message),), seconds=0.1, untrained="",
-        advantage=advantage,
+        advantage=advantage, side_call=shown,
     )  # fmt: skip
     return EpisodeTranscript(story=story, turns=(turn,), lost=(shown,), notes=(shown,))
+
+
+def with_turns(turns: tuple[Turn, ...]) -> EpisodeTranscript:
+    return msgspec.structs.replace(transcript_of("w"), turns=turns)
+
+
+def test_a_side_call_that_is_not_trained_is_no_branch() -> None:
+    (turn,) = transcript_of("w").turns
+    made = partial(msgspec.structs.replace, turn, side_call="")
+    title = made(number=1, side_call="title", untrained="a side call")
+    lines = (title, made(number=2), made(number=3, parent=2, side_call="compaction", untrained="a side call"))
+    assert with_turns(lines).branches() == [(2,)]
+    # A call that continues a compaction is a branch with it.
+    assert with_turns((*lines, made(number=4, parent=3))).branches() == [(2, 3, 4)]
+    trained = made(number=1, side_call="title")
+    assert with_turns((trained, made(number=2))).branches() == [(1,), (2,)]
 
 
 class Page(HTMLParser):

@@ -16,7 +16,7 @@ from bombus.hive.events import Event
 from bombus.hive.records import CallRef
 from bombus.hive.state import FOLD, EngineState, Hive
 from bombus.replay import upkeep
-from tests.bus.test_snapshots import folded, play, put, two_snapshots
+from tests.bus.test_snapshots import folded, play, put, save, two_snapshots
 from tests.coordinator.test_shell import boot, leading
 
 
@@ -72,7 +72,7 @@ def test_a_metric_that_is_not_a_number_does_not_make_a_snapshot_differ() -> None
 
 async def test_a_damaged_snapshot_is_found(bus: Bus) -> None:
     await two_snapshots(bus)
-    await snapshots.save(bus, b"rubbish", 14)
+    await save(bus, b"rubbish", 14)
     with pytest.raises(LogCorrupted, match="snapshot at event 14"):
         await upkeep.verify(bus)
 
@@ -131,7 +131,7 @@ async def test_a_log_without_two_good_snapshots_is_not_compacted(bus: Bus) -> No
     await put(bus, 8)
     with pytest.raises(Refused, match="1 of 2"):
         await upkeep.compact(bus)
-    await snapshots.save(bus, b"rubbish", 14)
+    await save(bus, b"rubbish", 14)
     with pytest.raises(LogCorrupted):
         await upkeep.compact(bus)
     assert (await bus.state(bus.subjects.events_stream)).first_seq == 1
@@ -156,7 +156,7 @@ async def test_an_operator_verifies_and_compacts_by_command(
     assert (code, "removed 7 events" in out) == (0, True)
     code, out, _ = await run("verify")
     assert (code, "from 9 to" in out) == (0, True)
-    await snapshots.save(bus, b"rubbish", 14)
+    await save(bus, b"rubbish", 14)
     for command in ("verify", "compact"):
         code, out, err = await run(command)
         assert (code, out) == (1, "")

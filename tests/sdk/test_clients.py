@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -14,12 +15,14 @@ from opentelemetry.sdk.trace import TracerProvider
 from bombus import AsyncSwarmClient, Credentials, EpisodesFailed, InfraError, Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
 from bombus.hive.events import AbortReason
+from bombus.hive.inbox import Claim
 from bombus.hive.state import Phase
 from bombus.host.hive_keys import HiveKeys
 from bombus.sdk import transport
-from bombus.sdk.errors import EpisodeGone, NotYourEpisode, OtherOutcome, ServerUnreachable, Unauthorized
+from bombus.sdk.errors import BadRequest, EpisodeGone, NotYourEpisode, OtherOutcome, ServerUnreachable, Unauthorized
 from bombus.sdk.progress import ProgressBar
 from tests.gateway.swarm_hive import PlayedHive, played_hive
+from tests.patience import PATIENCE_S
 
 JOB = Job(model="tiny", batch_size=2, num_repeat=2, max_env_worker=8)
 TASK = Task(task_id="t1", main_query="1+1")
@@ -80,6 +83,48 @@ async def test_the_async_client_does_the_same(played: PlayedHive) -> None:
             await client.end_episode(TASK, played.gateway.keys.claimed_id("main-1-99"), WorkflowOutput(reward=0.0))
 
 
+@pytest.mark.parametrize("turns", [2, 10, 20, 40, 80])
+async def test_a_claim_that_is_cancelled_leaves_no_episode_open(played: PlayedHive, url: str, turns: int) -> None:
+    async with AsyncSwarmClient(url) as client:
+        claims = [asyncio.create_task(client.begin_episode()) for _ in range(4)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        left = [claim for claim in claims if not claim.done()]
+        for claim in left:
+            claim.cancel()
+        await asyncio.wait(claims)
+        assert all(claim.cancelled() for claim in left)
+        await client.abort_episodes([claim.result()[0] for claim in claims if claim not in left])
+        await played.gateway.follower.wait_for(lambda _: not played.engine.open, PATIENCE_S)
+
+
+class _CtrlC(httpx.HTTPTransport):
+    """Is interrupted when the first reply to a claim has come."""
+
+    interrupted = False
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = super().handle_request(request)
+        if request.url.path.endswith("/claim_episodes") and not self.interrupted:
+            self.interrupted = True
+            response.read()
+            raise KeyboardInterrupt
+        return response
+
+
+async def test_a_client_that_is_interrupted_while_it_claims_leaves_no_episode_open(
+    played: PlayedHive, url: str
+) -> None:
+    def claim() -> None:
+        with SwarmClient(url, transport_=_CtrlC()) as client, pytest.raises(KeyboardInterrupt):
+            client.begin_episode()
+
+    await asyncio.to_thread(claim)
+    await played.gateway.follower.wait_for(lambda _: not played.engine.open, PATIENCE_S)
+    (closed,) = played.engine.closed.values()
+    assert closed.aborted == AbortReason.CLIENT
+
+
 async def test_another_clients_episode_cannot_be_ended(url: str) -> None:
     async with AsyncSwarmClient(url) as one, AsyncSwarmClient(url, engine="main") as two:
         episode, _ = await one.begin_episode()
@@ -87,10 +132,10 @@ async def test_another_clients_episode_cannot_be_ended(url: str) -> None:
             await two.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
 
 
-async def test_a_prefix_stays_in_the_base_url(url: str) -> None:
+async def test_the_base_url_of_any_engine_is_the_hives_own(url: str) -> None:
     async with AsyncSwarmClient(url, engine="main") as client:
         _, credentials = await client.begin_episode()
-    assert credentials.base_url == f"{url}/e/main/v1"
+    assert credentials.base_url == f"{url}/v1"
 
 
 @pytest.mark.parametrize("in_path", [False, True])
@@ -115,7 +160,7 @@ async def test_a_key_permits_what_it_is_for(bus: Bus, in_path: bool) -> None:
             with pytest.raises(Unauthorized, match="admin key"):
                 await worker.stop_engine()
             _, credentials = await worker.begin_episode()
-            assert credentials.base_url == f"{url}/e/main/v1"  # an agent does not get its client's key
+            assert credentials.base_url == f"{url}/v1"  # an agent does not get its client's key
 
 
 def test_a_key_is_sent_in_the_header_and_never_shown(caplog: pytest.LogCaptureFixture) -> None:
@@ -248,6 +293,113 @@ async def test_many_threads_share_a_client(url: str, played: PlayedHive) -> None
     assert len(played.engine.pool) == 24
 
 
+PROGRAM = """
+import sys, time
+from bombus import SwarmClient, Task, WorkflowOutput
+
+client = SwarmClient(sys.argv[1], verbose=False)
+
+def play(task):
+    episode, _ = client.begin_episode(discard_episode_timeout=3600)
+    time.sleep(3600)
+    client.end_episode(task, episode, WorkflowOutput(reward=1.0))
+
+def play_group(task):
+    client.run_group(task, lambda task, credentials: time.sleep(3600), 2, discard_episode_timeout=3600)
+
+tasks = [Task(task_id=str(number)) for number in range(4)]
+match sys.argv[2]:
+    case "all":
+        client.run_episodes_until_all_complete(tasks, play)
+    case "group":
+        client.run_group(tasks[0], lambda task, credentials: time.sleep(3600), 4, discard_episode_timeout=3600)
+    case "groups":
+        client.run_episodes_until_all_complete(tasks[:2], play_group)
+"""
+
+
+async def program(url: str, what: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, url, what),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+
+
+async def interrupted(process: asyncio.subprocess.Process) -> str:
+    """Send Ctrl-C to a program once, wait until it has ended, and return its errors."""
+    process.send_signal(signal.SIGINT)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            _, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == -signal.SIGINT
+    return errors.decode()
+
+
+@pytest.mark.parametrize("what", ["all", "group", "groups"])
+async def test_ctrl_c_ends_a_program_whose_agents_are_at_work_and_gives_up_their_episodes(
+    played: PlayedHive, url: str, what: str
+) -> None:
+    process = await program(url, what)
+    await played.gateway.follower.wait_for(lambda _: len(played.engine.open) == 4, 3 * PATIENCE_S)
+    assert (await interrupted(process)).rstrip().endswith("KeyboardInterrupt")
+    await played.gateway.follower.wait_for(lambda _: not played.engine.open, PATIENCE_S)
+    assert {closed.aborted for closed in played.engine.closed.values()} == {AbortReason.CLIENT}
+
+
+async def test_ctrl_c_ends_a_program_whose_claims_wait(played: PlayedHive, url: str) -> None:
+    held = [(await played.claim())["episode_uuid"] for _ in range(8)]
+    process = await program(url, "all")
+    await played.until_received(lambda message: isinstance(message, Claim) and message.client != "c1")
+    await interrupted(process)
+    await played.post("/abort_episodes", {"client_uuid": "c1", "episode_uuids": held})
+    await played.gateway.follower.wait_for(lambda _: not played.engine.open, PATIENCE_S)
+
+
+async def test_a_group_that_is_cancelled_while_the_hive_is_away_ends_at_once(url: str) -> None:
+    away = asyncio.Event()
+
+    class Door(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if away.is_set():
+                raise httpx.ConnectError("nobody is there", request=request)
+            return await super().handle_async_request(request)
+
+    async def agent(task: Task, credentials: Credentials) -> float:
+        away.set()
+        await asyncio.Event().wait()
+        return 1.0
+
+    async with AsyncSwarmClient(url, transport_=Door(), retry_s=3600) as client:
+        running = asyncio.create_task(client.run_group(TASK, agent, 2))
+        await asyncio.wait_for(away.wait(), PATIENCE_S)
+        running.cancel()
+        await asyncio.wait({running}, timeout=PATIENCE_S)
+        assert running.cancelled()
+
+
+async def test_a_group_that_is_cancelled_leaves_no_episode_open(played: PlayedHive, url: str) -> None:
+    started = asyncio.Event()
+
+    async def agent(task: Task, credentials: Credentials) -> float:
+        started.set()
+        await asyncio.Event().wait()
+        return 1.0
+
+    async with AsyncSwarmClient(url) as client:
+        running = asyncio.create_task(client.run_group(TASK, agent, 2))
+        await asyncio.wait_for(started.wait(), PATIENCE_S)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    await played.gateway.follower.wait_for(lambda _: not played.engine.open, PATIENCE_S)
+    assert {closed.aborted for closed in played.engine.closed.values()} == {AbortReason.CLIENT}
+
+
 async def test_async_runs_are_retried_too() -> None:
     slept: list[float] = []
 
@@ -295,6 +447,17 @@ def test_a_broken_connection_is_retried_with_the_same_trace() -> None:
 def test_a_server_url_without_a_scheme_is_refused() -> None:
     with pytest.raises(ValueError, match="http://"):
         SwarmClient("localhost:10086")
+
+
+def test_an_agents_address_is_refused_with_that_of_the_hive() -> None:
+    with pytest.raises(ValueError, match=r"own is http://hive:10086$"):
+        SwarmClient("http://hive:10086/v1/")
+
+
+async def test_an_engine_that_the_hive_does_not_have_is_asked_for(url: str) -> None:
+    async with AsyncSwarmClient(url, engine="nosuch") as client:
+        with pytest.raises(BadRequest, match=r"has no /claim_episodes .* the engine one of its engines"):
+            await client.begin_episode()
 
 
 def test_progress_is_one_line_that_counts() -> None:

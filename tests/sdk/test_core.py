@@ -1,7 +1,10 @@
 """The client's operations, driven by hand: what they send, how long they wait, and what they make of each reply."""
 
+import asyncio
 import json
+import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -61,7 +64,9 @@ def no(status: int, code: str, detail: str = "why", retry_after_s: float = 0.0) 
 class Driver:
     """Replies to an operation from a list, on a clock that moves only while the client sleeps or the server waits."""
 
-    def __init__(self, replies: Iterable[ServerReply | NoReply], server_waits: bool = True, **options: Any) -> None:
+    def __init__(
+        self, replies: Iterable[ServerReply | NoReply | BaseException], server_waits: bool = True, **options: Any
+    ) -> None:
         self.now = 1000.0
         self.core = ClientCore("http://hive:10086", lambda: self.now, lambda: 0.0, client_uuid="c1", **options)
         self.replies = list(replies)
@@ -70,10 +75,10 @@ class Driver:
         self._server_waits = server_waits
 
     def run(self, operation: ClientOperation[Any]) -> Any:
-        reply: ServerReply | NoReply | None = None
+        reply: ServerReply | NoReply | BaseException | None = None
         while True:
             try:
-                step = operation.send(reply)
+                step = operation.throw(reply) if isinstance(reply, BaseException) else operation.send(reply)
             except StopIteration as done:
                 return done.value
             if isinstance(step, Sleep):
@@ -103,6 +108,37 @@ def test_a_request_without_a_reply_is_sent_again_with_the_same_id() -> None:
     driver.run(driver.core.abort_episodes(["e1"]))
     assert len({request.headers["Idempotency-Key"] for request in driver.sent}) == 1
     assert len(driver.sent) == 3
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        NoReply("reset"),
+        no(502, ""),
+        no(503, "bus_down"),
+        no(504, ""),
+        ServerReply(status=500, body=b"Internal Server Error"),
+    ],
+)
+def test_a_server_that_is_away_for_now_is_asked_again_and_the_client_knows_when_it_was(
+    reply: ServerReply | NoReply,
+) -> None:
+    driver = Driver([ok({"success": True}), reply, ok({"success": True})])
+    driver.run(driver.core.abort_episodes(["e1"]))
+    assert driver.core.missed_at == -math.inf
+    driver.now += 5.0
+    driver.run(driver.core.abort_episodes(["e1"]))
+    assert driver.core.missed_at == 1005.0
+    assert len({request.headers["Idempotency-Key"] for request in driver.sent[1:]}) == 1
+
+
+@pytest.mark.parametrize(("reply", "is_retried"), [(no(500, "internal"), False), (no(429, "overloaded"), True)])
+def test_a_server_that_fails_or_is_busy_is_not_away(reply: ServerReply, is_retried: bool) -> None:
+    driver = Driver([reply, ok({"success": True})])
+    with nullcontext() if is_retried else pytest.raises(ServerFault):
+        driver.run(driver.core.abort_episodes(["e1"]))
+    assert driver.core.missed_at == -math.inf
+    assert len(driver.slept) == int(is_retried)
 
 
 def test_the_first_wait_for_a_hive_is_logged_at_once_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,7 +171,14 @@ def test_backoff_grows_to_a_limit_and_honours_retry_after() -> None:
     assert driver.slept[-1] == 30.0
 
 
-@pytest.mark.parametrize(("reply", "kind"), [(NoReply("x"), ServerUnreachable), (no(503, "bus_down"), ServerBusy)])
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (NoReply("x"), ServerUnreachable),
+        (no(503, "bus_down"), ServerBusy),
+        (ServerReply(status=500, body=b"oops"), ServerFault),
+    ],
+)
 def test_an_operation_gives_up_when_its_time_is_over(reply: ServerReply | NoReply, kind: type[SwarmError]) -> None:
     driver = Driver([reply] * 100, retry_s=10.0)
     with pytest.raises(kind):
@@ -220,6 +263,28 @@ def test_a_claim_waits_at_most_max_wait_s() -> None:
     with pytest.raises(NoEpisode, match="No available episodes"):
         driver.run(driver.core.begin_episodes(2, max_wait_s=30.0))
     assert [driver.body(index)["wait_s"] for index in range(2)] == [20.0, 10.0]
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), asyncio.CancelledError()])
+def test_an_interrupted_claim_is_asked_for_again_and_what_it_was_granted_is_aborted(
+    interruption: BaseException,
+) -> None:
+    driver = Driver([ok(FULL), interruption, ok(GRANTED), ok({})])
+    with pytest.raises(type(interruption)):
+        driver.run(driver.core.begin_episode())
+    assert [request.path for request in driver.sent] == ["/claim_episodes"] * 3 + ["/abort_episodes"]
+    assert driver.body(2) == driver.body(1) | {"wait_s": 0, "waited_s": 0}
+    assert driver.body(3)["episode_uuids"] == ["e1"]
+
+
+@pytest.mark.parametrize("reply", [ok(FULL), ok(OFFLINE), no(503, "storage_full"), NoReply("x"), ok({}), ok([])])
+def test_an_interruption_is_raised_whatever_is_replied_when_its_claim_is_asked_for(
+    reply: ServerReply | NoReply,
+) -> None:
+    driver = Driver([KeyboardInterrupt(), reply])
+    with pytest.raises(KeyboardInterrupt):
+        driver.run(driver.core.begin_episode())
+    assert len(driver.sent) == 2
 
 
 # ---- ending ---------------------------------------------------------------------------------------------------
@@ -442,3 +507,30 @@ def test_tasks_of_other_clients_do_not_count() -> None:
     driver = Driver([ok(running(t1="c2", t2="c2").model_dump()), ok(GRANTED)])
     driver.run(driver.core.begin_episode(throttle_policy=policy))
     assert driver.slept == []
+
+
+def using(*calls: int) -> list[ServerReply | NoReply]:
+    """Return replies to touches, in each of which an episode has made so many calls; below 0: it is over."""
+    return [ok({"used": {"e1": {"calls": made, "completion_tokens": 5 * made}} if made >= 0 else {}}) for made in calls]
+
+
+def test_what_an_episode_has_used_is_known_when_it_no_longer_grows() -> None:
+    driver = Driver(using(0, 1, 2, 2))
+    used = driver.run(driver.core.episode_usage("e1"))
+    assert (used.calls, used.completion_tokens) == (2, 10)
+    assert driver.slept == [0.2] * 3
+    assert driver.sent[0].path == "/touch_episodes"
+
+
+def test_an_episode_without_calls_is_looked_at_for_longer_and_one_that_is_over_has_no_usage() -> None:
+    driver = Driver(using(*[0] * 20))
+    assert driver.run(driver.core.episode_usage("e1")).calls == 0
+    assert sum(driver.slept) == pytest.approx(2.0, abs=0.3)
+    driver = Driver(using(1, -1))
+    assert driver.run(driver.core.episode_usage("e1")) is None
+
+
+def test_a_hive_that_does_not_say_what_episodes_have_used_is_older() -> None:
+    driver = Driver([ok({"touched": ["e1"], "over": []})])
+    with pytest.raises(ServerFault, match="The hive is older than this client"):
+        driver.run(driver.core.watch_episodes(["e1"]))

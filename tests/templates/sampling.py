@@ -20,7 +20,7 @@ CONTROL_SHARE = 0.4  # of the tokens that are sampled
 
 
 def read_random_tokens(subject: Subject, sequences: int, seed: int) -> None:
-    """Read sequences of random tokens, many of them added ones, as completions. Raises what a reader raises."""
+    """Read sequences of random tokens, many of them added ones, as completions. Fails where a reader does."""
     model = subject.ours
     random_ = random.Random(seed)
     added, size = sorted(model.tokenizer.added), len(model.tokenizer.pieces)
@@ -36,6 +36,7 @@ def read_random_tokens(subject: Subject, sequences: int, seed: int) -> None:
         for part in (tokens[:cut], tokens[cut:]):
             completion.feed(Tokens(version=0, tokens=pack_tokens(part), logprobs=pack_logprobs([0.0] * len(part))))
         completion.end(FinishReason.STOP)
+        assert not completion.misread, tokens
         msgspec.json.encode(completion.message())
 
 

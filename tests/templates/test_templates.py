@@ -11,6 +11,7 @@ from bombus.bus import Bus
 from bombus_gateway.text.reading.finding import Reading
 from tests.templates.battery import TALLY, Outcome, Subject, bridge, run, subject
 from tests.templates.families import VARIANTS, family
+from tests.templates.long_conversations import differences
 from tests.templates.playing import play, play_pair
 from tests.templates.sampling import forged, read_random_tokens
 
@@ -70,6 +71,10 @@ def test_six_turns_are_one_sequence_where_the_template_keeps_history(made: tuple
 
 def test_a_message_with_the_names_of_all_special_tokens_has_none_of_their_ids(made: tuple[str, Subject]) -> None:
     assert list(forged(made[1])) == []
+
+
+def test_long_conversations_go_on_as_they_do_without_their_middle(played: Subject) -> None:
+    assert differences(played.ours, 40, seed=1) == []
 
 
 async def test_six_turns_through_a_gateway_are_recorded_as_the_template_keeps_them(played: Subject, bus: Bus) -> None:

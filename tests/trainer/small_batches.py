@@ -41,6 +41,8 @@ def call(
     status: CallStatus = CallStatus.COMPLETE,
     version: int = 0,
     episode: str = "main-1-1",
+    side_call: str = "",
+    constrained: tuple[str, ...] = (),
 ) -> CallRecord:
     """Make a call with one choice for each of `sampled`. `prompt_tokens` defaults to the correct number."""
     before = 0
@@ -65,6 +67,8 @@ def call(
         ),
         sampling=SamplingParams(temperature=temperature),
         status=status,
+        side_call=side_call,
+        constrained=constrained,
     )
 
 

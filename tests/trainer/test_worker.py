@@ -16,6 +16,7 @@ import pytest
 from bombus.bus import Bus
 from bombus.hive.state import Hive, Phase
 from bombus_trainer.worker import main
+from tests.patience import PATIENCE_S
 from tests.trainer.trainer_hive import Stage, staged
 
 WAIT_S = 120.0
@@ -33,7 +34,7 @@ async def ranks(url: str, hive: str, folder: Path, count: int) -> AsyncIterator[
     finally:
         everybody = [family, *family.children(recursive=True)]
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await process.wait()
         _, alive = psutil.wait_procs(everybody, timeout=10)
         assert not alive, "one SIGTERM ends all ranks"

@@ -21,6 +21,7 @@ from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import BackendClient, ignore_stage, until_metric
 from tests.inference.backends.small_engines import Completion, reference_logprobs, request, worst_difference
+from tests.patience import PATIENCE_S
 from tests.small_models import small_llama
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -225,7 +226,7 @@ async def test_a_vllm_that_is_killed_ends_its_calls_leaves_nothing_and_starts_ag
     fault = (await stage.client.finished(ticket)).fault
     assert fault is not None
     assert fault.retry
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await stage.backend.lost.wait()
     assert stage.backend.version == -1
     assert psutil.wait_procs(processes, timeout=10)[1] == []

@@ -129,11 +129,12 @@ class Core:
         """Tell an event, before it is folded, to what follows the open episodes besides the state."""
         if isinstance(event, ev.EpisodeClaimed):
             self.live.opened(event.engine, share_of(event), len(event.episodes))
-        for name in _closed_by(event):
-            self.live.forget(name)
-            episode = self.hive.engine(event.engine).open.get(name)
-            if episode is not None:
-                self.live.opened(event.engine, share_of(episode), -1)
+        elif isinstance(event, ev.EpisodeEnded | ev.EpisodeAborted):
+            for name in _closed_by(event):
+                self.live.forget(name)
+                episode = self.hive.engine(event.engine).open.get(name)
+                if episode is not None:
+                    self.live.opened(event.engine, share_of(episode), -1)
 
     def _folded(self, decisions: Iterable[Decision]) -> Iterator[PendingDecision]:
         for decision in decisions:
@@ -225,14 +226,10 @@ def _refused(engine: EngineState, live: Live, message: inbox.AnyMessage, error: 
     return Decision(events=(engines.answered(engine, live, message, error),), replies=(reply,))
 
 
-def _closed_by(event: ev.Event) -> Iterable[str]:
-    """Return the episodes that an event ends or aborts."""
-    match event:
-        case ev.EpisodeEnded():
-            return [outcome.episode for outcome in event.outcomes]
-        case ev.EpisodeAborted():
-            return event.episodes
-    return ()
+def _closed_by(event: ev.EpisodeEnded | ev.EpisodeAborted) -> Iterable[str]:
+    if isinstance(event, ev.EpisodeAborted):
+        return event.episodes
+    return [outcome.episode for outcome in event.outcomes]
 
 
 _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]] = {

@@ -179,15 +179,22 @@ class Coordinator:
         Nobody waits for their event, and a single one notes all of them: it has some 200 bytes of headers, which is
         more than a call takes in it.
         """
-        group = arrived = await reader.read(GROUP_MAX)
+        group = await reader.read(GROUP_MAX)
+        if not self._are_patient(group):
+            return group
         try:
             async with asyncio.timeout(GATHER_S):
-                while len(group) < GROUP_MAX and all(each.subject in self._patient for each in arrived):
+                while len(group) < GROUP_MAX:
                     arrived = await reader.read(GROUP_MAX - len(group))
                     group = group + arrived
+                    if not self._are_patient(arrived):
+                        break
         except TimeoutError:
             pass
         return group
+
+    def _are_patient(self, group: Sequence[Stored]) -> bool:
+        return all(each.subject in self._patient for each in group)
 
     async def _decide(self, group: Sequence[Stored]) -> None:
         """Decide message by message, append all events at once, then send all replies (R3)."""

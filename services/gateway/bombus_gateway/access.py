@@ -6,7 +6,7 @@ header put `/k/<key>` before the path.
 
 import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 from bombus.errors import Code, Refused
 from bombus.host.hive_keys import HiveKeys
-from bombus_gateway.keys import KeyClaims, Keys
+from bombus_gateway.keys import PREFIX, KeyClaims, Keys
 
 PATH_KEY = "/k/"
 
@@ -139,6 +139,17 @@ class EpisodeGuard:
                 Code.BAD_KEY, f"This key is for engine {claims.engine}, and these are the doors of {self._engine}."
             )
         return claims
+
+
+def episode_key(headers: Mapping[bytes, bytes]) -> str:
+    """Return the episode's key that a request presents, as a bearer or in `x-api-key`; some clients send both headers.
+
+    Raises `Refused` BAD_KEY when there is none.
+    """
+    presented = [key.decode("latin-1") for key in _presented(headers.items()) if key]
+    if not presented:
+        raise Refused(Code.BAD_KEY, f"Send an episode's key as 'Authorization: Bearer {PREFIX}...' or as 'x-api-key'.")
+    return next((key for key in presented if key.startswith(PREFIX)), presented[0])
 
 
 def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:

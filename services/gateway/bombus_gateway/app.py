@@ -1,15 +1,18 @@
 """The gateway's ASGI application, with all of its doors: `create_app(gateway)`."""
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
 from bombus_gateway.access import PATH_KEY, without_path_key
+from bombus_gateway.anthropic.docs import add_anthropic_paths
+from bombus_gateway.anthropic.routes import AnthropicDoor
 from bombus_gateway.bodies import BodyMemory
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
@@ -18,20 +21,28 @@ from bombus_gateway.limits import in_short
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
 from bombus_gateway.refusals import ERROR_HEADERS, RETRY_AFTER
+from bombus_gateway.responses.docs import add_responses_paths
+from bombus_gateway.responses.routes import ResponsesDoor
 from bombus_gateway.swarm.routes import swarm_router
 
 log = logging.getLogger(__name__)
 
 
+class HealthAnswer(BaseModel):
+    status: Literal["ok", "starting"]
+
+
 class GatewayApp(FastAPI):
     """FastAPI, with a table of paths (`hot`) that are answered before its middleware and routing.
 
-    A model call costs less than FastAPI's own work around it. All other routes are ordinary FastAPI.
+    A model call costs less than FastAPI's own work around it. `below` has what answers the other paths that begin with
+    a prefix; the first that fits counts. All other routes are ordinary FastAPI.
     """
 
     calls: Calls
     bodies: BodyMemory
     hot: dict[str, ASGIApp]
+    below: list[tuple[str, ASGIApp]]
     prefixes: list[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,17 +53,21 @@ class GatewayApp(FastAPI):
             await self._answer(scope, counting, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        door = self.hot.get(scope["path"])
-        if door is None and scope["path"].startswith(PATH_KEY):
+        if scope["path"].startswith(PATH_KEY):
             scope = without_path_key(scope)
-            door = self.hot.get(scope["path"])
-        await (door or super().__call__)(scope, receive, send)
+        await (self._door(scope["path"]) or super().__call__)(scope, receive, send)
+
+    def _door(self, path: str) -> ASGIApp | None:
+        door = self.hot.get(path)
+        return door or next((below for prefix, below in self.below if path.startswith(prefix)), None)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             schema = super().openapi()
             for prefix in self.prefixes:
                 add_openai_paths(schema, prefix)
+                add_anthropic_paths(schema, prefix)
+                add_responses_paths(schema, prefix)
         return super().openapi()
 
 
@@ -67,6 +82,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
     app.calls = calls = Calls(gateway)
     app.bodies = BodyMemory(gateway.settings.bodies_mb_max << 20)
     app.hot = {}
+    app.below = []
     app.prefixes = []
     _add_error_handlers(app)
 
@@ -85,8 +101,30 @@ def create_app(gateway: Gateway) -> GatewayApp:
         app.hot[f"{prefix}/v1/chat/completions"] = openai.chat
         app.hot[f"{prefix}/v1/completions"] = openai.completions
         app.hot[f"{prefix}/v1/models"] = openai.models
+        anthropic = AnthropicDoor(gateway, calls, engine, any_engine=not prefix)
+        app.hot[f"{prefix}/v1/messages"] = anthropic.messages
+        app.hot[f"{prefix}/v1/messages/count_tokens"] = anthropic.count_tokens
+        app.hot[f"{prefix}/v1/embeddings"] = openai.embeddings
+        for below in (prefix, f"{prefix}/v1"):  # vLLM has them at the root
+            app.hot[f"{below}/tokenize"] = openai.tokens.tokenize
+            app.hot[f"{below}/detokenize"] = openai.tokens.detokenize
+        responses = ResponsesDoor(gateway, calls, engine, any_engine=not prefix)
+        app.hot[f"{prefix}/v1/responses"] = responses.create
+        app.below += [
+            (f"{prefix}/v1/responses/", responses.stored),
+            (f"{prefix}/v1/models/", openai.model),
+            (f"{prefix}/v1/messages/", anthropic.below),
+            (f"{prefix}/v1/", openai.nothing),
+        ]
         app.prefixes.append(prefix)
-        app.add_api_route(f"{prefix}/health", health, tags=["health"], summary="Whether this gateway accepts requests")
+        app.add_api_route(
+            f"{prefix}/health",
+            health,
+            tags=["health"],
+            summary="Whether this gateway accepts requests",
+            response_model=HealthAnswer,
+            responses={503: {"model": HealthAnswer, "description": "It still reads the log, or is stopping"}},
+        )
         app.include_router(swarm_router(gateway, engine), prefix=prefix)
     return app
 
@@ -112,6 +150,14 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def fault(_: Request, error: EngineFault) -> JSONResponse:
         log.error("an engine cannot do what was asked", extra={"why": str(error)})
         return _detail(Code.INTERNAL, str(error))
+
+    @app.exception_handler(Exception)
+    async def bug(_: Request, error: Exception) -> JSONResponse:
+        """Answer with a code, by which clients tell a fault that will come again from a server that is being stopped.
+
+        The server logs the traceback.
+        """
+        return _detail(Code.INTERNAL, f"The gateway failed ({type(error).__name__}); its log says more.")
 
 
 def _detail(code: Code, why: str) -> JSONResponse:

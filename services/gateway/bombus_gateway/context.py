@@ -1,9 +1,11 @@
 """What all doors of a gateway share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
+from bombus.errors import Code, Refused
 from bombus_gateway.heartbeats import Heartbeats
 from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
@@ -22,3 +24,24 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.heartbeats = Heartbeats(self.bus)
+
+    def engines_at(self, engine: str, any_engine: bool) -> tuple[str, ...]:
+        """Return the engines of a door: its own, or at the root all of them."""
+        return tuple(self.settings.engines) if any_engine else (engine,)
+
+    def model_names(self, engines: Sequence[str]) -> list[str]:
+        """Return the names by which the models of engines are known: those in their jobs, and the engines' own."""
+        names: list[str] = []
+        for engine in engines:
+            state = self.follower.hive.engine(engine)
+            job = state.active or state.configured
+            names += [*([job.model] if job else []), engine]
+        return list(dict.fromkeys(names))
+
+    def check_model_name(self, engines: Sequence[str], name: str) -> None:
+        """Harnesses have model names written into them: any name is taken, unless the settings are strict."""
+        if self.settings.strict_model_names and name not in self.model_names(engines):
+            raise Refused(
+                Code.UNKNOWN_MODEL,
+                f"The model '{name}' does not exist. This door serves {', '.join(self.model_names(engines))}.",
+            )

@@ -3,18 +3,23 @@
 The operator's own limits are in `settings.py`: the size of a call's body, open calls, bytes for each episode.
 """
 
-from collections.abc import Mapping
 from typing import Any
+
+from bombus.hive.inbox import DEPTH_MAX
 
 # Model calls.
 MESSAGES = 4096
 CHOICES = 64
+FIELDS = 256  # of a body, known and unknown ones
+UNSUPPORTED = 4096  # places of a request that ask for what nobody here can do
 TOOLS = 256
-CALLS_IN_MESSAGE = 256
+CALLS_IN_ANSWER = 256  # what the model writes beyond them is text
+CALLS_IN_MESSAGE = 16 * CALLS_IN_ANSWER  # of a request: some harnesses make one message of several answers
 STOPS = 16
 STOP_CHARACTERS = 256
 NAME_CHARACTERS = 256  # of a model, a participant, a function, the id of a call
 ROLE_CHARACTERS = 64  # of the header x-bombus-role
+OVERRIDDEN = 32  # names of what was asked for and is not done
 CHARACTERS_FOR_A_TOKEN = 16  # of the model's length; English has four, and lines of spaces or signs the most
 
 # The swarm door.
@@ -29,15 +34,15 @@ METADATA_BYTES = 64 << 10  # of an episode, as the log has it
 METRICS = 1024
 
 # Both.
-DEPTH = 128  # of lists and objects within each other, in tools, in arguments of calls, in metadata
+DEPTH = DEPTH_MAX  # of lists and objects within each other, in tools, in arguments of calls, in metadata
 QUOTED_CHARACTERS = 1000  # of a refusal, which may quote what it refuses
 
 
 def is_deeper(value: Any, depth: int = DEPTH) -> bool:
-    """Whether lists and objects are within each other more than `depth` times."""
-    if not isinstance(value, list | Mapping):
+    """Return whether lists and objects are within each other more than `depth` times."""
+    if not isinstance(value, list | dict):
         return False
-    inner = value.values() if isinstance(value, Mapping) else value
+    inner = value.values() if isinstance(value, dict) else value
     return depth == 0 or any(is_deeper(each, depth - 1) for each in inner)
 
 

@@ -38,7 +38,9 @@ async def run(settings: GatewaySettings) -> None:
             try:
                 await asyncio.wait({server})
             finally:
-                gateway.ready = False  # new calls go to another gateway while the open ones end
+                gateway.ready = (
+                    False  # new calls go to another gateway while the open ones end, and claims stop waiting
+                )
 
 
 def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:

@@ -232,6 +232,7 @@ class ReplicaService:
             version=version,
             replica=self.name,
             sequence_tokens=self.app.backend.sequence_tokens,
+            constrains=self.app.backend.constrains,
         )
         await self._bus.inbox.send_when_back(loaded)
 
@@ -270,6 +271,7 @@ class ReplicaService:
                 version=self.app.backend.version,
                 capacity=self._settings.compute.max_running,
                 sequence_tokens=self.app.backend.sequence_tokens,
+                constrains=self.app.backend.constrains,
             )
             try:
                 await self._bus.inbox.send(alive, timeout_s=self._settings.alive_every_s)

@@ -204,8 +204,9 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
     counters = engine.counters
     shown = {LOSS, GRAD_NORM, STALENESS, MERGED}
     merged = metrics.get(MERGED)
-    if merged is None and counters.calls:
-        merged = counters.calls_merged / counters.calls
+    of_agents = counters.calls - counters.calls_masked
+    if merged is None and of_agents:
+        merged = counters.calls_merged / of_agents
     trainer = status.trainer
     return TrainingSummary(
         epoch=trainer.epoch,

@@ -245,9 +245,10 @@ class Trainer:
             number, recorded = step.batch.step, step.done.metrics if step.done is not None else {}
             log.warning("step %d is made again, since the checkpoint of step %d", number, self._restored)
             await self._stage(f"making step {number} again", f"again-{number}")
-            groups = await read_again(
-                BusCallReader(self._bus), step.batch, recorded, engine.collection.trained_staleness
-            )
+            max_staleness = engine.collection.trained_staleness
+            side_calls = executor.settings.job.rollout.trains_side_calls
+            reader = BusCallReader(self._bus)
+            groups = await read_again(reader, step.batch, recorded, max_staleness, side_calls=side_calls)
             again = partial(executor.train_step, groups, number, over.is_set)
             await in_thread(Kind.STEP, f"step {number}, made again", again)
             reached(Point.TRAINER_STEP_MADE_AGAIN)
@@ -340,7 +341,9 @@ class Trainer:
 
     async def _train(self, executor: TrainerBackend, batch: BatchReady) -> dict[str, float]:
         start = perf_counter()
-        read = await read_batch(BusCallReader(self._bus), batch, self._ownership.engine.collection.trained_staleness)
+        max_staleness = self._ownership.engine.collection.trained_staleness
+        side_calls = executor.settings.job.rollout.trains_side_calls
+        read = await read_batch(BusCallReader(self._bus), batch, max_staleness, side_calls=side_calls)
         read_s = perf_counter() - start
         reached(Point.TRAINER_BATCH_READ)
         for episode, why in read.lost.items():

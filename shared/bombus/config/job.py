@@ -79,6 +79,19 @@ class RolloutConfig(ConfigGroup):
     `history` says what holds where the model's chat template drops a part of what was sampled, such as the reasoning of
     earlier turns: with `template` the next call begins a sequence of its own, with `keep` all of it stays in one.
 
+    `sampling` says what becomes of parameters that would bias the gradient of a training episode (temperature 0, top_p,
+    top_k, min_p, penalties, logit_bias): they are overridden by the job's values, refused, or obeyed all the same.
+    `unsupported` says what becomes of what is not done here, such as an image or a tool of the server: it is left out,
+    or refused. The answer's header `x-bombus-overridden` names what was overridden or left out.
+
+    A forced tool call and a format of the answer (JSON, or JSON of a schema) are obeyed in evaluation episodes where a
+    replica of the engine can hold answers to a form, as vLLM's do. Elsewhere they are unsupported, and in training
+    episodes too, unless `sampling` is `obey`: then answers are held to their form, and are not trained.
+
+    `side_calls` says what becomes of calls that a harness makes on its own account with the key of an episode, such as
+    a title for the session or a summary when its context is full: with `mask` they are recorded and not trained, with
+    `train` they are calls like all others.
+
     `allow_chat_template_kwargs` lets requests give variables to the chat template: see docs/templates.md.
     """
 
@@ -90,8 +103,14 @@ class RolloutConfig(ConfigGroup):
     max_model_len: int = Field(default=18000, ge=2, le=1 << 23)
     temperature: Float = Field(default=1.0, ge=0, le=2)
     history: Literal["template", "keep"] = "template"
-    allow_biased_sampling: bool = False  # top_p, top_k, penalties and forced tokens in training episodes
+    sampling: Literal["override", "refuse", "obey"] = "override"
+    unsupported: Literal["relax", "refuse"] = "relax"
+    side_calls: Literal["mask", "train"] = "mask"
     allow_chat_template_kwargs: bool = False  # in requests
+
+    @property
+    def trains_side_calls(self) -> bool:
+        return self.side_calls == "train"
 
     @field_validator("temperature")
     @classmethod
@@ -197,8 +216,8 @@ class RunConfig(ConfigGroup):
 
     @staticmethod
     def from_json(text: str) -> "RunConfig":
-        """Read `to_json` back. Raises `Refused(BAD_CONFIG)`."""
-        return _validated_json(text, {})
+        """Read `to_json` back, also that of an earlier version. Raises `Refused(BAD_CONFIG)`."""
+        return _validated_json(_in_todays_fields(text), {})
 
     @property
     def digest(self) -> str:
@@ -226,6 +245,17 @@ def _validated_json(text: str, names: Mapping[str, str]) -> RunConfig:
         return RunConfig.model_validate_json(text)
     except ValidationError as error:
         raise bad_config(_sentence(error, names)) from error
+
+
+def _in_todays_fields(text: str) -> str:
+    """Return a job of the log with the fields that it has today."""
+    if '"allow_biased_sampling"' not in text:
+        return text
+    job = json.loads(text)
+    biased = job.get("rollout", {}).pop("allow_biased_sampling", None)
+    if biased is not None:
+        job["rollout"]["sampling"] = "obey" if biased else "refuse"
+    return json.dumps(job)
 
 
 def _check_plain(name: str, value: object) -> None:

@@ -1,13 +1,12 @@
 """Keep in a demo's folder what it trains and how far it came, so that one that was stopped goes on."""
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from bombus.demo.training import Curve, Measured, Stepped, Watcher
 from bombus.errors import Code, Refused
-from bombus.private import private_folder
+from bombus.private import private_folder, write_private
 
 DEMO, CURVE = "demo.json", "curve.json"
 
@@ -85,7 +84,4 @@ class Keeper(Watcher):
 
 
 def _write(file: Path, value: DemoOf | Curve) -> None:
-    """Write a file so that whoever reads it finds the one before or this one."""
-    draft = file.with_suffix(".draft")
-    draft.write_bytes(msgspec.json.encode(value))
-    os.replace(draft, file)
+    write_private(file, msgspec.json.encode(value).decode())

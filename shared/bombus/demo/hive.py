@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from bombus.errors import BombusError
@@ -55,7 +55,8 @@ async def running(folder: Path, threads: int = 0) -> AsyncIterator[str]:
                 async with asyncio.timeout(STOP_S):
                     await process.wait()
             except TimeoutError:
-                process.kill()
+                with suppress(ProcessLookupError):  # it has just ended
+                    process.kill()
                 await process.wait()
 
 

@@ -1,6 +1,7 @@
-"""The two forms of an episode's id: its name on the log, and the id that its claim returns, which has a secret too."""
+"""Episodes: the two forms of an id, its name on the log and what its claim returns with a secret; and their rewards."""
 
 SECRET_MARK = "."  # between the name and the secret; neither contains it
+REWARD_MAX = 1e9  # in size: squares of gradients stay far within float32
 
 
 def without_secret(claimed_id: str) -> str:

@@ -243,6 +243,7 @@ class NotedCall(msgspec.Struct, frozen=True, array_like=True):
     status: CallStatus = CallStatus.COMPLETE
     late: bool = False
     merged: bool = False  # it extended an earlier call of its episode token for token
+    masked: bool = False  # a side call of its harness, which the job does not train
 
 
 class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="calls.noted"):
@@ -254,7 +255,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of an episode as its client reported it, and the calls that belong to it from then on (R7).
 
     On the log it has no `calls`: they are those that were noted before it as complete, which the fold has. Events of
-    older versions list them. `call_rewards`, when given, has a reward for each, in order; `reward` is then their mean.
+    older versions list them. `call_rewards`, when given, has a reward for each that is not masked, in order, and
+    `reward` is their mean.
     """
 
     episode: str
@@ -406,12 +408,16 @@ class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="we
 
 
 class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
-    """`sequence_tokens` is the longest sequence that the replica serves, 0 where it does not say."""
+    """`sequence_tokens` is the longest sequence that the replica serves, 0 where it does not say.
+
+    `constrains`: whether it can hold answers to a form.
+    """
 
     run: int
     version: int
     replica: str
     sequence_tokens: int = 0
+    constrains: bool = False
 
 
 class ReplicaJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="replica.joined"):

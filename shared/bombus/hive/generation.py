@@ -16,11 +16,37 @@ CONTENT_TYPE = "application/x-bombus-frames"
 FRAME_BYTES_MAX = 64 << 20
 
 
+class CallShape(msgspec.Struct, frozen=True, array_like=True):
+    """A call as its model writes it: `head`, which has the tool's name, and then arguments: JSON of `schema`."""
+
+    head: str
+    schema: str
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The form that an answer must have, from its first token to its end: JSON, or calls, or either of them.
+
+    `schema`, where it is given, is that of the JSON; schemas are JSON Schema, as JSON text. Calls are written as
+    `opens`, one of `calls`, further ones that each come after `between`, and `closes`; without `between` there is one.
+    Reasoning may come before all that and ends with `thought`. It begins with `thinks`; without that the prompt has
+    begun it.
+    """
+
+    schema: str = ""
+    calls: tuple[CallShape, ...] = ()
+    opens: str = ""
+    between: str = ""
+    closes: str = ""
+    thinks: str = ""
+    thought: str = ""
+
+
 class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request to generate. `prompt` is int32 token ids.
 
     With `stream` false, each choice is sent in as few frames as its versions allow. `traceparent` is the trace (W3C
-    trace context). A replica of another run than `run` refuses.
+    trace context). A replica of another run than `run` refuses, and so does one that cannot hold its answers to the
+    `constraint`.
     """
 
     id: str
@@ -32,6 +58,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stream: bool = False
     episode: str = ""
     traceparent: str = ""
+    constraint: Constraint | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens", tag_field="kind"):

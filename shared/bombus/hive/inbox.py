@@ -136,7 +136,8 @@ class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.alive"):
     """A replica's heartbeat, once a second: it serves `version` of `run`, or nothing if that is -1.
 
-    `sequence_tokens` is the longest sequence that it serves, 0 where it does not say.
+    `sequence_tokens` is the longest sequence that it serves, 0 where it does not say. `constrains`: whether it can hold
+    answers to a form.
     """
 
     replica: str
@@ -145,6 +146,7 @@ class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
     version: int = -1
     capacity: int = 64
     sequence_tokens: int = 0
+    constrains: bool = False
 
 
 class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.leaves"):
@@ -152,12 +154,16 @@ class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
-    """`sequence_tokens` is the longest sequence that the replica serves, 0 where it does not say."""
+    """`sequence_tokens` is the longest sequence that the replica serves, 0 where it does not say.
+
+    `constrains`: whether it can hold answers to a form.
+    """
 
     run: int
     version: int
     replica: str
     sequence_tokens: int = 0
+    constrains: bool = False
 
 
 class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load.broke"):
@@ -353,7 +359,7 @@ def decode_message(body: bytes) -> AnyMessage:
 
 
 def _is_plain(value: object, depth: int = DEPTH_MAX) -> bool:
-    """Whether every reader can decode a value again, however deep in its own work it is, and write it as JSON."""
+    """Return whether every reader can decode a value, however deep in its own work it is, and write it as JSON."""
     if isinstance(value, dict):
         return depth > 0 and all(isinstance(key, str) and _is_plain(each, depth - 1) for key, each in value.items())
     if isinstance(value, list):

@@ -80,12 +80,21 @@ TEMPERATURE_MIN = 0.01  # above 0, which is greedy: logits over a smaller one ma
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The parameters of sampling. The defaults are the unmodified distribution of the model."""
+    """The parameters of sampling. The defaults are the unmodified distribution of the model.
+
+    `min_p` and the penalties are vLLM's: presence and frequency count the tokens that were sampled, repetition those of
+    the prompt too. `logit_bias` is added to the logits of its tokens.
+    """
 
     max_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     top_logprobs: int = 0  # alternatives to report for each position, 0 to 20
@@ -94,7 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     """One completion. `tokens` (int32) and `logprobs` (float32) are of equal length.
 
-    `limit` is the `LengthLimit` that ended it where `finish` is `length`; records of earlier versions have none.
+    `limit` is the `LengthLimit` that ended it where `finish` is `length`, and `reasoning_tokens` counts those with text
+    of the model's reasoning; records of earlier versions have neither.
     """
 
     tokens: bytes
@@ -103,6 +113,7 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     finish: str = FinishReason.STOP
     message: dict[str, Any] | None = None  # the assistant message as it was returned (chat calls)
     limit: str = ""
+    reasoning_tokens: int = 0
 
     def was_cut(self, tokens_max: int) -> bool:
         """Return whether it was cut at any limit but its request's own. Without `limit` that is at `tokens_max`."""
@@ -150,9 +161,17 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
     timings: Timings = Timings()
     trace: str = ""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}  # the request's; only on a call without a parent
+    side_call: str = ""  # what the harness made the call for on its own account, such as `title`
+    overridden: tuple[str, ...] = ()  # what its client asked for and did not get, such as `temperature`
+    # The demands that its engine held all tokens of its answers to, such as `response_format`: logprobs are those of
+    # what was left to choose from.
+    constrained: tuple[str, ...] = ()
 
     def completion_tokens(self) -> int:
         return sum(len(choice.tokens) // 4 for choice in self.choices)
+
+    def reasoning_tokens(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self.choices)
 
     def was_cut(self, turn_tokens_max: int, model_len_max: int) -> bool:
         """Return whether a choice was cut at a limit of its job, its model or its replica.

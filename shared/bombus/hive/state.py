@@ -55,8 +55,12 @@ class Episode(msgspec.Struct, kw_only=True):
     last_call_ns: int = 0
     owner: str = ""  # the name of its client's key
 
-    def trainable_calls(self) -> list[NotedCall]:
+    def complete_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
+
+    def trainable_calls(self) -> list[NotedCall]:
+        """Return the calls that are trained: the complete ones, without side calls that the job masks."""
+        return [call for call in self.complete_calls() if not call.masked]
 
 
 class Completed(msgspec.Struct, kw_only=True, frozen=True):
@@ -89,6 +93,7 @@ class Replica(msgspec.Struct, kw_only=True):
     run: int = 0
     version: int = -1
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
+    constrains: bool = False  # whether it can hold answers to a form
     quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and nothing waits for it
 
 
@@ -105,7 +110,7 @@ class EvalStats(msgspec.Struct):
 
 
 class Counters(msgspec.Struct):
-    """Totals since the run began."""
+    """Totals since the run began. `calls_merged` has none of `calls_masked`, which are side calls."""
 
     claimed: int = 0
     ended: int = 0
@@ -117,6 +122,7 @@ class Counters(msgspec.Struct):
     calls_late: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    calls_masked: int = 0
 
 
 class EngineState(msgspec.Struct, kw_only=True):
@@ -298,7 +304,7 @@ def ended_calls(outcome: ev.Outcome, episode: Episode | None) -> tuple[CallRef, 
     """Return the calls of an episode's outcome: where it lists none, the complete ones of the open episode."""
     if outcome.calls or episode is None:
         return outcome.calls
-    return tuple(call.ref for call in episode.trainable_calls())
+    return tuple(call.ref for call in episode.complete_calls())
 
 
 def with_calls(hive: Hive, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
@@ -500,7 +506,8 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
     counters = engine.counters
     for call in event.calls:
         counters.calls += 1
-        counters.calls_merged += call.merged
+        counters.calls_merged += call.merged and not call.masked
+        counters.calls_masked += call.masked
         counters.prompt_tokens += call.prompt_tokens
         counters.completion_tokens += call.completion_tokens
         episode = engine.open.get(call.episode)
@@ -690,7 +697,7 @@ def _weights_loaded(engine: EngineState, event: ev.WeightsLoaded) -> None:
     replica = engine.replicas.get(event.replica)
     if replica is not None:
         replica.run, replica.version = event.run, event.version
-        replica.sequence_tokens = event.sequence_tokens
+        replica.sequence_tokens, replica.constrains = event.sequence_tokens, event.constrains
         replica.quarantined = None
     if event.run == engine.run and event.version == engine.version:
         engine.loaded.add(event.replica)

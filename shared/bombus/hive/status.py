@@ -44,6 +44,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # -1: nothing loaded
     current: bool  # serves the newest weights of this run
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
+    constrains: bool = False  # whether it can hold answers to a form
     quarantined: str = ""  # why it gets no calls, and nothing waits for it
 
 
@@ -253,6 +254,7 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
             version=replica.version,
             current=name in engine.loaded,
             sequence_tokens=replica.sequence_tokens,
+            constrains=replica.constrains,
             quarantined=_quarantine(replica),
         )
         for name, replica in sorted(engine.replicas.items())
@@ -433,6 +435,8 @@ def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
         version = f"version {replica.version}" if replica.version >= 0 else "nothing loaded"
         if replica.sequence_tokens:
             version += f", sequences of up to {replica.sequence_tokens} tokens"
+        if replica.constrains:
+            version += ", holds answers to a form"
         lines.append(f"  {one_line(replica.replica)} {one_line(replica.url)} {version}")
         if replica.quarantined:
             lines.append(f"    quarantined: {one_line(replica.quarantined)}")

@@ -29,6 +29,23 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
         sys.exit("the supervisor is gone")
 
 
+def die_with_this_process(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
+    """Return what a child calls before it becomes its program, so that it gets a signal when this process dies.
+
+    Only Linux offers this: elsewhere there is nothing to call.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+
+    return ask
+
+
 def run_service(service: Coroutine[Any, Any, None]) -> int:
     """Run a service until it ends, or SIGINT or SIGTERM cancels it. Returns the process's exit code."""
     die_with_parent()

@@ -80,7 +80,8 @@ class Child:
     async def _kill_when_silent(self, process: asyncio.subprocess.Process, watching: Watchdog) -> None:
         await watching.until_silent()
         log.error("%s is silent for %.0f s: it is killed", self._service.name, watching.limit_s)
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            process.kill()
 
     async def stop(self) -> None:
         self._stopping = True
@@ -93,7 +94,8 @@ class Child:
                 await process.wait()
         except TimeoutError:
             log.warning("%s did not stop within %.0f s and is killed", self._service.name, STOP_S)
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                process.kill()
             await process.wait()
 
 

@@ -31,9 +31,12 @@ class LogSegment(msgspec.Struct, frozen=True):
 
 def segments(folder: Path, hive: str) -> list[LogSegment]:
     """Return the archives of a hive in a folder, oldest first."""
+    return sorted((each for each in _of_all_hives(folder) if each.hive == hive), key=lambda each: each.last)
+
+
+def _of_all_hives(folder: Path) -> Iterator[LogSegment]:
     named = ((path, _NAME.match(path.name)) for path in folder.iterdir())
-    found = (LogSegment(path, name[1], int(name[2]), int(name[3])) for path, name in named if name is not None)
-    return sorted((each for each in found if each.hive == hive), key=lambda each: each.last)
+    return (LogSegment(path, name[1], int(name[2]), int(name[3])) for path, name in named if name is not None)
 
 
 def remove_drafts(folder: Path, hive: str) -> None:
@@ -142,7 +145,7 @@ class FolderSource(Source):
 
 
 def _hive_in(folder: Path, wanted: str | None) -> str:
-    names = sorted({name[1] for path in folder.iterdir() if (name := _NAME.match(path.name)) is not None})
+    names = sorted({each.hive for each in _of_all_hives(folder)})
     if wanted in names or (wanted is None and len(names) == 1):
         return wanted or names[0]
     if not names or wanted is not None:

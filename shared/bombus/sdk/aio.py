@@ -12,11 +12,19 @@ import httpx
 
 from bombus import telemetry
 from bombus.sdk import running, transport
-from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest
+from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.job import JobLike, job_document
 from bombus.sdk.progress import ProgressBar
-from bombus.sdk.types import Credentials, EpisodeKind, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
+from bombus.sdk.types import (
+    Credentials,
+    EpisodeKind,
+    EpisodeUsage,
+    PoolInformation,
+    Task,
+    ThrottlePolicy,
+    WorkflowOutput,
+)
 
 log = logging.getLogger("bombus")
 
@@ -48,6 +56,10 @@ class AsyncSwarmClient:
     def client_uuid(self) -> str:
         return self._core.client_uuid
 
+    @property
+    def missed_at(self) -> float:
+        return self._core.missed_at
+
     async def close(self) -> None:
         await self._http.aclose()
 
@@ -58,25 +70,31 @@ class AsyncSwarmClient:
         await self.close()
 
     async def _run(self, operation: ClientOperation[T]) -> T:
-        result: ServerReply | NoReply | None = None
-        while True:
-            try:
-                step = operation.send(result)
-            except StopIteration as done:
-                value: T = done.value
-                return value
-            if isinstance(step, ServerRequest):
-                result = await self._send(step)
-            else:
-                await self._sleep(step.seconds)
-                result = None
+        try:
+            step = operation.send(None)
+            while True:
+                try:
+                    result = await self._carry_out(step)
+                except BaseException as interruption:  # whatever it is, the operation raises it again
+                    step = operation.throw(interruption)
+                else:
+                    step = operation.send(result)
+        except StopIteration as done:
+            value: T = done.value
+            return value
+
+    async def _carry_out(self, step: ServerRequest | Sleep) -> ServerReply | NoReply | None:
+        if isinstance(step, ServerRequest):
+            return await self._send(step)
+        await self._sleep(step.seconds)
+        return None
 
     async def _send(self, request: ServerRequest) -> ServerReply | NoReply:
         with telemetry.span("sdk.request", path=request.path):
             try:
                 response = await self._http.request(**transport.request_options(request))
             except httpx.TransportError as error:
-                return NoReply(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
+                return transport.no_reply(self._http.base_url, error)
         return transport.reply_of(response)
 
     # ---- episodes ---------------------------------------------------------------------------------------------
@@ -127,6 +145,12 @@ class AsyncSwarmClient:
 
     async def touch_episodes(self, episode_uuids: Sequence[str]) -> list[str]:
         return await self._run(self._core.touch_episodes(episode_uuids))
+
+    async def watch_episodes(self, episode_uuids: Sequence[str]) -> dict[str, EpisodeUsage]:
+        return await self._run(self._core.watch_episodes(episode_uuids))
+
+    async def episode_usage(self, episode_uuid: str) -> EpisodeUsage | None:
+        return await self._run(self._core.episode_usage(episode_uuid))
 
     @asynccontextmanager
     async def keep_alive(self, *episode_uuids: str, every_s: float = 30.0) -> AsyncIterator[None]:
@@ -239,7 +263,7 @@ class AsyncSwarmClient:
                 for index in range(n):
                     group.create_task(attempt(index))
         except BaseException:
-            await self.abort_episodes([one.episode_uuid for one in claimed], detail="the client was interrupted")
+            await self._run(self._core.give_up([one.episode_uuid for one in claimed]))
             raise
         for episode, infra, detail in outcome.aborts():
             await self.abort_episode(episode, infra=infra, detail=detail)

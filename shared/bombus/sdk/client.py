@@ -12,12 +12,20 @@ from typing import Any, TypeVar
 import httpx
 
 from bombus import telemetry
-from bombus.sdk import running, transport
-from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest
+from bombus.sdk import running, threads, transport
+from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.job import JobLike, job_document
 from bombus.sdk.progress import ProgressBar
-from bombus.sdk.types import Credentials, EpisodeKind, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
+from bombus.sdk.types import (
+    Credentials,
+    EpisodeKind,
+    EpisodeUsage,
+    PoolInformation,
+    Task,
+    ThrottlePolicy,
+    WorkflowOutput,
+)
 
 log = logging.getLogger("bombus")
 
@@ -43,7 +51,7 @@ class SwarmClient:
         api_key: str | None = None,
         retry_s: float = 120.0,
         transport_: httpx.BaseTransport | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] = threads.sleep,
     ) -> None:
         telemetry.configure("client")
         self.server_url, key = transport.address(server_url, api_key)
@@ -56,6 +64,12 @@ class SwarmClient:
     def client_uuid(self) -> str:
         return self._core.client_uuid
 
+    @property
+    def missed_at(self) -> float:
+        """When the hive last gave no reply, 502 to 504, or a 500 that is not its own, on the clock of `time.monotonic`;
+        minus infinity: never."""
+        return self._core.missed_at
+
     def close(self) -> None:
         self._http.close()
 
@@ -66,25 +80,36 @@ class SwarmClient:
         self.close()
 
     def _run(self, operation: ClientOperation[T]) -> T:
-        result: ServerReply | NoReply | None = None
-        while True:
-            try:
-                step = operation.send(result)
-            except StopIteration as done:
-                value: T = done.value
-                return value
-            if isinstance(step, ServerRequest):
-                result = self._send(step)
-            else:
-                self._sleep(step.seconds)
-                result = None
+        threads.check()
+        is_interrupted = False
+        try:
+            step = operation.send(None)
+            while True:
+                try:
+                    result = self._carry_out(step)
+                    if not is_interrupted:
+                        threads.check()
+                except BaseException as interruption:  # whatever it is, the operation raises it again
+                    is_interrupted = True
+                    step = operation.throw(interruption)
+                else:
+                    step = operation.send(result)
+        except StopIteration as done:
+            value: T = done.value
+            return value
+
+    def _carry_out(self, step: ServerRequest | Sleep) -> ServerReply | NoReply | None:
+        if isinstance(step, ServerRequest):
+            return self._send(step)
+        self._sleep(step.seconds)
+        return None
 
     def _send(self, request: ServerRequest) -> ServerReply | NoReply:
         with telemetry.span("sdk.request", path=request.path):
             try:
                 response = self._http.request(**transport.request_options(request))
             except httpx.TransportError as error:
-                return NoReply(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
+                return transport.no_reply(self._http.base_url, error)
         return transport.reply_of(response)
 
     # ---- episodes ---------------------------------------------------------------------------------------------
@@ -104,11 +129,13 @@ class SwarmClient:
         steps of the engine, whichever is longer. After `max_episode_time` seconds (default: twice that) `end_episode`
         aborts it instead of ending it. Raises `EngineOffline`, and `NoEpisode` after `max_wait_s`.
         """
-        return self._run(
+        episode, credentials = self._run(
             self._core.begin_episode(
                 discard_episode_timeout, episode_type, throttle_policy, max_wait_s, max_episode_time
             )
         )
+        threads.note_claimed([episode])
+        return episode, credentials
 
     def begin_episodes(  # noqa: PLR0913 - AgentJet's arguments, and ours as keywords
         self,
@@ -121,9 +148,11 @@ class SwarmClient:
         max_episode_time: float | None = None,
     ) -> list[Credentials]:
         """Claim `n` episodes in one request, all or none. See `begin_episode`."""
-        return self._run(
+        claimed = self._run(
             self._core.begin_episodes(n, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time)
         )
+        threads.note_claimed([one.episode_uuid for one in claimed])
+        return claimed
 
     def end_episode(self, task: Task, episode_uuid: str, workflow_output: WorkflowOutput) -> None:
         """Report how an episode went. Repeating a report is harmless; a different one raises `OtherOutcome`."""
@@ -147,6 +176,14 @@ class SwarmClient:
     def touch_episodes(self, episode_uuids: Sequence[str]) -> list[str]:
         """Keep these episodes from going idle. Returns those that are over."""
         return self._run(self._core.touch_episodes(episode_uuids))
+
+    def watch_episodes(self, episode_uuids: Sequence[str]) -> dict[str, EpisodeUsage]:
+        """Keep these episodes from going idle. Returns what those that are still open have used so far."""
+        return self._run(self._core.watch_episodes(episode_uuids))
+
+    def episode_usage(self, episode_uuid: str) -> EpisodeUsage | None:
+        """Return what an episode has used once its agent has made its last call; None when the episode is over."""
+        return self._run(self._core.episode_usage(episode_uuid))
 
     @contextmanager
     def keep_alive(self, *episode_uuids: str, every_s: float = 30.0) -> Iterator[None]:
@@ -235,6 +272,9 @@ class SwarmClient:
 
         `func` begins and ends its own episode. With `auto_retry`, a call that raises is repeated up to twice, after a
         pause. Raises `EpisodesFailed` once all are done, if some failed for good.
+
+        When it is interrupted (Ctrl-C), the episodes that `func` has begun are aborted, and every operation of this
+        client in `func` raises `KeyboardInterrupt`. Code of `func` that goes on is not waited for.
         """
         results: list[T | None] = [None] * len(tasks)
         failures: dict[int, Exception] = {}
@@ -246,6 +286,7 @@ class SwarmClient:
                     results[index] = func(tasks[index])
                     break
                 except Exception as error:  # the caller's code: whatever it raises must not stop the others
+                    threads.check()
                     delay = next(delays, None)
                     log.warning("task %s failed%s: %r", tasks[index].task_id, running.retry_note(delay), error)
                     if delay is None:
@@ -281,12 +322,13 @@ class SwarmClient:
             try:
                 outcome.succeeded(index, func(task, claimed[index]))
             except Exception as error:  # the caller's code: the rest of the group goes on
+                threads.check()
                 outcome.failed(index, error)
 
         try:
             self._each(range(n), attempt, running.workers_for(n, max_workers or n))
         except BaseException:
-            self.abort_episodes([one.episode_uuid for one in claimed], detail="the client was interrupted")
+            self._run(self._core.give_up([one.episode_uuid for one in claimed]))
             raise
         for episode, infra, detail in outcome.aborts():
             self.abort_episode(episode, infra=infra, detail=detail)
@@ -294,13 +336,22 @@ class SwarmClient:
         return outcome.result()
 
     def _each(self, indices: Sequence[int], attempt: Callable[[int], None], workers: int) -> None:
-        with ThreadPoolExecutor(workers, thread_name_prefix="bombus-episode") as pool:
-            try:
-                for _ in pool.map(attempt, indices):
-                    pass
-            except BaseException:  # Ctrl-C: do not start what has not started
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        """Call `attempt` for each index in threads. When this is interrupted, their episodes are given up, and agents'
+        own code has a few seconds to end."""
+        agents = threads.AgentThreads(indices, attempt, workers)
+        try:
+            agents.run()
+        except BaseException:
+            agents.interruption.tell()
+            if not agents.is_inner:
+                self._give_up(agents.interruption)
+                agents.leave()
+                self._give_up(agents.interruption)  # what a thread had just claimed
+            raise
+
+    def _give_up(self, interruption: threads.Interruption) -> None:
+        if episodes := self._core.still_begun(interruption.take_claimed()):
+            self._run(self._core.give_up(episodes))
 
 
 def start_engines(pairs: Sequence[tuple[SwarmClient, JobLike]], force_restart: bool = False) -> None:

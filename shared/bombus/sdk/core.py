@@ -1,11 +1,13 @@
 """The client without its I/O: every operation is a generator that yields the requests and pauses that it needs.
 
-A driver (`client.py`, `aio.py`) carries out each `ServerRequest` and `Sleep` and sends the result back in. So the logic
+A driver (`client.py`, `aio.py`) carries out each `ServerRequest` and `Sleep` and sends the result back in. It throws in
+what interrupts it meanwhile (Ctrl-C, a cancelled task), so that the operation can undo what it has begun. So the logic
 of retries, waiting and deadlines exists once, and is tested without a network.
 """
 
 import itertools
 import logging
+import math
 import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -31,7 +33,15 @@ from bombus.sdk.errors import (
     error_for,
 )
 from bombus.sdk.throttle import should_throttle
-from bombus.sdk.types import Credentials, EpisodeKind, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
+from bombus.sdk.types import (
+    Credentials,
+    EpisodeKind,
+    EpisodeUsage,
+    PoolInformation,
+    Task,
+    ThrottlePolicy,
+    WorkflowOutput,
+)
 
 log = logging.getLogger("bombus")
 
@@ -39,11 +49,17 @@ CLAIM_WAIT_S = 20.0  # how long the server holds a claim before it answers
 CLAIM_PAUSE_S = 1.0  # before the next claim, if the server did not wait
 THROTTLE_PAUSE_S = 2.0
 POLL_S = 0.5
+USAGE_PAUSE_S = 0.2
+CALL_COUNTED_S = 2.0  # the longest from the answer of a call until it is counted
 GENERAL_TIMEOUT_S = 30.0
+GIVE_BACK_S = 5.0  # longer than the server holds a claim in one slice
 START_TIMEOUT_S = 600.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 10.0
 LIFETIMES = 2.0  # by default an episode may last this many times its idle limit
 BEGUN_MAX = 100_000
+
+AWAY = (502, 503, 504)
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 OFFLINE, BOOTING, ROLLING = "ENGINE.OFFLINE", "ENGINE.BOOTING", "ENGINE.ROLLING"
 ROLLING_POST, WEIGHT_SYNCING = "ENGINE.ROLLING_POST", "ENGINE.WEIGHT_SYNCING"
@@ -107,6 +123,7 @@ class ClientCore:
         self._lock = threading.Lock()
         self._reached = False  # whether the server has ever replied
         self._waiting = False  # whether it has stopped replying
+        self.missed_at = -math.inf  # when the server last gave no reply, or one that it is not there for now
         self._suspended = ""  # the reason that this client has warned of
         self._begun: dict[str, float] = {}  # by episode: when its time is over
         self._started_tasks: list[str] = []  # that this client has begun, for throttling
@@ -118,11 +135,10 @@ class ClientCore:
     ) -> ClientOperation[dict[str, Any]]:
         """Send until there is a reply, backing off while there is none. All attempts have one id, so that a command
         whose reply was lost is not carried out twice."""
-        headers = {"Content-Type": "application/json"}
         if method == "POST":
-            headers["Idempotency-Key"] = uuid.uuid4().hex
-        encoded = msgspec.json.encode(body or {}) if method == "POST" else b""
-        request = ServerRequest(method=method, path=path, body=encoded, headers=headers, timeout_s=timeout_s)
+            request = _posted(path, body or {}, timeout_s)
+        else:
+            request = ServerRequest(method=method, path=path, headers=JSON_HEADERS, timeout_s=timeout_s)
         began = self._clock()
         for attempt in itertools.count():
             reply = yield request
@@ -132,9 +148,12 @@ class ClientCore:
             if isinstance(reply, ServerReply) and reply.status < 400:
                 return _object(reply)
             error = _error_of(reply, path)
+            is_away = _is_away(reply, error)
+            if is_away:
+                self.missed_at = self._clock()
             if isinstance(reply, NoReply):
                 self._warn_of_waiting()
-            if not isinstance(error, ServerBusy | ServerUnreachable):
+            if not is_away and not isinstance(error, ServerBusy):
                 raise error
             pause = self._backoff(attempt, reply.retry_after_s if isinstance(reply, ServerReply) else 0.0)
             if self._clock() - began + pause > self._retry_s:
@@ -169,35 +188,45 @@ class ClientCore:
     ) -> ClientOperation[list[Credentials]]:
         """Claim `count` episodes, all or none, waiting as long as it takes or for `max_wait_s`.
 
+        Whoever is interrupted while it waits (Ctrl-C, a cancelled task) leaves no episode open.
         Raises `EngineOffline` when no engine runs, `NoEpisode` after `max_wait_s`.
         """
-        claim_id = uuid.uuid4().hex
+        body: dict[str, Any] = {
+            "client_uuid": self.client_uuid,
+            "claim_id": uuid.uuid4().hex,
+            "count": count,
+            "episode_type": episode_type,
+            "task_id": task_id,
+        }
+        if discard_episode_timeout is not None:
+            body["discard_episode_timeout"] = float(discard_episode_timeout)
+        try:
+            reply = yield from self._granted(body, max_wait_s)
+        except (SwarmError, GeneratorExit):
+            raise
+        except BaseException:
+            yield from self._give_back(body)
+            raise
+        idle_s = discard_episode_timeout or float(reply.get("discard_episode_timeout", IDLE_S))
+        return self._credentials(reply, max_episode_time or LIFETIMES * idle_s)
+
+    def _granted(self, body: dict[str, Any], max_wait_s: float | None) -> ClientOperation[dict[str, Any]]:
+        """Send a claim until it is granted, and return the reply. `body` has the id and the waits of the last one."""
         began = self._clock()
         while True:
             attempt_at = self._clock()
             left = CLAIM_WAIT_S if max_wait_s is None else began + max_wait_s - attempt_at
             wait_s = max(0.0, min(CLAIM_WAIT_S, left))
-            body: dict[str, Any] = {
-                "client_uuid": self.client_uuid,
-                "claim_id": claim_id,
-                "count": count,
-                "episode_type": episode_type,
-                "wait_s": wait_s,
-                "waited_s": attempt_at - began,
-                "task_id": task_id,
-            }
-            if discard_episode_timeout is not None:
-                body["discard_episode_timeout"] = float(discard_episode_timeout)
+            body |= {"wait_s": wait_s, "waited_s": attempt_at - began}
             try:
                 reply = yield from self._request("POST", "/claim_episodes", body, wait_s + GENERAL_TIMEOUT_S)
             except SwarmError as error:
                 if error.code != Code.OTHER_CLAIM:
                     raise
-                claim_id = uuid.uuid4().hex  # the reply was lost for so long that the server took the episodes back
+                body["claim_id"] = uuid.uuid4().hex  # the reply was lost for so long that the server took them back
                 continue
             if reply.get("success"):
-                idle_s = discard_episode_timeout or float(reply.get("discard_episode_timeout", IDLE_S))
-                return self._credentials(reply, max_episode_time or LIFETIMES * idle_s)
+                return reply
             why = str(reply.get("fail_cause", ""))
             if reply.get("engine_status") == OFFLINE:
                 raise EngineOffline(why, str(reply.get("code", "")), 200)
@@ -207,6 +236,16 @@ class ClientCore:
                 raise NoEpisode(why, str(reply.get("code", "")), 200)
             if now - attempt_at < wait_s / 2:
                 yield Sleep(CLAIM_PAUSE_S * (1 + self._jitter()))
+
+    def _give_back(self, body: dict[str, Any]) -> ClientOperation[None]:
+        """Abort the episodes of a claim whose caller was interrupted while the reply was on its way.
+
+        The server grants a claim id once, so that asking again tells what the lost reply said. Each request is tried
+        once: an interrupted program wants to end, and what it leaves is aborted when it is idle.
+        """
+        reply = yield _posted("/claim_episodes", body | {"wait_s": 0.0, "waited_s": 0.0}, GIVE_BACK_S)
+        if isinstance(reply, ServerReply) and reply.status < 400 and (episodes := _granted_ids(reply)):
+            yield _posted("/abort_episodes", self._abort_body(episodes, False, "interrupted in its claim"), GIVE_BACK_S)
 
     def _credentials(self, reply: dict[str, Any], lifetime_s: float) -> list[Credentials]:
         model = str(reply.get("model", ""))
@@ -285,22 +324,60 @@ class ClientCore:
         """Abort episodes. Those that are already over stay as they are."""
         if not episodes:
             return
-        body = {
+        yield from self._request("POST", "/abort_episodes", self._abort_body(episodes, infra, detail))
+        with self._lock:
+            for episode in episodes:
+                self._begun.pop(episode, None)
+
+    def give_up(self, episodes: Sequence[str]) -> ClientOperation[None]:
+        """Abort the episodes of an interrupted program, which wants to end: there is one attempt, and a warning when it
+        fails."""
+        detail = "the client was interrupted"
+        reply = yield _posted("/abort_episodes", self._abort_body(episodes, False, detail), GIVE_BACK_S)
+        if not isinstance(reply, ServerReply) or reply.status >= 400:
+            log.warning("%d open episodes could not be aborted, and will end when they are idle", len(episodes))
+
+    def still_begun(self, episodes: Sequence[str]) -> list[str]:
+        """Return those of these episodes that this client has neither ended nor aborted."""
+        with self._lock:
+            return [episode for episode in episodes if episode in self._begun]
+
+    def _abort_body(self, episodes: Sequence[str], infra: bool, detail: str) -> dict[str, Any]:
+        return {
             "client_uuid": self.client_uuid,
             "episode_uuids": list(episodes),
             "infra": infra,
             "detail": detail[:1000],
         }
-        yield from self._request("POST", "/abort_episodes", body)
-        with self._lock:
-            for episode in episodes:
-                self._begun.pop(episode, None)
 
     def touch_episodes(self, episodes: Sequence[str]) -> ClientOperation[list[str]]:
         """Keep episodes from going idle. Returns those that are over."""
         body = {"client_uuid": self.client_uuid, "episode_uuids": list(episodes)}
         reply = yield from self._request("POST", "/touch_episodes", body)
         return list(reply["over"])
+
+    def watch_episodes(self, episodes: Sequence[str]) -> ClientOperation[dict[str, EpisodeUsage]]:
+        """Keep episodes from going idle. Returns what those that are still open have used."""
+        body = {"client_uuid": self.client_uuid, "episode_uuids": list(episodes)}
+        reply = yield from self._request("POST", "/touch_episodes", body)
+        if "used" not in reply:
+            raise ServerFault("The hive is older than this client: it does not say what episodes have used.")
+        return {episode: EpisodeUsage.model_validate(used) for episode, used in reply["used"].items()}
+
+    def episode_usage(self, episode: str) -> ClientOperation[EpisodeUsage | None]:
+        """Return what an episode has used, None when it is over.
+
+        A call is answered a moment before it is counted. So this looks until nothing has changed since the last look,
+        and for longer where there is no call at all.
+        """
+        began = self._clock()
+        before: EpisodeUsage | None = None
+        while True:
+            used = (yield from self.watch_episodes([episode])).get(episode)
+            if used is None or (used == before and (used.calls or self._clock() - began >= CALL_COUNTED_S)):
+                return used
+            before = used
+            yield Sleep(USAGE_PAUSE_S)
 
     def can_continue_episode(self, episode_uuid: str) -> ClientOperation[bool]:
         body = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid}
@@ -456,6 +533,27 @@ def _object(reply: ServerReply) -> dict[str, Any]:
         raise ServerFault(f"The server's reply is not a JSON object: {error}", "", reply.status) from error
 
 
+def _granted_ids(reply: ServerReply) -> list[str]:
+    """Return the episodes that a claim's reply grants, none where it cannot be read."""
+    try:
+        return [episode["episode_uuid"] for episode in _object(reply)["episodes"]]
+    except (ServerFault, KeyError):
+        return []
+
+
+def _posted(path: str, body: Mapping[str, Any], timeout_s: float) -> ServerRequest:
+    """Return a command with an id of its own, by which the server knows it again."""
+    headers = JSON_HEADERS | {"Idempotency-Key": uuid.uuid4().hex}
+    encoded = msgspec.json.encode(body)
+    return ServerRequest(method="POST", path=path, body=encoded, headers=headers, timeout_s=timeout_s)
+
+
+def _is_away(reply: ServerReply | NoReply, error: SwarmError) -> bool:
+    """Return whether the server is not there for now. A fault that the hive reports has a code: a 500 without comes
+    from a proxy, or from a server that is being stopped."""
+    return isinstance(reply, NoReply) or reply.status in AWAY or (reply.status == 500 and not error.code)
+
+
 def _error_of(reply: ServerReply | NoReply, path: str) -> SwarmError:
     if isinstance(reply, NoReply):
         return ServerUnreachable(f"{path}: {reply.why}")
@@ -463,5 +561,8 @@ def _error_of(reply: ServerReply | NoReply, path: str) -> SwarmError:
         body = msgspec.json.decode(reply.body, type=dict[str, Any])
     except msgspec.MsgspecError:
         body = {"detail": reply.body[:300].decode(errors="replace")}
-    why = body.get("detail", body)
-    return error_for(reply.status, str(body.get("code", "")), why if isinstance(why, str) else str(why))
+    why, code = body.get("detail", body), str(body.get("code", ""))
+    if reply.status == 404 and not code:
+        asked = path.partition("?")[0]
+        why = f"The server has no {asked} ({why}): is this the address of a hive, and the engine one of its engines?"
+    return error_for(reply.status, code, why if isinstance(why, str) else str(why))

@@ -1,5 +1,6 @@
 """What both drivers share: an `ServerRequest` as an httpx request, and an httpx response as an `ServerReply`."""
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +9,7 @@ import httpx
 
 from bombus import telemetry
 from bombus.host.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
-from bombus.sdk.core import ServerReply, ServerRequest
+from bombus.sdk.core import NoReply, ServerReply, ServerRequest
 
 CONNECTIONS_MAX = 512
 CONNECT_S = 10.0
@@ -22,6 +23,8 @@ def address(server_url: str, api_key: str | None, environment: Mapping[str, str]
     url, mark, in_path = server_url.rstrip("/").partition("/k/")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"server_url {url!r} must begin with http:// or https://")
+    if url.endswith("/v1"):
+        raise ValueError(f"server_url {url!r} is an agent's address: the hive's own is {url.removesuffix('/v1')}")
     if "/" in in_path:
         raise ValueError(f"server_url {url + mark + '...'!r} must end with its key; an engine has its own argument")
     if api_key is None:
@@ -37,7 +40,16 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
     limits = httpx.Limits(max_connections=CONNECTIONS_MAX, max_keepalive_connections=CONNECTIONS_MAX)
     base_url = f"{server_url}/e/{engine}" if engine else server_url
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return {"base_url": base_url, "limits": limits, "headers": headers}
+    # A proxy of the environment cannot reach what only this machine can.
+    trusts_environment = not _is_loopback(httpx.URL(server_url).host)
+    return {"base_url": base_url, "limits": limits, "headers": headers, "trust_env": trusts_environment}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def request_options(request: ServerRequest) -> dict[str, Any]:
@@ -49,8 +61,13 @@ def request_options(request: ServerRequest) -> dict[str, Any]:
         "url": request.path,
         "content": request.body,
         "headers": headers,
-        "timeout": httpx.Timeout(request.timeout_s, connect=CONNECT_S),
+        "timeout": httpx.Timeout(request.timeout_s, connect=min(CONNECT_S, request.timeout_s)),
     }
+
+
+def no_reply(base_url: httpx.URL, error: httpx.TransportError) -> NoReply:
+    why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return NoReply(f"no answer from {base_url} ({why})")
 
 
 def reply_of(response: httpx.Response) -> ServerReply:

@@ -20,7 +20,10 @@ class Task(BaseModel):
 
 
 class WorkflowOutput(BaseModel):
-    """How an episode went. `reward` is one number, or one for each completed model call, in order."""
+    """How an episode went. `reward` is one number, or one for each completed model call, in order.
+
+    Side calls of a harness, which the job does not train unless it says so, have none.
+    """
 
     reward: float | list[float] | None = None
     is_success: bool | None = None
@@ -45,6 +48,16 @@ class Credentials(BaseModel):
     @property
     def episode(self) -> str:
         return without_secret(self.episode_uuid)
+
+
+class EpisodeUsage(BaseModel):
+    """What the model calls of an episode have taken so far; tokens are summed over its calls."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class ThrottlePolicy(BaseModel):

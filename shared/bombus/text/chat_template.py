@@ -212,6 +212,14 @@ class ChatTemplate:
         made: list[Callable[[str], str]] = [partial(_replaced, old=old, new=new) for old, new in found if old]
         return [*made, do_striptags] if any(filter.name == "striptags" for filter in filters) else made
 
+    def looked_for(self) -> list[str]:
+        """Return the texts that the template looks for in others, or compares with them: no words, no single signs."""
+        trees = [_environment().parse(source) for source in self._sources]
+        places = [place for tree in trees for place in tree.find_all((nodes.Compare, nodes.Call, nodes.Filter))]
+        constants = [node.value for place in places for node in place.find_all(nodes.Const)]
+        texts = {value.strip() for value in constants if isinstance(value, str)}
+        return sorted(text for text in texts if len(text) > 1 and not text.isalpha())
+
     def literals(self) -> str:
         """Return the texts that the template itself can write, with NUL between them."""
         trees = [_environment().parse(source) for source in self._sources]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from bombus_gateway.limits import CALLS_IN_ANSWER
 from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.reading.finding import Reading
 from bombus_gateway.text.reading.json_calls import read_named
@@ -241,6 +242,29 @@ def test_a_call_without_a_mark_may_follow_reasoning() -> None:
     reader = TurnReader(next(s for s in SYNTAXES if s.name == "llama json"), THINK, TOOLS)
     text = '<think>{hm}</think>\n\n{"name": "f", "parameters": {"a": 1}}'
     assert read(lambda: reader, [text]) == [ReasoningDelta("{hm}"), MADE]
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "prompt_end"),
+    [
+        ("hermes", CALL, ""),
+        ("channels", " to=functions.f<|message|>{}<|call|><|start|>assistant", "<|start|>assistant"),
+    ],
+)
+def test_more_calls_than_one_answer_may_have_are_text(name: str, call: str, prompt_end: str) -> None:
+    found = read_as(name, call * (CALLS_IN_ANSWER + 44), prompt_end=prompt_end)
+    calls = [delta for delta in found if isinstance(delta, ToolCallDelta)]
+    text = "".join(delta.text for delta in found if isinstance(delta, TextDelta))
+    assert len(calls) == CALLS_IN_ANSWER
+    assert text.count("{") == call.count("{") * 44
+
+
+@pytest.mark.parametrize(("characters", "is_read"), [(256, True), (257, False)])
+def test_a_call_whose_name_no_request_may_have_is_text(characters: int, is_read: bool) -> None:
+    text = CALL.replace('"f"', f'"{"n" * characters}"')
+    (found,) = read_as("hermes", text)
+    assert isinstance(found, ToolCallDelta) is is_read
+    assert is_read or found == TextDelta(text)
 
 
 # ---- channels ----

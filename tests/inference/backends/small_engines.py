@@ -136,11 +136,16 @@ def answer(engine: Engine, body: Generate) -> Answer:
     return finish(engine)[1]
 
 
+def reference_logits(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+    """Return the logits at each completion token from a plain forward pass: [tokens, vocabulary]."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([[*prompt, *completion]])).logits[0]
+    return logits.float()[len(prompt) - 1 : -1]
+
+
 def reference_logprobs(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
     """Return the log-softmax at each completion token from a plain forward pass: [tokens, vocabulary]."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *completion]])).logits[0]
-    return torch.log_softmax(logits.float(), dim=-1)[len(prompt) - 1 : -1]
+    return torch.log_softmax(reference_logits(model, prompt, completion), dim=-1)
 
 
 def worst_difference(model: PreTrainedModel, prompt: Sequence[int], made: Completion) -> float:

@@ -25,6 +25,7 @@ from tests.inference.backends.small_engines import (
     llama,
     paged,
     qwen,
+    reference_logits,
     reference_logprobs,
     request,
     worst_difference,
@@ -133,6 +134,27 @@ def test_a_temperature_gives_the_logprobs_of_the_tempered_distribution(model: Pr
     assert made.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
 
 
+def test_penalties_give_the_logprobs_of_the_distribution_that_they_leave(model: PreTrainedModel) -> None:
+    wishes: dict[str, Any] = {
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.3,
+        "logit_bias": {3: 2.0},
+    }
+    prompt = [5, 6, 7, 5]
+    body = request(prompt, n=2, max_tokens=8, temperature=0.8, **wishes)
+    for made in answer(engine_for(model), body).choices.values():
+        for at, row in enumerate(reference_logits(model, prompt, made.tokens)):
+            sampled = made.tokens[:at]
+            row[3] += 2.0
+            for token in {*prompt, *sampled}:
+                row[token] = row[token] / 1.3 if row[token] > 0 else row[token] * 1.3
+            for token in set(sampled):
+                row[token] -= 0.7 * sampled.count(token) + 1.5
+            expected = (row / 0.8).log_softmax(-1)[made.tokens[at]].item()
+            assert made.logprobs[at] == pytest.approx(expected, abs=1e-4)
+
+
 def test_alternatives_are_the_most_likely_tokens_of_each_position(model: PreTrainedModel) -> None:
     prompt = [5, 6, 7]
     made = answer(engine_for(model), request(prompt, top_logprobs=4, max_tokens=6)).only
@@ -176,6 +198,18 @@ def test_streaming_gives_one_frame_per_token_and_otherwise_there_is_one_frame(mo
         (request([1], temperature=-1.0), Code.MALFORMED),
         (request([1], top_p=0.0), Code.MALFORMED),
         (request([1], top_logprobs=21), Code.MALFORMED),
+        (request([1], min_p=1.1), Code.MALFORMED),
+        (request([1], min_p=float("nan")), Code.MALFORMED),
+        (request([1], presence_penalty=2.1), Code.MALFORMED),
+        (request([1], frequency_penalty=-2.1), Code.MALFORMED),
+        (request([1], frequency_penalty=float("inf")), Code.MALFORMED),
+        (request([1], repetition_penalty=0.0), Code.MALFORMED),
+        (request([1], repetition_penalty=float("inf")), Code.MALFORMED),
+        (request([1], logit_bias={VOCABULARY: 1.0}), Code.MALFORMED),
+        (request([1], logit_bias={-1: 1.0}), Code.MALFORMED),
+        (request([1], logit_bias={0: 101.0}), Code.MALFORMED),
+        (request([1], logit_bias={0: float("nan")}), Code.MALFORMED),
+        (request([1], logit_bias=dict.fromkeys(range(1025), 1.0)), Code.MALFORMED),
         (request([1], run=2), Code.WRONG_PHASE),
     ],
 )

@@ -1,6 +1,7 @@
 """The openai backend: both kinds of servers, what they may lack, and how their weights change."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from bombus.errors import EngineFault
+from bombus.errors import Code, EngineFault
 from bombus.weights.models import build_tiny, load_model
 from bombus_inference.backends.openai.backend import OpenAIBackend
+from bombus_inference.backends.openai.wire import completions_body, sglang_body
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.settings import ComputeSettings, OpenAISettings
 from tests.inference.backends.foreign_servers import KEY, ExternalCompletions, ExternalServer, ExternalSglang, serving
 from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_engines import request, worst_difference
+from tests.patience import PATIENCE_S
 
 KINDS = [ExternalCompletions, ExternalSglang]
 COMPUTE = ComputeSettings(max_model_len=256, max_running=8)
@@ -67,6 +70,30 @@ async def test_its_tokens_come_through_with_their_logprobs(kind: type[ExternalSe
         assert (len(stop.tokens), stop.finish) == (1, "stop")
 
 
+def test_external_servers_get_the_wishes_that_they_can_take() -> None:
+    wishes: dict[str, Any] = {"min_p": 0.1, "presence_penalty": 1.0, "frequency_penalty": -0.5}
+    biased = request([4], logit_bias={7: -3.0}, **wishes)
+    sent = wishes | {"logit_bias": {"7": -3.0}}
+    completions = json.loads(completions_body("m", biased, [4], 8))
+    assert {name: completions[name] for name in sent} == sent
+    sglang = json.loads(sglang_body(biased, [4], 8))["sampling_params"]
+    assert {name: sglang[name] for name in sent} == sent
+    repetition = request([4], repetition_penalty=1.2)
+    assert json.loads(completions_body("m", repetition, [4], 8))["repetition_penalty"] == 1.2
+    assert "min_p" not in json.loads(completions_body("m", repetition, [4], 8))
+
+
+async def test_what_a_server_counts_in_another_way_is_refused_by_name(folders: list[Path]) -> None:
+    server = ExternalSglang(folders[0])
+    async with backend_of(server) as (backend, client):
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
+        asked = len(server.requests)
+        fault = await client.refused(backend, request([5, 6, 7], repetition_penalty=1.2))
+        assert fault.code == Code.UNSUPPORTED
+        assert "repetition_penalty" in fault.why
+        assert len(server.requests) == asked
+
+
 async def test_a_shorter_context_than_the_jobs_is_warned_about_once_per_run(
     folders: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,7 +118,7 @@ async def test_new_weights_are_loaded_by_its_own_route_and_no_answer_mixes_versi
         ticket = client.add(backend, request([5]))
         await server.holding.wait()
         changing = asyncio.create_task(backend.load(Policy(folders[1], 1, 1, CONTEXT), ignore_stage))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while backend.version >= 0:
                 await asyncio.sleep(0)
         assert (await client.refused(backend, request([5]))).retry, "no new requests are taken meanwhile"
@@ -128,7 +155,7 @@ async def test_an_aborted_request_disconnects_from_the_server(folders: list[Path
         ticket = client.add(backend, request([5]))
         await server.holding.wait()
         backend.abort(ticket)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await server.disconnected.wait()
         server.hold.set()
 

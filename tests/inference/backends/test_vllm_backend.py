@@ -24,6 +24,7 @@ from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_engines import llama, request
 from tests.inference.test_choice import replica
 from tests.inference.test_service import FakeCoordinator, ask, coordinator, ready, started, weights
+from tests.patience import PATIENCE_S
 
 __all__ = ["coordinator"]
 
@@ -66,6 +67,23 @@ async def stage(vllm: VllmSettings, tmp_path: Path) -> AsyncIterator[Stage]:
     await stage.backend.stop()
 
 
+async def test_a_vllm_without_a_tokenizer_cannot_hold_answers_to_a_form(stage: Stage) -> None:
+    assert not stage.backend.constrains
+
+
+@pytest.mark.parametrize(("name", "constrains"), [("good", True), ("strange", False)])
+async def test_a_tokenizer_that_vllm_cannot_use_is_done_without(
+    stage: Stage, name: str, constrains: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before answers could be held to a form, vLLM needed no tokenizer: such a model is served as it was."""
+    policy = stage.policy(0, name, run=2)
+    (policy.folder / "tokenizer.json").write_text("{}")
+    await stage.backend.load(policy, ignore_stage)
+    assert await stage.serves(0, run=2)
+    assert stage.backend.constrains is constrains
+    assert ("starts without the model's tokenizer" in caplog.text) is not constrains
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_is_open_during_a_change_of_weights_has_two_spans(stage: Stage, stream: bool) -> None:
     pid = stage.backend.pid
@@ -94,7 +112,7 @@ async def test_weights_that_fail_to_load_end_the_child_and_the_next_ones_start_a
 
 async def test_a_server_that_lives_on_without_its_engine_is_ended(stage: Stage) -> None:
     await stage.backend.load(stage.policy(1, "sick"), ignore_stage)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         await stage.backend.lost.wait()
     assert (stage.backend.version, stage.backend.pid) == (-1, None)
 
@@ -184,6 +202,10 @@ async def test_a_replica_whose_change_of_weights_fails_leaves_until_it_has_the_n
         assert (await coordinator.receive(WeightsLoadedFact)).version == 1, "a new child starts with them"
 
 
+def keepers_of_vllm() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "vllm/keeper.py" in " ".join(one.cmdline())]
+
+
 async def test_a_run_that_ends_while_vllm_starts_ends_the_start(
     coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
 ) -> None:
@@ -193,8 +215,9 @@ async def test_a_run_that_ends_while_vllm_starts_ends_the_start(
     await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm", vllm=VllmSettings(python=deaf)):
         assert (await coordinator.receive(StageReached)).stage == "starting vLLM"
-        keepers = [one for one in psutil.Process().children() if "vllm/keeper.py" in " ".join(one.cmdline())]
-        assert keepers
+        async with asyncio.timeout(PATIENCE_S):
+            while not (keepers := keepers_of_vllm()):
+                await asyncio.sleep(0.01)  # the stage is told before the child has become its program
         await coordinator.write(EngineStopped(engine="main", run=1))
         _, left = await asyncio.to_thread(psutil.wait_procs, keepers, 30)
         assert left == []

@@ -18,6 +18,7 @@ from bombus_inference.backends.vllm import keeper
 from bombus_inference.backends.vllm.server import VllmServer, vllm_arguments, vllm_environment
 from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import ignore_stage
+from tests.patience import PATIENCE_S
 
 CHILD = Path(__file__).with_name("child_process.py")
 START_S = 60.0
@@ -83,7 +84,7 @@ async def test_when_one_of_them_is_killed_all_end(server: VllmServer, whom: str)
     """When a vLLM is killed, its engine stays, with all of its memory."""
     processes = await start(server)
     os.kill(server.pid if whom == "keeper" else processes[0].pid, signal.SIGKILL)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         await server.ended.wait()
     assert alive(processes) == []
 
@@ -117,7 +118,7 @@ def test_vllm_gets_the_options_that_a_trainer_needs_and_a_private_socket(tmp_pat
     for name, value in {
         "--uds": str(tmp_path / "s"), "--logprobs-mode": "processed_logprobs", "--max-num-seqs": "32",
         "--max-model-len": "512", "--dtype": "bfloat16", "--kv-cache-memory-bytes": str(1 << 30),
-        "--tensor-parallel-size": "4",
+        "--tensor-parallel-size": "4", "--structured-outputs-config": '{"backend": "xgrammar"}',
     }.items():  # fmt: skip
         assert words[words.index(name) + 1] == value
     assert "--host" not in words

@@ -3,11 +3,16 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from bombus.errors import Code, Refused
+from bombus.hive.generation import CallShape, Constraint
 from bombus_inference.backends.answers import ChoiceDelta
 from bombus_inference.backends.http_calls import BackendFailed
+from bombus_inference.backends.limits import Limits
 from bombus_inference.backends.vllm.prometheus import vllm_metrics
+from bombus_inference.backends.vllm.structured import structured_outputs
 from bombus_inference.backends.vllm.wire import VersionSpan, parse_deltas, request_body, versions_of
 from bombus_inference.backends.wire import WeightLabel
 from tests.inference.backends.small_engines import request
@@ -101,6 +106,20 @@ def test_a_request_sets_every_sampling_parameter() -> None:
     assert "seed" not in json.loads(request_body(request([4], seed=None), [4], 8, "policy"))["sampling_params"]
 
 
+def test_wishes_are_sent_by_their_names_and_only_where_there_are_any() -> None:
+    names = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+    plain = json.loads(request_body(request([4]), [4], 8, "policy"))["sampling_params"]
+    assert names.isdisjoint(plain)
+    wishes: dict[str, Any] = {
+        "min_p": 0.1,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+    }
+    body = json.loads(request_body(request([4], logit_bias={7: -3.0}, **wishes), [4], 8, "policy"))["sampling_params"]
+    assert {name: body[name] for name in names} == wishes | {"logit_bias": {"7": -3.0}}
+
+
 def test_its_metrics_get_our_names_summed_over_its_engines() -> None:
     text = (
         "# HELP vllm:num_requests_running Number of requests in model execution batches.\n"
@@ -116,3 +135,79 @@ def test_its_metrics_get_our_names_summed_over_its_engines() -> None:
         "cached_tokens_total": 100.0,
         "prefix_hit_ratio": 0.25,
     }
+
+
+# ---- the form of an answer ----------------------------------------------------------------------------------------
+
+HERMES = Constraint(
+    calls=(CallShape('f", "arguments": ', '{"type": "object"}'),),
+    opens='<tool_call>\n{"name": "',
+    between='}\n</tool_call>\n<tool_call>\n{"name": "',
+    closes="}\n</tool_call>",
+)
+
+
+def form_of(constraint: Constraint) -> Any:
+    """Return the format of the structural tag."""
+    tag = json.loads(str(structured_outputs(constraint)["structural_tag"]))
+    assert tag["type"] == "structural_tag"
+    return tag["format"]
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "const_string", "value": value}
+
+
+def in_order(*parts: Any) -> dict[str, Any]:
+    return {"type": "sequence", "elements": [*parts]}
+
+
+CALL = in_order(text(HERMES.calls[0].head), {"type": "json_schema", "json_schema": {"type": "object"}})
+
+
+def test_json_alone_is_a_schema_whose_keywords_vllm_checks() -> None:
+    assert structured_outputs(Constraint(schema='{"enum": [1]}')) == {"json": '{"enum": [1]}'}
+
+
+def test_calls_are_what_opens_them_one_and_more_of_them_and_what_closes_them() -> None:
+    more = {"type": "star", "content": in_order(text(HERMES.between), CALL)}
+    assert form_of(HERMES) == in_order(text(HERMES.opens), CALL, more, text(HERMES.closes))
+
+
+def test_one_call_of_several_tools_is_one_of_them() -> None:
+    other = CallShape("g", "{}")
+    one = Constraint(calls=(*HERMES.calls, other), closes="!")
+    choice = {"type": "or", "elements": [CALL, in_order(text("g"), {"type": "json_schema", "json_schema": {}})]}
+    assert form_of(one) == in_order(choice, text("!"))
+
+
+def test_json_or_calls_are_either() -> None:
+    either = form_of(msgspec.structs.replace(HERMES, schema='{"enum": [1]}'))
+    assert either["type"] == "or"
+    assert either["elements"] == [{"type": "json_schema", "json_schema": {"enum": [1]}}, form_of(HERMES)]
+
+
+@pytest.mark.parametrize("opens", ["", "<think>"])
+def test_reasoning_comes_first_and_may_be_left_out_unless_it_has_begun(opens: str) -> None:
+    first, value = form_of(Constraint(schema="{}", thinks=opens, thought="</think>"))["elements"]
+    assert value == {"type": "json_schema", "json_schema": {}}
+    whole = first["content"] if opens else first
+    assert first["type"] == ("optional" if opens else "sequence")
+    tag, space = whole["elements"]
+    assert tag == {"type": "tag", "begin": opens, "content": {"type": "any_text"}, "end": "</think>"}
+    assert space["type"] == "regex"
+
+
+def test_only_a_request_with_a_constraint_has_structured_outputs() -> None:
+    assert "structured_outputs" not in json.loads(request_body(request([4]), [4], 8, "policy"))["sampling_params"]
+    held = msgspec.structs.replace(request([4]), constraint=Constraint(schema="{}"))
+    body = json.loads(request_body(held, [4], 8, "policy"))
+    assert body["sampling_params"]["structured_outputs"] == {"json": "{}"}
+
+
+def test_a_replica_that_cannot_constrain_refuses_rather_than_answer_freely() -> None:
+    held = msgspec.structs.replace(request([4]), constraint=Constraint(schema="{}"))
+    with pytest.raises(Refused, match="cannot hold answers to a form") as refused:
+        Limits(64, 60, 1, 8).check(held, 1)
+    assert refused.value.code == Code.UNSUPPORTED
+    assert Limits(64, 60, 1, 8, constrains=True).check(held, 1) == [4]

@@ -2,8 +2,9 @@
 
 It uses the standard library alone, and samples 1, 2, 3, ... A request whose prompt begins with 7 stops half-way until
 the weights have changed. The name of the weights' folder selects a failure: with `broken...` loading fails, with
-`dead...` the process does not start, with `sick...` the weights load and the engine dies, and with `without_ids`,
-`without_logprobs`, `without_versions` or `without_routes` it is a vLLM that lacks these.
+`dead...` the process does not start, with `strange...` it does so only without a tokenizer, with `sick...` the
+weights load and the engine dies, and with `without_ids`, `without_logprobs`, `without_versions` or `without_routes`
+it is a vLLM that lacks these.
 """
 
 import http.server
@@ -118,6 +119,8 @@ def main(words: list[str]) -> None:
     model = Path(words[words.index("--model") + 1]).name
     if model.startswith("dead"):
         raise RuntimeError("no such model")
+    if model.startswith("strange") and "--skip-tokenizer-init" not in words:
+        raise RuntimeError("this tokenizer needs code of its own")
     if model.startswith("without_"):
         WEIGHTS.lacks = model.removeprefix("without_").partition("-")[0]
     Server(words[words.index("--uds") + 1], Handler).serve_forever()

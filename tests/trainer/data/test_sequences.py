@@ -80,6 +80,17 @@ def test_a_sequence_ends_after_its_last_trained_token() -> None:
     assert sequence.tokens_T.tolist() == [1, 2]
 
 
+def test_a_call_that_was_held_to_a_form_is_read_and_not_trained() -> None:
+    """A token that was the only one left has the logprob 0, whatever the policy says of it."""
+    root = call("a", [1], [2], logprob=0.0, constrained=("tool_choice",))
+    child = call("b", [4], [5], parent=root)
+    merged = merge_calls("e", [root, child])
+    (sequence,) = merged.sequences
+    assert sequence.loss_mask_T.tolist() == [False, False, False, True]
+    assert (merged.calls, merged.merged_calls, merged.trained_tokens) == (2, 1, 1)
+    assert merge_calls("e", [root]).sequences == ()
+
+
 def test_greedy_calls_are_not_trained_and_temperatures_and_versions_follow_their_tokens() -> None:
     root = call("a", [1], [2], temperature=0.5, version=3)
     greedy = call("b", [4], [5], parent=root, temperature=0.0)

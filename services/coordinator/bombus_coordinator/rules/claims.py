@@ -1,5 +1,7 @@
 """Hand out episodes: which claims wait, which is next, and what is answered when there is none."""
 
+from collections.abc import Sequence
+
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import EpisodeType
@@ -127,9 +129,27 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
         raise no_room(live)
     if engine.phase == Phase.OFFLINE:
         raise why_none(engine)
-    live.queue(engine).add(message, live.now_ns, live.now_ns + ns(message.wait_s))
+    queue = live.queue(engine)
+    if not queue and _is_granting(engine, live) and _fits(engine, live, message):
+        yield _granted(engine, live, message, [message.id])
+        return
+    queue.add(message, live.now_ns, live.now_ns + ns(message.wait_s))
     yield from grant(engine, live)
     yield from lapse(engine, live)
+
+
+def _is_granting(engine: EngineState, live: Live) -> bool:
+    return engine.granting and not live.refusing
+
+
+def _fits(engine: EngineState, live: Live, claim: Claim) -> bool:
+    """Return whether a claim, when no other waits, can be granted at once."""
+    held = live.queue(engine).open_of(share_of(claim))
+    return _has_room(engine, claim) and not over_cap(claim, held) and not _paced(engine, claim)
+
+
+def _has_room(engine: EngineState, claim: Claim) -> bool:
+    return len(engine.open) + claim.count <= engine.collection.max_open_claims
 
 
 def _next(engine: EngineState, live: Live) -> Waiting | None:
@@ -143,47 +163,43 @@ def _next(engine: EngineState, live: Live) -> Waiting | None:
 
 def grant(engine: EngineState, live: Live) -> Decisions:
     """Grant what there is room for. No claim overtakes one of a whole group that waits for room in the engine."""
-    while engine.granting and not live.refusing:
+    while _is_granting(engine, live):
         waiting = _next(engine, live)
-        if waiting is None:
-            return
-        claim = waiting.claim
-        if len(engine.open) + claim.count > engine.collection.max_open_claims:
+        if waiting is None or not _has_room(engine, waiting.claim):
             return
         live.queue(engine).remove(waiting)
-        version = served(engine)
-        if version is None:  # its calls will wait for a replica
-            version = engine.version
-        episodes = tuple(
-            episode_id(engine.name, engine.run, engine.next_episode + index) for index in range(claim.count)
-        )
-        granted = Granted(
-            run=engine.run,
-            episodes=episodes,
-            claimed_ns=live.now_ns,
-            discard_timeout_s=claim.discard_timeout_s,
-            version=version,
-        )
-        live.unconfirmed[claim.claim] = Unconfirmed(engine.name, live.seq, live.now_ns + ns(CONFIRM_S))
-        live.remember_grant(claim.claim)
-        yield Decision(
-            events=(
-                ev.EpisodeClaimed(
-                    at_ns=live.now_ns,
-                    engine=engine.name,
-                    run=engine.run,
-                    claim=claim.claim,
-                    client=claim.client,
-                    episodes=episodes,
-                    type=claim.type,
-                    discard_timeout_s=claim.discard_timeout_s,
-                    version=version,
-                    task_hint=claim.task_hint,
-                    owner=claim.owner,
-                ),
-            ),
-            replies=tuple(CommandReply(command, granted) for command in waiting.commands),
-        )
+        yield _granted(engine, live, waiting.claim, waiting.commands)
+
+
+def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[str]) -> Decision:
+    """Return the grant of a claim, as the answer to these commands."""
+    version = served(engine)
+    if version is None:  # its calls will wait for a replica
+        version = engine.version
+    episodes = tuple(episode_id(engine.name, engine.run, engine.next_episode + index) for index in range(claim.count))
+    granted = Granted(
+        run=engine.run,
+        episodes=episodes,
+        claimed_ns=live.now_ns,
+        discard_timeout_s=claim.discard_timeout_s,
+        version=version,
+    )
+    live.unconfirmed[claim.claim] = Unconfirmed(engine.name, live.seq, live.now_ns + ns(CONFIRM_S))
+    live.remember_grant(claim.claim)
+    claimed = ev.EpisodeClaimed(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        claim=claim.claim,
+        client=claim.client,
+        episodes=episodes,
+        type=claim.type,
+        discard_timeout_s=claim.discard_timeout_s,
+        version=version,
+        task_hint=claim.task_hint,
+        owner=claim.owner,
+    )
+    return Decision(events=(claimed,), replies=tuple(CommandReply(command, granted) for command in commands))
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:

@@ -311,11 +311,17 @@ def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions
         reason=message.reason[:REASON_CHARS_MAX],
         failures=failures,
     )
-    if failures < engine.collection.max_step_failures:
-        yield Decision(events=(failed,))
-        return
     reason = f"step {message.step} failed {failures} times, the last time because: {message.reason}"
-    yield from suspend(engine, live, reason, before=(failed,))
+    yield from note_failure(engine, live, failed, reason)
+
+
+def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.TrainerStalled, reason: str) -> Decisions:
+    """Put a trainer's failure on the log; suspend the run for `reason` if it counts and is one too many in a row."""
+    is_counted = failed.failures > engine.step_failures
+    if is_counted and failed.failures >= engine.collection.max_step_failures:
+        yield from suspend(engine, live, reason, before=(failed,))
+    else:
+        yield Decision(events=(failed,))
 
 
 def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:

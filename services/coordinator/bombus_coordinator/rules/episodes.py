@@ -7,6 +7,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.bounded import portions
+from bombus.hive.episodes import REWARD_MAX
 from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome
 from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup
 from bombus.hive.records import digest
@@ -17,7 +18,6 @@ from bombus_coordinator.rules.live import Live
 EPISODES_PER_COMMAND_MAX = 1024
 METADATA_BYTES_MAX = 64 << 10
 OUTCOMES_BYTES = 256 << 10  # of one event, roughly: those that end more episodes are several
-REWARD_MAX = 1e9  # in size: squares of gradients stay far within float32
 
 _deterministic = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -40,7 +40,10 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
 
 
 def _check_reward(episode: Episode, result: EpisodeResult) -> float:
-    """Return the episode's reward. Raises `Refused` for none, one that is no number, and a list of another length."""
+    """Return the episode's reward, the mean where each of its calls has one; side calls that are not trained have none.
+
+    Raises `Refused` for no reward, one that is no number, and a list of another length.
+    """
     if result.call_rewards is None:
         if result.reward is None:
             raise Refused(Code.BAD_REWARD, f"Episode {result.episode} has no reward: report one, or abort it.")
@@ -51,8 +54,8 @@ def _check_reward(episode: Episode, result: EpisodeResult) -> float:
         if len(rewards) != calls:
             raise Refused(
                 Code.BAD_REWARD,
-                f"Episode {result.episode} has {len(rewards)} rewards for {calls} completed calls: give one for each "
-                "call, in order, or a single number.",
+                f"Episode {result.episode} has {len(rewards)} rewards for {calls} completed calls{_aside(episode)}: "
+                "give one for each call, in order, or a single number.",
             )
         if not rewards:
             raise Refused(Code.BAD_REWARD, f"Episode {result.episode} has an empty list of rewards.")
@@ -63,6 +66,12 @@ def _check_reward(episode: Episode, result: EpisodeResult) -> float:
             "give gradients that are not finite. Send a smaller number.",
         )
     return sum(rewards) / len(rewards)
+
+
+def _aside(episode: Episode) -> str:
+    """Return what an error says of side calls, which are not counted."""
+    masked = sum(call.masked for call in episode.complete_calls())
+    return f" (side calls of its harness, {masked} here, have none)" if masked else ""
 
 
 def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome | None:
@@ -96,7 +105,6 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
     if len(_deterministic.encode((result.metadata, result.log_metrics))) > METADATA_BYTES_MAX:
         raise Refused(Code.TOO_LARGE, f"Metadata of episode {result.episode} is over {METADATA_BYTES_MAX} bytes.")
     reward = _check_reward(episode, result)
-    calls = episode.trainable_calls()
     return Outcome(
         episode=result.episode,
         task=result.task,
@@ -106,8 +114,8 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
         is_success=result.is_success,
         metadata=result.metadata,
         log_metrics=result.log_metrics,
-        completion_tokens=sum(call.completion_tokens for call in calls),
-        oldest=min((call.oldest for call in calls), default=episode.version),
+        completion_tokens=sum(call.completion_tokens for call in episode.complete_calls()),
+        oldest=min((call.oldest for call in episode.trainable_calls()), default=episode.version),
     )
 
 

@@ -14,7 +14,7 @@ from bombus_coordinator.rules.waiting import Queue, Share, share_of
 ANSWERS_KEPT = 10_000
 CONFIRM_S = 5.0  # a granted claim whose answer reached nobody is taken back after this time
 REPLICA_LAPSE_S = 10.0
-AWAY_S = 5.0  # this long between two ticks means that the bus was unreachable or that nobody led
+AWAY_NS = 5_000_000_000  # this long between two ticks means that the bus was unreachable or that nobody led
 CATCH_UP = 10  # of this many seconds one is left out while the hive's time is ahead of the clock
 
 
@@ -111,7 +111,7 @@ class Live(msgspec.Struct, kw_only=True):
     @property
     def is_away(self) -> bool:
         """Return whether the last tick is long ago: the bus was unreachable, nobody led, or the clock was set ahead."""
-        return self.ticked_ns is not None and self.now_ns - self.ticked_ns > ns(AWAY_S)
+        return self.ticked_ns is not None and self.now_ns - self.ticked_ns > AWAY_NS
 
     def tick(self, answered: int) -> None:
         """Take in a tick, sent when the answers to all messages up to `answered` had been sent.

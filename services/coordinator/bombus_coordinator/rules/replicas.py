@@ -38,6 +38,7 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
                 version=message.version,
                 replica=message.replica,
                 sequence_tokens=message.sequence_tokens,
+                constrains=message.constrains,
             ),
         )
 
@@ -75,6 +76,7 @@ def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact) 
                     version=message.version,
                     replica=message.replica,
                     sequence_tokens=message.sequence_tokens,
+                    constrains=message.constrains,
                 ),
             )
         )

@@ -8,8 +8,8 @@ from bombus.hive import events as ev
 from bombus.hive.inbox import TrainerAlive, TrainerHangs
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status import stall_text
-from bombus_coordinator.rules.decision import Decision, Decisions
-from bombus_coordinator.rules.engines import suspend
+from bombus_coordinator.rules.decision import Decisions
+from bombus_coordinator.rules.engines import note_failure
 from bombus_coordinator.rules.live import Heard, Live, ns
 
 DOING_CHARS_MAX = 200
@@ -58,8 +58,5 @@ def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: 
         silent=silent,
         failures=failures,
     )
-    if failures == engine.step_failures or failures < engine.collection.max_step_failures:
-        yield Decision(events=(stalled,))
-        return
     reason = f"its trainers failed {failures} times in a row; the last, {stall_text(stalled)}"
-    yield from suspend(engine, live, reason, before=(stalled,))
+    yield from note_failure(engine, live, stalled, reason)

@@ -116,8 +116,9 @@ class Queue:
         now = self._open[share] = self._open[share] + episodes
         if not now:
             del self._open[share]
-        for line in self._lines.values():
-            line.place(share, now)
+        if self._waiting:
+            for line in self._lines.values():
+                line.place(share, now)
 
     def open_of(self, share: Share) -> int:
         return self._open.get(share, 0)

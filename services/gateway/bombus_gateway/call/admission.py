@@ -1,16 +1,21 @@
 """What must hold before a call is made: the key, its episode, room in the log, and the limits of the job."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+
+import msgspec
 
 from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import Code, Refused
 from bombus.hive.events import EpisodeType
-from bombus.hive.records import LengthLimit, SamplingParams
+from bombus.hive.generation import Constraint
+from bombus.hive.records import CallRef, LengthLimit, SamplingParams
 from bombus.hive.state import EngineState, Hive, Phase
+from bombus_gateway.call.constraining import constraint_of, why_not_held
 from bombus_gateway.call.models import EngineModels
-from bombus_gateway.call.request import CallRequest, CompletionRequest, InvalidField
+from bombus_gateway.call.policy import decide, why_unconstrained
+from bombus_gateway.call.request import CallRequest, CompletionRequest, InvalidField, PromptTooLong, Unsupported
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
 from bombus_gateway.text.rendering import TextModel
@@ -18,6 +23,7 @@ from bombus_gateway.text.words import strings
 
 EPISODE_NEWS_S = 2.0  # how long the event of a claim may take to arrive here when its key is already in use
 _CLAIM = "claim another one"
+_LISTED = "this model writes several calls as one list, which cannot end after its first"
 
 
 @dataclass(frozen=True)
@@ -34,31 +40,42 @@ class Room:
 
 @dataclass(frozen=True)
 class Admitted:
-    """What a call works with: its engine, the engine's job, the job's text model, and its open episode."""
+    """What a call works with: its engine, the engine's job, the job's text model, and its open episode.
+
+    `constrains`: whether some replica of the engine can hold answers to a form.
+    """
 
     engine: EngineState
     job: RunConfig
     model: TextModel
     episode: str
     type: EpisodeType
+    constrains: bool = False
+
+    @property
+    def recorded(self) -> Sequence[CallRef]:
+        """The calls of the episode that are on the log, as far as this gateway has followed it."""
+        episode = self.engine.open.get(self.episode)
+        return [call.ref for call in episode.calls] if episode is not None else ()
 
     def check_characters(self, request: CompletionRequest, body_bytes: int) -> None:
         """Raise `InvalidField` PROMPT_TOO_LONG for more text than the model's length can hold, before it is encoded.
 
-        A body of fewer bytes has fewer characters.
+        A body of fewer bytes has fewer characters. Templates write tools as JSON, so its characters are counted.
         """
         tokens = min(self.job.rollout.max_model_len, self.model.context_tokens)
         limit = CHARACTERS_FOR_A_TOKEN * tokens
         if body_bytes <= limit:
             return
-        count = sum(map(len, strings([request.messages, request.tools])))
+        count = sum(map(len, strings(request.messages))) + len(msgspec.json.encode(request.tools))
         count += len(request.prompt) if isinstance(request.prompt, str) else 0
         if count > limit or (isinstance(request.prompt, list) and len(request.prompt) > tokens):
-            raise InvalidField(
-                Code.PROMPT_TOO_LONG,
+            raise PromptTooLong(
                 request.input_field,
                 f"This model's maximum context length is {tokens} tokens, for which up to {limit} characters are "
                 f"taken. However, your messages have {count} characters. Please reduce the length of the messages.",
+                max(count // CHARACTERS_FOR_A_TOKEN, tokens + 1),
+                tokens,
             )
 
     def room(self, request: CompletionRequest, prompt_tokens: int, answered_tokens: int, is_first: bool) -> Room:
@@ -70,10 +87,11 @@ class Admitted:
         """
         rollout = self.job.rollout
         if is_first and prompt_tokens > rollout.max_prompt_length:
-            raise InvalidField(
-                Code.PROMPT_TOO_LONG,
+            raise PromptTooLong(
                 request.input_field,
                 f"The prompt has {prompt_tokens} tokens; the job's max_prompt_length is {rollout.max_prompt_length}.",
+                prompt_tokens,
+                rollout.max_prompt_length,
             )
         rooms = (
             Room(rollout.max_response_length_in_one_turn, LengthLimit.TURN),
@@ -83,47 +101,66 @@ class Admitted:
         )
         room = min(rooms, key=lambda each: each.tokens)
         if room.tokens < 1:
-            raise InvalidField(
-                Code.PROMPT_TOO_LONG, request.input_field, self._no_room(room, prompt_tokens, answered_tokens)
-            )
-        if request.max_tokens and request.max_tokens < room.tokens:
-            return Room(request.max_tokens, LengthLimit.REQUEST)
+            raise self._no_room(request.input_field, room, prompt_tokens, answered_tokens)
+        wanted = request.wish.max_tokens
+        if wanted and wanted < room.tokens:
+            return Room(wanted, LengthLimit.REQUEST)
         return room
 
-    def sampling(self, request: CompletionRequest, room: Room) -> SamplingParams:
-        """Return how the request's tokens are drawn. Pure.
+    def constraint(
+        self, request: CompletionRequest, prompt: bytes
+    ) -> tuple[Constraint | None, tuple[Unsupported, ...]]:
+        """Return the form that the answer to a prompt (int32) is held to, and the demands that are not met. Pure."""
+        renderer, why = self.model.renderer, ""
+        if request.demands:
+            why = why_unconstrained(self.job.rollout, self.type, self.constrains) or why_not_held(request, renderer)
+            if not why:
+                return constraint_of(request, renderer, prompt), ()
+        unmet = [Unsupported(demand.field, why) for demand in request.demands]
+        if request.one_call and request.parse_tool_calls and not renderer.calls_come_singly:
+            unmet.append(Unsupported(request.one_call, _LISTED))
+        return None, tuple(unmet)
 
-        In a training episode a seed is mixed with the episode: with the same random numbers the answers of a group
-        would be equal, and there would be nothing to compare.
+    def sampling(self, request: CompletionRequest, room: Room) -> tuple[SamplingParams, tuple[str, ...]]:
+        """Return how the request's tokens are drawn, and the names of its wishes that are not obeyed. Pure.
+
+        Raises `InvalidField` for wishes that the job refuses.
         """
-        rollout = self.job.rollout
-        mixed = request.seed is not None and self.type == EpisodeType.TRAIN
-        return SamplingParams(
+        decision = decide(request, self.job.rollout, self.type, self.episode)
+        wish = decision.wish
+        capped = wish.max_tokens is not None and wish.max_tokens > room.tokens
+        params = SamplingParams(
             max_tokens=room.tokens,
-            temperature=rollout.temperature if request.temperature is None else request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=seed_of_episode(request.seed or 0, self.episode) if mixed else request.seed,
+            temperature=self.job.rollout.temperature if wish.temperature is None else wish.temperature,
+            top_p=wish.top_p,
+            top_k=wish.top_k,
+            min_p=wish.min_p,
+            presence_penalty=wish.presence_penalty,
+            frequency_penalty=wish.frequency_penalty,
+            repetition_penalty=wish.repetition_penalty,
+            logit_bias=wish.logit_bias,
+            seed=wish.seed,
             stop_token_ids=self.model.renderer.stop_token_ids,
             top_logprobs=request.top_logprobs,
         )
+        return params, (*decision.overridden, request.length_field) if capped else decision.overridden
 
-    def _no_room(self, room: Room, prompt_tokens: int, answered_tokens: int) -> str:
+    def _no_room(self, field: str, room: Room, prompt_tokens: int, answered_tokens: int) -> InvalidField:
         if room.limit == LengthLimit.EPISODE:
-            return (
+            return InvalidField(
+                Code.PROMPT_TOO_LONG,
+                field,
                 f"The answers of this conversation have {answered_tokens} tokens, and the job's max_response_length "
-                f"for all of them is {self.job.rollout.max_response_length}: end the episode, or raise the limit."
+                f"for all of them is {self.job.rollout.max_response_length}: end the episode, or raise the limit.",
             )
         limit = min(self.job.rollout.max_model_len, self.model.context_tokens)
-        return (
+        return PromptTooLong(
+            field,
             f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-            f"{prompt_tokens} tokens. Please reduce the length of the messages."
+            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            prompt_tokens,
+            limit,
         )
-
-
-def seed_of_episode(seed: int, episode: str) -> int:
-    """Return a seed of 48 bits that belongs to this seed in this episode."""
-    return int.from_bytes(blake2b(f"{seed}/{episode}".encode(), digest_size=6).digest())
 
 
 class Admission:
@@ -144,9 +181,10 @@ class Admission:
         engine = await self._engine(claims)
         job = self._models.job(engine)
         episode = engine.open[claims.episode]
-        check_unbiased(request.completion, job, episode.type)
         check_variables(request.completion, job)
-        return Admitted(engine, job, await self._models.text_model(engine), claims.episode, episode.type)
+        model = await self._models.text_model(engine)
+        constrains = any(replica.constrains for replica in engine.usable.values())
+        return Admitted(engine, job, model, claims.episode, episode.type, constrains)
 
     async def _engine(self, claims: KeyClaims) -> EngineState:
         """Return the engine of an open episode, waiting a moment for an episode that was claimed just now."""
@@ -182,26 +220,6 @@ def check_not_over(engine: EngineState, claims: KeyClaims) -> None:
         closed = engine.closed.get(claims.episode)
         how = "has been ended" if closed is None or closed.aborted is None else f"was aborted ({closed.aborted})"
         raise Refused(Code.EPISODE_OVER, f"Episode {claims.episode} {how}; {_CLAIM}.")
-
-
-def check_unbiased(request: CompletionRequest, job: RunConfig, episode: EpisodeType) -> None:
-    """Raise `InvalidField` for what would bias the gradient, in training episodes, unless the job allows it."""
-    if episode != EpisodeType.TRAIN or job.rollout.allow_biased_sampling:
-        return
-    temperature = job.rollout.temperature if request.temperature is None else request.temperature
-    for name, biased in (
-        ("top_p", request.top_p < 1),
-        ("top_k", request.top_k > 0),
-        ("temperature", temperature == 0),
-    ):
-        if biased:
-            raise InvalidField(
-                Code.UNSUPPORTED,
-                name,
-                f"{name} is refused in a training episode: tokens would not be drawn from the policy that is trained, "
-                "which biases the gradient. Leave it out, claim an eval episode, or set "
-                "rollout.allow_biased_sampling in the job.",
-            )
 
 
 def check_variables(request: CompletionRequest, job: RunConfig) -> None:

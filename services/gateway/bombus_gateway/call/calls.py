@@ -29,18 +29,21 @@ from bombus.hive.records import (
 )
 from bombus.hive.state import EngineState
 from bombus.text.tokenizer import Tokenizer
-from bombus_gateway.call.admission import Admission
+from bombus_gateway.call.admission import Admission, Admitted
+from bombus_gateway.call.attempts import RequestAttempt, RequestAttempts
 from bombus_gateway.call.capacity import CallCapacity, record_bytes
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
-from bombus_gateway.call.histories import Histories
 from bombus_gateway.call.models import EngineModels
-from bombus_gateway.call.planning import CallPlan, plan_call
+from bombus_gateway.call.planning import CallPlan, plan_call, plan_prompt
 from bombus_gateway.call.replica_client import Generation, ReplicaClient, ReplicaGone
 from bombus_gateway.call.request import CallRequest
 from bombus_gateway.call.upstream import ATTEMPTS_MAX, Upstream
 from bombus_gateway.call.workers import Workers
 from bombus_gateway.context import Gateway
 from bombus_gateway.heartbeats import Heartbeats
+from bombus_gateway.history.continuing import EarlierCalls
+from bombus_gateway.history.conversation import Conversation
+from bombus_gateway.history.histories import Histories
 from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.text.rendering import TextModel
 
@@ -55,19 +58,24 @@ class HungUp(BombusError):
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """What is known of an answer before its first token. `id` is the call's, `choices` how many there will be."""
+    """What is known of an answer before its first token.
+
+    `id` is the call's, `choices` how many there will be, and `overridden` names what was asked for and is not done.
+    """
 
     id: str
     received_ns: int
     prompt_tokens: int
     choices: int
     tokenizer: Tokenizer
+    overridden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """The answer that a request got when it was first sent. `deltas` are those of each completion, as they came."""
+    """The answer to an earlier attempt of a request. `deltas` are those of each completion, as they came."""
 
+    attempt: RequestAttempt
     head: AnswerHead
     completions: list[Completion]
     deltas: list[list[CompletionDelta]]
@@ -84,14 +92,15 @@ class Calls:
         self.heartbeats: Heartbeats = gateway.heartbeats
         self.models = EngineModels(gateway.bus)
         self.admission = Admission(gateway.follower, self.models)
-        self.histories = Histories(gateway.bus, gateway.settings)
+        self.workers = Workers()
+        self.histories = Histories(gateway.bus, gateway.settings, self.workers)
+        self.earlier = EarlierCalls(self.histories)
         self.capacity = CallCapacity(gateway.bus, gateway.settings)
         self.client = ReplicaClient()
-        self.workers = Workers()
         self.upstream = Upstream(gateway.follower, self.client)
-        self.running: dict[tuple[str, bytes], asyncio.Future[CallRef | None]] = {}
-        # Stored calls whose message to the coordinator was not acknowledged.
-        self.unacknowledged: dict[tuple[str, bytes], Call] = {}
+        self.attempts = RequestAttempts()
+        # Stored calls whose message to the coordinator was not acknowledged, by id.
+        self.unacknowledged: dict[str, Call] = {}
         self.opened: set[Call] = set()
         self._gateway = gateway
 
@@ -107,14 +116,35 @@ class Calls:
         A call that breaks off in the block is recorded as cut off: when its client has hung up (`HungUp`), its replica
         is gone (`ReplicaGone`), or it takes longer than the limit. Raises `Refused`.
         """
-        admitted = await self.admission.admit(request)
-        self._check_episode_bytes(request)
-        plan = await plan_call(request, admitted, self.histories, self.workers)
-        call = Call(self, request, plan, admitted.engine)
+        with self.attempts.begun(request) as attempt:
+            admitted = await self.admission.admit(request)
+            # Held until the call is closed: what it adds goes where the episode's next request looks for it.
+            conversation = self.histories.conversation(request.claims)
+            self._check_episode_bytes(conversation, request.claims.episode)
+            request = await self.earlier.continued(request)
+            plan = await self._planned(request, admitted, conversation)
+            call = Call(self, request, plan, admitted.engine, attempt)
+            async with self._kept_open(call):
+                yield call
+
+    async def _planned(self, request: CallRequest, admitted: Admitted, conversation: Conversation) -> CallPlan:
+        """Return a call's plan. The answer that it continues was not taken by another call while the plan was made.
+
+        That holds until the next await: the call itself takes the answer when it is made.
+        """
+        while True:
+            count = conversation.continuing_count
+            plan = await plan_call(request, admitted, self.histories, self.workers)
+            node = plan.prompt.node
+            if node is None or conversation.continuing_count == count or not conversation.is_continued(node):
+                return plan
+
+    @asynccontextmanager
+    async def _kept_open(self, call: "Call") -> AsyncIterator[None]:
         limit_s = self.settings.call_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                yield call
+                yield
         except (HungUp, ReplicaGone):
             await call.cut_off()
             if not self._gateway.ready:
@@ -127,13 +157,19 @@ class Calls:
         finally:
             call.close()
 
-    def _check_episode_bytes(self, request: CallRequest) -> None:
-        """Raise `Refused` TOO_LARGE when the calls of the request's episode take all that one may take in the log."""
-        stored, limit = self.histories.conversation(request.claims).stored_bytes, self.settings.episode_mb_max << 20
+    async def prompt_tokens(self, request: CallRequest) -> int:
+        """Return how many tokens the prompt of a call would have. Nothing is sampled or recorded. Raises `Refused`."""
+        admitted = await self.admission.admit(request)
+        prompt = await plan_prompt(request, admitted, self.histories, self.workers)
+        return prompt.count
+
+    def _check_episode_bytes(self, conversation: Conversation, episode: str) -> None:
+        """Raise `Refused` TOO_LARGE when the calls of an episode take all that one may take in the log."""
+        stored, limit = conversation.stored_bytes, self.settings.episode_mb_max << 20
         if stored >= limit:
             raise Refused(
                 Code.TOO_LARGE,
-                f"The calls of episode {request.claims.episode} take {stored} bytes in the log, and the limit is "
+                f"The calls of episode {episode} take {stored} bytes in the log, and the limit is "
                 f"{limit}: end the episode.",
             )
 
@@ -144,42 +180,60 @@ class Calls:
 
     async def recorded(self, request: CallRequest) -> RecordedAnswer | None:
         """Return the answer that was recorded for this very request, when its client sends it again (R9)."""
-        found = await self._recorded_call(request) if request.retried else None
-        if found is None:
+        attempt = await self._answered(request) if request.retry else None
+        if attempt is None or attempt.ref is None:
             return None
-        ref, prompt = found
-        (record,) = await self.histories.records([ref])
+        conversation = self.histories.conversation(request.claims)
+        if not conversation.knows(attempt.ref):
+            await self.histories.read_log(request.claims, request.traceparent)
+        prompt = conversation.prompt_of(attempt.ref)
+        (record,) = await self.histories.records(request.claims, [attempt.ref])
         model = await self.models.text_model(self.follower.hive.engine(request.claims.engine))
         log.info("a retried call gets its recorded answer", extra={"call": record.id, "episode": record.episode})
-        return _replayed(request, record, prompt, model)
+        return _replayed(request, attempt, record, prompt, model)
 
-    async def _recorded_call(self, request: CallRequest) -> tuple[CallRef, bytes] | None:
-        """Return the place of the request's record and its whole prompt (int32).
+    async def _answered(self, request: CallRequest) -> RequestAttempt | None:
+        """Return the attempt that a retry repeats, with its answer; None where it has none, and is sampled again.
 
-        It waits for the first request while that is running, and notifies the coordinator of a call that is stored.
+        It waits for an attempt that is under way, and notifies the coordinator of a call that is stored. Of what other
+        gateways answered, only what the log has is known: any answer that nothing continues.
         """
-        first = self.running.get(request.key)
-        ref = await asyncio.shield(first) if first is not None else None
-        unacknowledged = self.unacknowledged.get(request.key)
-        if ref is None and unacknowledged is not None:
-            await unacknowledged.notify()
         conversation = self.histories.conversation(request.claims)
-        ref = ref or conversation.answers.get(request.digest)
-        if ref is None:
-            await self.histories.read_log(request.claims, request.traceparent)
-            ref = conversation.answers.get(request.digest)
-        return (ref, conversation.prompt_of(ref)) if ref is not None else None
+        attempt = self.attempts.repeated(request, conversation.is_call_continued)
+        if attempt is None:
+            return await self._answered_elsewhere(request)
+        await attempt.ended.wait()
+        unacknowledged = self.unacknowledged.get(attempt.call)
+        if unacknowledged is not None:
+            await unacknowledged.notify()
+        if attempt.ref is None or conversation.is_call_continued(attempt.ref):
+            self.attempts.forget(request, attempt)
+            return None
+        return attempt
+
+    async def _answered_elsewhere(self, request: CallRequest) -> RequestAttempt | None:
+        await self.histories.read_log(request.claims, request.traceparent)
+        conversation = self.histories.conversation(request.claims)
+        answers = conversation.answers.get(request.digest, ())
+        return self.attempts.repeated_stored(
+            request, [ref for ref in answers if not conversation.is_call_continued(ref)]
+        )
 
 
-def _replayed(request: CallRequest, record: CallRecord, prompt: bytes, model: TextModel) -> RecordedAnswer:
+def _replayed(
+    request: CallRequest, attempt: RequestAttempt, record: CallRecord, prompt: bytes, model: TextModel
+) -> RecordedAnswer:
     completions = [
         Completion(model, request.completion, prompt, record.id, index) for index in range(len(record.choices))
     ]
+    count, prompt_tokens = len(completions), record.prompt_tokens
+    head = AnswerHead(record.id, request.received_ns, prompt_tokens, count, model.tokenizer, record.overridden)
     return RecordedAnswer(
-        AnswerHead(record.id, request.received_ns, record.prompt_tokens, len(completions), model.tokenizer),
+        attempt,
+        head,
         completions,
         [completion.replay(choice) for completion, choice in zip(completions, record.choices)],
-        Usage(record.prompt_tokens, record.completion_tokens()),
+        Usage(record.prompt_tokens, record.completion_tokens(), reasoning=record.reasoning_tokens()),
     )
 
 
@@ -191,6 +245,7 @@ class Call:
     request: CallRequest
     plan: CallPlan
     engine: EngineState
+    attempt: RequestAttempt
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     completions: list[Completion] = field(default_factory=list)
     cached_tokens: int = 0
@@ -200,7 +255,7 @@ class Call:
     _unfinished: int = 0  # choices that the replica has not ended
     _hung_up: bool = False
     _resources: ExitStack = field(default_factory=ExitStack)
-    _result: asyncio.Future[CallRef | None] | None = None  # retries of the request await it
+    _made: CallRecord | None = None
     _stored: tuple[CallRef, CallRecord] | None = None
 
     def __post_init__(self) -> None:
@@ -213,20 +268,23 @@ class Call:
             self._check_size()
         self._resources.enter_context(calls.capacity.reserve(size))
         self._resources.enter_context(calls.heartbeats.keep_alive(self.engine.name, self.request.claims.episode))
-        if self.request.key not in calls.running:
-            self._result = calls.running[self.request.key] = asyncio.get_running_loop().create_future()
+        if plan.prompt.node is not None:
+            conversation = calls.histories.conversation(self.request.claims)
+            self._resources.enter_context(conversation.continuing(plan.prompt.node))
+        self.attempt.call = self.id
         calls.opened.add(self)
 
     @property
     def head(self) -> AnswerHead:
-        plan = self.plan
+        plan, count = self.plan, len(self.completions)
         received_ns = self.request.received_ns
-        return AnswerHead(self.id, received_ns, plan.prompt.count, len(self.completions), plan.model.tokenizer)
+        return AnswerHead(self.id, received_ns, plan.prompt.count, count, plan.model.tokenizer, plan.overridden)
 
     @property
     def usage(self) -> Usage:
         sampled = sum(completion.sampled for completion in self.completions)
-        return Usage(self.plan.prompt.count, sampled, self.cached_tokens)
+        reasoned = sum(completion.reasoned for completion in self.completions)
+        return Usage(self.plan.prompt.count, sampled, self.cached_tokens, reasoned)
 
     async def deltas(self) -> AsyncIterator[list[tuple[Completion, CompletionDelta]]]:
         """Generate, and yield what may go out as it arrives.
@@ -258,17 +316,21 @@ class Call:
         if self._generation is not None:
             self._generation.abort("the client hung up")
 
+    def sent(self) -> None:
+        """Note that the answer went out to its end, as far as that can be known."""
+        self.attempt.sent = not self._hung_up
+
     async def record(self, status: CallStatus = CallStatus.COMPLETE) -> None:
-        """Store the call and notify the coordinator. The last byte of the answer may go only after this (R9)."""
-        calls, request = self.calls, self.request
-        record = self._record(status)
-        body = encode_record(record)
-        subject = calls.bus.subjects.call(record.engine, record.episode)
-        headers = {"traceparent": request.traceparent} if request.traceparent else None
-        limit_s = calls.settings.bus_timeout_s
-        ack = await calls.bus.publisher.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
-        self._stored = CallRef(ack.seq, record.id, digest(body)), record
-        calls.histories.conversation(request.claims).stored_bytes += len(body)
+        """Store the call and notify the coordinator. The last byte of the answer may go only after this (R9).
+
+        A call has one record: what was given to the log is given to it again, whatever the status is by then, since the
+        log drops another one with the same id.
+        """
+        if self._made is None:
+            self._made = self._record(status)
+        record = self._made
+        if self._stored is None:
+            await self._store(record)
         await self.notify()
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
@@ -284,6 +346,15 @@ class Call:
                 },
             )
 
+    async def _store(self, record: CallRecord) -> None:
+        calls, request, body = self.calls, self.request, encode_record(record)
+        subject = calls.bus.subjects.call(record.engine, record.episode)
+        headers = {"traceparent": request.traceparent} if request.traceparent else None
+        limit_s = calls.settings.bus_timeout_s
+        ack = await calls.bus.publisher.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
+        self._stored = CallRef(ack.seq, record.id, digest(body)), record
+        calls.histories.conversation(request.claims).stored_bytes += len(body)
+
     async def notify(self) -> None:
         """Notify the coordinator of the stored record, until it acknowledges. Raises `BusUnavailable` when it does not.
 
@@ -297,14 +368,17 @@ class Call:
             await calls.bus.inbox.send(noted, traceparent=request.traceparent, timeout_s=calls.settings.bus_timeout_s)
         except BusUnavailable:
             if record.status == CallStatus.COMPLETE:
-                calls.unacknowledged[request.key] = self
+                calls.unacknowledged[self.id] = self
                 trim(calls.unacknowledged, UNACKNOWLEDGED_MAX)
             raise
-        calls.unacknowledged.pop(request.key, None)
+        calls.unacknowledged.pop(self.id, None)
         self._remember(ref, record)
 
     async def cut_off(self) -> None:
-        """Record what was sampled before the client or the replica was lost: kept for replay, never trained."""
+        """Record what was sampled before the client or the replica was lost: kept for replay, never trained.
+
+        An answer that was complete, and only not noted yet, stays one.
+        """
         try:
             await self.record(CallStatus.CUT_OFF)
         except BombusError as error:  # no client waits for this answer any more
@@ -312,10 +386,6 @@ class Call:
 
     def close(self) -> None:
         self._release_replica()
-        if self._result is not None:
-            if not self._result.done():
-                self._result.set_result(None)
-            self.calls.running.pop(self.request.key, None)
         self.calls.opened.discard(self)
         self._resources.close()
 
@@ -328,9 +398,10 @@ class Call:
             prompt=self.plan.prompt.tokens,
             sampling=self.plan.sampling,
             n=completion.n,
-            stream=completion.stream or bool(completion.stops),
+            stream=completion.stream or bool(completion.stops) or bool(completion.one_call),
             episode=request.claims.episode,
             traceparent=request.traceparent,
+            constraint=self.plan.constraint,
         )
         self._generation, self.replica = await self.calls.upstream.start(generate)
         while not all(completion.done for completion in self.completions):
@@ -383,7 +454,7 @@ class Call:
 
     def _record(self, status: CallStatus) -> CallRecord:
         request, prompt = self.request, self.plan.prompt
-        node = prompt.match.node
+        node = prompt.node
         return CallRecord(
             id=self.id,
             engine=self.engine.name,
@@ -396,10 +467,13 @@ class Call:
             choices=tuple([self._choice(completion) for completion in self.completions]),
             sampling=self.plan.sampling,
             status=status,
-            messages=request.completion.messages[prompt.match.count :],
+            messages=prompt.messages,
             tools=() if node is not None else request.completion.tools,
             request_digest=request.digest,
             role=request.role,
+            side_call=request.side_call,
+            overridden=self.plan.overridden,
+            constrained=self.plan.constrained,
             replica=self.replica,
             timings=Timings(request.received_ns, self.first_token_ns, time.time_ns()),
             trace=request.traceparent,
@@ -423,14 +497,14 @@ class Call:
             max(versions),
             record.status,
             merged=record.parent is not None,
+            masked=self.plan.masked,
         )
 
     def _remember(self, ref: CallRef, record: CallRecord) -> None:
         """Let later requests continue this call, and retries that wait for it have its answer."""
         histories, prompt = self.calls.histories, self.plan.prompt
         conversation = histories.conversation(self.request.claims)
-        before = conversation.bytes
-        conversation.add(ref, record, prompt.tokens, prompt.digests[-1] if prompt.digests else b"")
-        histories.account_for(before, conversation)
-        if self._result is not None and not self._result.done():
-            self._result.set_result(ref if record.status == CallStatus.COMPLETE else None)
+        conversation.add(ref, record, prompt.node, prompt.digest)
+        histories.account_for(self.request.claims)
+        if record.status == CallStatus.COMPLETE:
+            self.attempt.ref = ref

@@ -1,5 +1,6 @@
 """One completion while it is generated: frames of tokens go in, deltas come out, and at the end a record's choice."""
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +10,14 @@ import msgspec
 from bombus.hive.generation import Tokens
 from bombus.hive.records import Choice, FinishReason, Span, unpack_logprobs, unpack_tokens
 from bombus_gateway.call.request import CompletionRequest
-from bombus_gateway.text.deltas import Delta, PlainReader, ReasoningDelta, TextDelta, ToolCallDelta
+from bombus_gateway.text.deltas import Delta, DeltaReader, PlainReader, ReasoningDelta, TextDelta, ToolCallDelta
+from bombus_gateway.text.message import id_of_call
 from bombus_gateway.text.rendering import TextModel
-from bombus_gateway.text.text_stream import TextStream
+from bombus_gateway.text.text_stream import TextStream, tokens_of_parts
 
-CALL_ID_CHARACTERS_MAX = 64  # of an id that the model wrote
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 4  # of its id, and of its logprob
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
@@ -33,11 +37,15 @@ class CompletionDelta(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The tokens of a call; `completion` counts all choices, `cached` is the part of the prompt that was cached."""
+    """The tokens of a call; `completion` counts all choices, `cached` is the part of the prompt that was cached.
+
+    `reasoning` are those of `completion` that hold text of the model's reasoning.
+    """
 
     prompt: int
     completion: int
     cached: int = 0
+    reasoning: int = 0
 
 
 class Completion:
@@ -47,12 +55,16 @@ class Completion:
         self.index = index
         self.finish = ""
         self.sampled = 0  # tokens
+        self.reasoned = 0  # tokens of them with text of its reasoning, once it is done
+        self.misread = False  # its calls and reasoning could not be read
         self.logprobs: list[TokenLogprob] = []  # of all tokens whose text has gone out
         self._call = call
         self._request = request
-        self._stream = TextStream(model.tokenizer.pieces, request.stops)
+        self._pieces = model.tokenizer.pieces
+        self._stream = TextStream(self._pieces, request.stops)
         tools = request.tools if request.parse_tool_calls else ()
-        self._reader = model.renderer.reader(prompt, tools) if request.chat else PlainReader()
+        self._reader: DeltaReader = model.renderer.reader(prompt, tools) if request.chat else PlainReader()
+        self._unread: list[str] = []  # the texts since the reader has made something of one
         self._tokens: list[bytes] = []
         self._packed_logprobs: list[bytes] = []
         self._spans: list[Span] = []
@@ -71,20 +83,27 @@ class Completion:
         return self._stream.stop
 
     def feed(self, frame: Tokens) -> CompletionDelta:
-        """Add tokens. A stop string ends the completion with the token that completes it."""
+        """Add tokens. A stop string ends the completion with the token that completes it.
+
+        Where one call is asked for, the first one does too.
+        """
+        if self._request.one_call and len(frame.tokens) > TOKEN_BYTES:
+            return self._feed_singly(frame)
         tokens = unpack_tokens(frame.tokens)
         text, used = self._read(frame, tokens) if self._request.logprobs else self._stream.feed(tokens)
         self._keep(frame, used)
-        deltas = self._reader.feed(text)
+        deltas = self._feed_reader(text)
         if self._stream.stopped:
             return self._close(FinishReason.STOP, deltas)
         self._add(deltas)
+        if self._request.one_call and len(self._calls) == 1:  # what the reader holds back would come after it
+            self.finish = str(FinishReason.TOOL_CALLS)
         return CompletionDelta(deltas, self._released_logprobs())
 
     def end(self, reason: str) -> CompletionDelta:
         """End the completion for the reason that the replica gives."""
         text = self._stream.finish()
-        deltas = self._reader.feed(text) if text else []
+        deltas = self._feed_reader(text) if text else []
         return self._close(FinishReason.STOP if self._stream.stopped else reason, deltas)
 
     def replay(self, choice: Choice) -> list[CompletionDelta]:
@@ -108,6 +127,7 @@ class Completion:
             spans=tuple(self._spans),
             finish=self.finish,
             message=self.message() if self._request.chat and self.done else None,
+            reasoning_tokens=self.reasoned,
         )
 
     def message(self) -> dict[str, Any]:
@@ -127,6 +147,26 @@ class Completion:
     def calls(self) -> Sequence[dict[str, Any]]:
         """Return the tool calls that were made so far, as they are in the message."""
         return self._calls
+
+    def _feed_singly(self, frame: Tokens) -> CompletionDelta:
+        """Add tokens one by one, up to the one that ends the completion."""
+        deltas: list[Delta] = []
+        logprobs: list[TokenLogprob] = []
+        for at in range(0, len(frame.tokens), TOKEN_BYTES):
+            part, index = slice(at, at + TOKEN_BYTES), at // TOKEN_BYTES
+            found = self.feed(
+                Tokens(
+                    version=frame.version,
+                    tokens=frame.tokens[part],
+                    logprobs=frame.logprobs[part],
+                    top=frame.top[index : index + 1],
+                )
+            )
+            deltas += found.deltas
+            logprobs += found.logprobs
+            if self.done:
+                break
+        return CompletionDelta(deltas, logprobs)
 
     def _read(self, frame: Tokens, tokens: list[int]) -> tuple[str, int]:
         """Decode token by token, to know where the text of each begins: (text that may go out, tokens used)."""
@@ -149,9 +189,29 @@ class Completion:
         if self.sampled > start:
             self._spans.append(Span(frame.version, start, self.sampled))
 
+    def _feed_reader(self, text: str, last: bool = False) -> list[Delta]:
+        """Return what the reader makes of a text, and where it fails, the text that it has made nothing of yet.
+
+        A bug in the reading of some model's calls must not lose what was sampled.
+        """
+        self._unread.append(text)
+        try:
+            deltas = self._reader.finish() if last else self._reader.feed(text)
+        except Exception:  # whatever is wrong with it, the answer goes on
+            log.exception("an answer could not be read, and goes on as text", extra={"call": self._call})
+            self.misread = True
+            self._reader = PlainReader()
+            deltas = self._reader.feed("".join(self._unread))
+        if deltas:
+            self._unread.clear()
+        return deltas
+
     def _close(self, reason: str, deltas: list[Delta]) -> CompletionDelta:
-        deltas = [*deltas, *self._reader.finish()]
+        deltas = [*deltas, *self._feed_reader("", last=True)]
         self._add(deltas)
+        if self._reasoning:
+            pieces = [self._pieces[token] for packed in self._tokens for token in unpack_tokens(packed)]
+            self.reasoned = tokens_of_parts(pieces, self._reasoning)
         made_calls = self._calls and reason == FinishReason.STOP
         self.finish = str(FinishReason.TOOL_CALLS if made_calls else reason)
         return CompletionDelta(deltas, self._released_logprobs())
@@ -166,9 +226,7 @@ class Completion:
                 self._calls.append(self._call_body(delta))
 
     def _call_body(self, call: ToolCallDelta) -> dict[str, Any]:
-        call_id = call.id
-        if not 0 < len(call_id) <= CALL_ID_CHARACTERS_MAX or any(made["id"] == call_id for made in self._calls):
-            call_id = f"call_{self._call[:20]}{self.index}_{len(self._calls)}"
+        call_id = id_of_call(self._call, self.index, len(self._calls), call.id)
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _released_logprobs(self) -> list[TokenLogprob]:

@@ -1,26 +1,33 @@
 """What a door implements to offer model calls in its dialect, and the route that every such door serves.
 
 A dialect turns the body of a request into a `CompletionRequest`, and the answer into bytes. The rest is the same for
-all: keys, limits, retries, records, streams, disconnects.
+all: keys, limits, retries, records, streams that stay alive, disconnects.
 """
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import msgspec
 from starlette.types import ASGIApp, Receive
 
 from bombus import telemetry
 from bombus.hive.records import digest
 from bombus_gateway import limits
-from bombus_gateway.access import EpisodeGuard, HeaderPair
+from bombus_gateway.access import EpisodeGuard, HeaderPair, episode_key
 from bombus_gateway.call.calls import AnswerHead, Call, Calls, RecordedAnswer
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.http import ErrorEncoder, HeaderMap, Responder, hang_up_on_disconnect, read_body, route
 from bombus_gateway.call.request import CallRequest, CompletionRequest
 
 RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and of Anthropic
+OVERRIDDEN = b"x-bombus-overridden"  # in a response: what was asked for and is not done
+# No answer says nothing for longer: clients give up after 120 s without headers, or 240 s of silence.
+BEAT_S = 50.0
+_COMMENT = b":\n\n"  # in a stream of events
 
 
 class ResponseEncoder(Protocol):
@@ -39,6 +46,10 @@ class ResponseEncoder(Protocol):
         """Return what a stream begins with."""
         ...
 
+    def beat(self) -> bytes:
+        """Return an event without content, which shows that a slow answer is alive: to some clients comments do not."""
+        ...
+
     def progress(self, completion: Completion, delta: CompletionDelta) -> bytes:
         """Return what a portion of tokens adds; empty when nothing may go out yet."""
         ...
@@ -53,10 +64,15 @@ class ResponseEncoder(Protocol):
 
 
 class ParsedRequest(NamedTuple):
-    """A body as its dialect read it. `encoder` makes the encoder of its answer."""
+    """A request as its dialect read it. `encoder` makes the encoder of its answer.
+
+    `role` and `side_call` are what the harness shows of the agent that asks: see `CallRequest`.
+    """
 
     completion: CompletionRequest
     encoder: Callable[[AnswerHead], ResponseEncoder]
+    role: str = ""
+    side_call: str = ""
 
 
 class Dialect(ErrorEncoder, Protocol):
@@ -65,12 +81,8 @@ class Dialect(ErrorEncoder, Protocol):
     @property
     def name(self) -> bytes: ...
 
-    def key(self, headers: HeaderMap) -> str:
-        """Return the episode's key that a request presents. Raises `Refused` BAD_KEY."""
-        ...
-
-    def read(self, body: bytes) -> ParsedRequest:
-        """Read the body of a request. Raises `Refused` when it is not one."""
+    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
+        """Read a request. Raises `Refused` when it is not one."""
         ...
 
 
@@ -79,8 +91,19 @@ def call_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> ASGIApp:
     return route("POST", dialect, _CallRoute(calls, dialect, guard).answer)
 
 
+def count_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard, body: Callable[[int], bytes]) -> ASGIApp:
+    """Return the ASGI application that counts the tokens of prompts; `body` makes the answer's body of the number."""
+    reading = _CallRoute(calls, dialect, guard)
+
+    async def count(headers: HeaderMap, receive: Receive, response: Responder) -> None:
+        request, _ = await reading.read(headers, receive)
+        await response.whole(body(await calls.prompt_tokens(request)))
+
+    return route("POST", dialect, count)
+
+
 class _CallRoute:
-    """Answers the model calls of one route."""
+    """Reads and answers the model calls of one route."""
 
     def __init__(self, calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> None:
         self._calls = calls
@@ -89,61 +112,139 @@ class _CallRoute:
         self._body_bytes_max = calls.settings.body_mb_max << 20
 
     async def answer(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
-        received_ns = time.time_ns()
-        self._calls.check_ready()
-        claims = self._guard.verify(self._dialect.key(headers), received_ns)
-        self._calls.admission.check_episode(claims)
-        body = await read_body(headers, receive, self._body_bytes_max)
-        completion, encoder = await self._calls.workers.run(len(body), partial(self._dialect.read, body))
-        parent = telemetry.traceparent_of(headers.get(b"traceparent", b"").decode("latin-1"))
-        with telemetry.span("gateway.call", parent, episode=claims.episode) as span:
-            request = CallRequest(
-                claims=claims,
-                completion=completion,
-                digest=digest(self._dialect.name + b"\0" + body),
-                body_bytes=len(body),
-                received_ns=received_ns,
-                retried=headers.get(RETRY_COUNT, b"0") not in (b"0", b""),
-                role=headers.get(b"x-bombus-role", b"").decode("latin-1")[: limits.ROLE_CHARACTERS],
-                traceparent=span.traceparent,
-            )
-            recorded = await self._calls.recorded(request)
+        request, encoder = await self.read(headers, receive)
+        stream = request.completion.stream
+        with telemetry.span("gateway.call", request.traceparent, episode=request.claims.episode) as span:
+            request = msgspec.structs.replace(request, traceparent=span.traceparent)
+            recorded = await self._recorded(request, response)
             if recorded is not None:
-                await _replay(recorded, encoder(recorded.head), completion.stream, response)
+                await _Answer(encoder(recorded.head), recorded.head, response).replay(recorded, stream)
+                recorded.attempt.sent = True
                 return
             async with self._calls.open(request) as call:
-                answer = _stream if completion.stream else _whole
+                answer = _Answer(encoder(call.head), call.head, response)
                 with hang_up_on_disconnect(receive, call):
-                    await answer(call, encoder(call.head), response)
+                    await (answer.stream(call) if stream else answer.whole(call))
+                call.sent()
+
+    async def _recorded(self, request: CallRequest, response: Responder) -> RecordedAnswer | None:
+        """Return the answer that a retry repeats. It may have to wait for the request that came first."""
+        if not request.retry:
+            return None
+
+        async def beat() -> None:
+            await (response.stream(_COMMENT) if request.completion.stream else response.space())
+
+        async with _beside(_beats(beat)):
+            return await self._calls.recorded(request)
+
+    async def read(
+        self, headers: HeaderMap, receive: Receive
+    ) -> tuple[CallRequest, Callable[[AnswerHead], ResponseEncoder]]:
+        """Return a request whose key opens its episode, and what makes the encoder of its answer. Raises `Refused`."""
+        received_ns = time.time_ns()
+        self._calls.check_ready()
+        claims = self._guard.verify(episode_key(headers), received_ns)
+        self._calls.admission.check_episode(claims)
+        body = await read_body(headers, receive, self._body_bytes_max)
+        parsed = await self._calls.workers.run(claims.episode, len(body), partial(self._dialect.read, body, headers))
+        request = CallRequest(
+            claims=claims,
+            completion=parsed.completion,
+            digest=digest(self._dialect.name + b"\0" + body),
+            body_bytes=len(body),
+            received_ns=received_ns,
+            retry=_retry(headers.get(RETRY_COUNT, b"")),
+            role=_named_role(headers) or parsed.role,
+            side_call=parsed.side_call,
+            traceparent=telemetry.traceparent_of(headers.get(b"traceparent", b"").decode("latin-1")),
+        )
+        return request, parsed.encoder
 
 
-async def _whole(call: Call, encoder: ResponseEncoder, response: Responder) -> None:
-    async for _ in call.deltas():
-        pass
-    await call.record()
-    await response.whole(encoder.whole(call.completions, call.usage), encoder.headers)
+def _retry(count: bytes) -> int:
+    """Return how often a request was sent before; what is no number of two digits is a mark like any other."""
+    return int(count) if count.isdigit() and len(count) <= 2 else int(bool(count))
 
 
-async def _stream(call: Call, encoder: ResponseEncoder, response: Responder) -> None:
-    waiting = encoder.opening()
-    async for deltas in call.deltas():
-        # What arrived together leaves together, and the last words wait for the record.
-        waiting += b"".join([encoder.progress(completion, delta) for completion, delta in deltas])
-        if waiting and not all(completion.done for completion in call.completions):
-            await response.stream(waiting, encoder.headers)
-            waiting = b""
-    await call.record()
-    waiting += b"".join([encoder.closing(completion) for completion in call.completions])
-    await response.stream(waiting + encoder.end(call.usage), encoder.headers, more=False)
+def _named_role(headers: HeaderMap) -> str:
+    return headers.get(b"x-bombus-role", b"").decode("latin-1")[: limits.ROLE_CHARACTERS]
 
 
-async def _replay(recorded: RecordedAnswer, encoder: ResponseEncoder, stream: bool, response: Responder) -> None:
-    """Send the recorded answer in the form that this request wants."""
-    if not stream:
-        await response.whole(encoder.whole(recorded.completions, recorded.usage), encoder.headers)
-        return
-    events = [encoder.opening()]
-    for completion, deltas in zip(recorded.completions, recorded.deltas):
-        events += [encoder.progress(completion, delta) for delta in deltas]
-        events.append(encoder.closing(completion))
-    await response.stream(b"".join(events) + encoder.end(recorded.usage), encoder.headers, more=False)
+class _Answer:
+    """Sends one answer in its dialect."""
+
+    def __init__(self, encoder: ResponseEncoder, head: AnswerHead, response: Responder) -> None:
+        self._encoder = encoder
+        self._response = response
+        self._headers = [*encoder.headers, *_overridden(head)]
+        self._waiting = b""  # events that have not gone out yet
+        self._sent_s = 0.0
+
+    async def whole(self, call: Call) -> None:
+        async with _beside(_beats(partial(self._response.space, self._headers))):
+            async for _ in call.deltas():
+                pass
+            await call.record()
+        await self._response.whole(self._encoder.whole(call.completions, call.usage), self._headers)
+
+    async def stream(self, call: Call) -> None:
+        encoder = self._encoder
+        self._waiting = encoder.opening()
+        self._sent_s = time.monotonic()
+        async with _beside(self._beat()):
+            async for deltas in call.deltas():
+                # What arrived together leaves together, and the last words wait for the record.
+                self._waiting += b"".join([encoder.progress(completion, delta) for completion, delta in deltas])
+                if self._waiting and not all(completion.done for completion in call.completions):
+                    await self._send(b"")
+            await call.record()
+        closing = b"".join([encoder.closing(completion) for completion in call.completions])
+        await self._send(closing + encoder.end(call.usage), more=False)
+
+    async def replay(self, recorded: RecordedAnswer, stream: bool) -> None:
+        """Send the recorded answer in the form that this request wants."""
+        encoder = self._encoder
+        if not stream:
+            await self._response.whole(encoder.whole(recorded.completions, recorded.usage), self._headers)
+            return
+        events = [encoder.opening()]
+        for completion, deltas in zip(recorded.completions, recorded.deltas):
+            events += [encoder.progress(completion, delta) for delta in deltas]
+            events.append(encoder.closing(completion))
+        await self._send(b"".join(events) + encoder.end(recorded.usage), more=False)
+
+    async def _beat(self) -> None:
+        """Send what waits, and an event without content, whenever nothing has gone out for a while."""
+        while True:
+            silent_s = time.monotonic() - self._sent_s
+            if silent_s >= BEAT_S:
+                await self._send(self._encoder.beat())
+            else:
+                await asyncio.sleep(BEAT_S - silent_s)
+
+    async def _send(self, events: bytes, more: bool = True) -> None:
+        waiting, self._waiting = self._waiting, b""
+        self._sent_s = time.monotonic()
+        await self._response.stream(waiting + events, self._headers, more)
+
+
+@asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do some work while the block runs, and no longer."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _beats(beat: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(BEAT_S)
+        await beat()
+
+
+def _overridden(head: AnswerHead) -> list[HeaderPair]:
+    return [(OVERRIDDEN, ", ".join(head.overridden).encode())] if head.overridden else []

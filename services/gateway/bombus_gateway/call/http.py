@@ -9,6 +9,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
+from bombus_gateway import limits
 from bombus_gateway.access import HeaderPair
 from bombus_gateway.call.calls import Call, HungUp
 from bombus_gateway.call.replica_client import ReplicaGone
@@ -42,13 +43,25 @@ class Responder:
         self._errors = errors
         self._started = False
         self._ended = False
+        self._spaced = False  # begun with white space, after which only the JSON may come
 
     async def whole(self, body: bytes, headers: Iterable[HeaderPair] = (), status: int = 200) -> None:
-        """Send a response of JSON at once."""
-        length = (b"content-length", str(len(body)).encode())
-        await self._start(status, [JSON, length, *headers])
+        """Send a response of JSON at once, or what was left of it after white space."""
+        if not self._started:
+            length = (b"content-length", str(len(body)).encode())
+            await self._start(status, [JSON, length, *headers])
         self._ended = True
         await self._send({"type": "http.response.body", "body": body})
+
+    async def space(self, headers: Iterable[HeaderPair] = ()) -> None:
+        """Send white space, which may stand before JSON, so that clients see that their answer is being made.
+
+        From then on a failure can only reset the connection.
+        """
+        if not self._started:
+            await self._start(200, [JSON, *headers])
+        self._spaced = True
+        await self._send({"type": "http.response.body", "body": b" ", "more_body": True})
 
     async def stream(self, events: bytes, headers: Iterable[HeaderPair] = (), more: bool = True) -> None:
         """Send server-sent events. The first ones begin the response: until then an error is an HTTP status."""
@@ -58,11 +71,15 @@ class Responder:
         await self._send({"type": "http.response.body", "body": events, "more_body": more})
 
     async def fail(self, error: Refused) -> None:
-        """Report a failure, unless the response is already complete."""
+        """Report a failure, unless the response is already complete.
+
+        Where white space has gone out, nothing is sent: the server then closes the connection before the end of the
+        response, and no client takes that for an answer.
+        """
         if not self._started:
             headers = [(name.encode(), value.encode()) for name, value in ERROR_HEADERS.get(error.status, {}).items()]
             await self.whole(self._errors.error(error), headers, error.status)
-        elif not self._ended:
+        elif not self._ended and not self._spaced:
             await self.stream(self._errors.error_event(error), more=False)
 
     async def _start(self, status: int, headers: Sequence[HeaderPair]) -> None:
@@ -79,7 +96,8 @@ def route(
         response = Responder(send, errors)
         try:
             if scope["method"] != method:
-                await response.whole(errors.error(Refused(Code.MALFORMED, f"Use {method} here.")), status=405)
+                wrong = Refused(Code.MALFORMED, f"Use {method} here.")
+                await response.whole(errors.error(wrong), [(b"allow", method.encode())], 405)
                 return
             await answer(dict(scope["headers"]), receive, response)
         except HungUp:
@@ -89,6 +107,16 @@ def route(
         except Exception:  # the boundary of the process: the client gets an answer, and the log the bug
             log.exception("a model call failed by a bug")
             await response.fail(Refused(Code.INTERNAL, "Something went wrong inside; the gateway's log says what."))
+
+    return app
+
+
+def not_found(errors: ErrorEncoder) -> ASGIApp:
+    """Return an ASGI application that has nothing at any path."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        why = f"There is nothing at {scope['method']} {scope['path'][: limits.QUOTED_CHARACTERS]}."
+        await Responder(send, errors).fail(Refused(Code.UNKNOWN_PATH, why))
 
     return app
 

@@ -86,7 +86,11 @@ class EngineModels:
 def _loaded(files: dict[str, bytes], name: str, options: TextOptions) -> TextModel:
     """Load a text model with all that its first call needs."""
     model = TextModel(files, name, options)
-    _ = model.tokenizer.pieces, model.format  # they take long, and are made when they are first read
+    _ = (
+        model.tokenizer.pieces,
+        model.format,
+        model.renderer.shortens,
+    )  # they take long, and are made when they are first read
     return model
 
 

@@ -1,31 +1,39 @@
 """The plan of a call: the stored conversation that it continues, its prompt as tokens, and its sampling parameters."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from bombus.errors import Code, Refused
+from bombus.hive.generation import Constraint
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus_gateway.call.admission import Admitted, Room
-from bombus_gateway.call.conversation import Conversation, prefix_digests, root_digest
-from bombus_gateway.call.histories import Histories, Match
 from bombus_gateway.call.request import CallRequest, CompletionRequest
 from bombus_gateway.call.workers import Workers
+from bombus_gateway.history.conversation import Conversation, Node
+from bombus_gateway.history.echoes import Followed
+from bombus_gateway.history.histories import Histories
+from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.rendering import TextModel
+
+TOKEN_BYTES = 4  # of its text, roughly
+TRIED_MAX = 4  # answers that say the same: the template may be unable to go on from the first of them
 
 
 @dataclass(frozen=True)
 class Prompt:
     """What the model reads.
 
-    `tokens` is int32; its last `tail` bytes are new, what comes before is `match`'s. `digests` has the digest of each
-    prefix of the messages, and is empty for a plain completion.
+    `tokens` is int32; its last `tail` bytes are new, what comes before is that of `node`. `messages` are those that the
+    conversation of `node` does not have, and `digest` is that of all messages; a plain completion has none.
     """
 
     tokens: bytes
     tail: int
-    match: Match
-    digests: Sequence[bytes] = ()
+    node: Node | None = None
+    messages: tuple[ChatMessage, ...] = ()
+    digest: bytes = b""
 
     @property
     def count(self) -> int:
@@ -35,12 +43,20 @@ class Prompt:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What will be generated. `room` is that of each choice."""
+    """What will be generated. `room` is that of each choice, `overridden` names what was asked for and is not done.
+
+    Answers are held to `constraint`, and `constrained` names the demands that it meets.
+    `masked`: it is a side call, which the job does not train.
+    """
 
     model: TextModel
     prompt: Prompt
     sampling: SamplingParams
     room: Room
+    overridden: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    constrained: tuple[str, ...] = ()
+    masked: bool = False
 
 
 async def plan_call(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> CallPlan:
@@ -49,42 +65,56 @@ async def plan_call(request: CallRequest, admitted: Admitted, histories: Histori
     Raises `Refused` when the prompt is too long, or when earlier turns cannot be read.
     """
     completion = request.completion
-    admitted.check_characters(completion, request.body_bytes)
-    if completion.chat:
-        prompt = await _chat_prompt(request, admitted.model, histories, workers)
-    else:
-        plain = partial(_plain_prompt, request, admitted.model, histories.conversation(request.claims))
-        prompt = await workers.run(request.body_bytes, plain)
+    prompt = await plan_prompt(request, admitted, histories, workers)
     answered = any(message["role"] == "assistant" for message in completion.messages)
-    node = prompt.match.node
+    node = prompt.node
     before = node.sampled if node is not None else 0
     room = admitted.room(completion, prompt.count, before, is_first=node is None and not answered)
-    return CallPlan(admitted.model, prompt, admitted.sampling(completion, room), room)
+    constraint, unmet = admitted.constraint(completion, prompt.tokens)
+    constrained = () if constraint is None else tuple(demand.field for demand in completion.demands)
+    if unmet:
+        completion = msgspec.structs.replace(completion, unsupported=(*unmet, *completion.unsupported))
+    sampling, overridden = admitted.sampling(completion, room)
+    masked = bool(request.side_call) and not admitted.job.rollout.trains_side_calls
+    return CallPlan(admitted.model, prompt, sampling, room, overridden, constraint, constrained, masked)
+
+
+async def plan_prompt(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> Prompt:
+    """Return the prompt of a request, whether or not there is room for an answer. Raises `Refused` as `plan_call`."""
+    check = partial(admitted.check_characters, request.completion, request.body_bytes)
+    await workers.run(request.claims.episode, request.body_bytes, check)
+    if request.completion.chat:
+        return await _chat_prompt(request, admitted.model, histories, workers)
+    conversation = histories.conversation(request.claims)
+    plain = partial(_plain_prompt, request, admitted.model, conversation)
+    prompt = await workers.run(request.claims.episode, request.body_bytes, plain)
+    if prompt.node is None and not all(map(conversation.knows, admitted.recorded)):  # it may continue one of these
+        await histories.read_log(request.claims, request.traceparent)
+        prompt = await workers.run(request.claims.episode, request.body_bytes, plain)
+    return prompt
 
 
 async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories, workers: Workers) -> Prompt:
-    completion, size = request.completion, request.body_bytes
-    digests = await workers.run(size, partial(_digests, completion))
-    match = await histories.match(request.claims, completion.messages, digests, request.traceparent)
-    return await workers.run(size, partial(_rendered, completion, model, match, digests))
+    followed = await histories.follow(request)
+    node = followed.last
+    # A small request may name answers that were large.
+    work_bytes = max(request.body_bytes, TOKEN_BYTES * node.count if node is not None else 0)
+    rendered = partial(_rendered, request.completion, model, followed)
+    return await workers.run(request.claims.episode, work_bytes, rendered)
 
 
-def _digests(completion: CompletionRequest) -> list[bytes]:
-    return prefix_digests(root_digest(completion.tools, completion.chat_template_kwargs), completion.messages)
-
-
-def _rendered(completion: CompletionRequest, model: TextModel, match: Match, digests: Sequence[bytes]) -> Prompt:
+def _rendered(completion: CompletionRequest, model: TextModel, followed: Followed[Node]) -> Prompt:
     renderer, tools = model.renderer.given(completion.chat_template_kwargs), completion.tools
-    messages = renderer.adapted(completion.messages)
-    node = match.node
-    if node is not None:
-        tail = renderer.extend(node.tokens, node.completion_at, messages, match.count, tools)
+    messages, digest = renderer.adapted(followed.messages), followed.digests[-1]
+    for node in followed.candidates[:TRIED_MAX]:
+        history = node.tokens
+        tail = renderer.extend(history, node.completion_at, messages, followed.count, tools)
         if tail is not None:
-            packed = pack_tokens(tail)
-            return Prompt(node.tokens + packed, len(packed), match, digests)
-        # The model's template drops part of what was sampled (reasoning): the call begins a branch of its own.
+            packed, new = pack_tokens(tail), tuple(followed.messages[followed.count :])
+            return Prompt(history + packed, len(packed), node, new, digest)
+    # The model's template drops part of what was sampled (reasoning): the call begins a branch of its own.
     tokens = pack_tokens(renderer.render(messages, tools))
-    return Prompt(tokens, len(tokens), Match(), digests)
+    return Prompt(tokens, len(tokens), None, tuple(followed.messages), digest)
 
 
 def _plain_prompt(request: CallRequest, model: TextModel, conversation: Conversation) -> Prompt:
@@ -96,4 +126,4 @@ def _plain_prompt(request: CallRequest, model: TextModel, conversation: Conversa
     else:
         tokens = pack_tokens(prompt)
     node = conversation.longest_tokens(tokens)
-    return Prompt(tokens, len(tokens) - (len(node.tokens) if node is not None else 0), Match(0, node))
+    return Prompt(tokens, len(tokens) - (4 * node.count if node is not None else 0), node)

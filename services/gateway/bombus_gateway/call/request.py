@@ -1,6 +1,6 @@
 """A request for completions, as `call/` knows it: no dialect's words. A door turns its wire into one of these."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -9,6 +9,8 @@ from bombus.errors import Code, Refused
 from bombus_gateway import limits
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.text.message import ChatMessage
+
+TOP_P_MIN = 1e-6
 
 
 class InvalidField(Refused):
@@ -19,14 +21,66 @@ class InvalidField(Refused):
         self.field = field
 
 
+class PromptTooLong(InvalidField):
+    """A prompt has `tokens` tokens, or more, and `tokens_max` are taken."""
+
+    def __init__(self, field: str, why: str, tokens: int, tokens_max: int) -> None:
+        super().__init__(Code.PROMPT_TOO_LONG, field, why)
+        self.tokens = tokens
+        self.tokens_max = tokens_max
+
+
+class SamplingWish(msgspec.Struct, frozen=True, kw_only=True):
+    """How a client wants tokens to be drawn. The defaults leave it to the job; `call/policy.py` decides."""
+
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}  # by token
+    seed: int | None = None
+    max_tokens: int | None = None
+
+
+def wished_top_p(given: float | None) -> float:
+    """Return the top_p of a wish. With 0 the most likely token is drawn, as with the least that replicas take."""
+    return 1.0 if given is None else max(given, TOP_P_MIN)
+
+
+class Unsupported(NamedTuple):
+    """What a client asks for and nobody here can do. `field` is its wire's name for it, `why` a clause for a person."""
+
+    field: str
+    why: str
+
+
+class Demand(NamedTuple):
+    """What a client demands of an answer's form: that it is JSON of `schema`, or calls of `tools` and nothing else.
+
+    `field` is its wire's name for it. `once`: whether it is one call, and no more.
+    """
+
+    field: str
+    schema: dict[str, Any] | None = None
+    tools: tuple[str, ...] = ()
+    once: bool = False
+
+
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be sampled: an answer to `messages` where `chat` is true, else what follows `prompt`.
 
     A prompt is text, in which special tokens are written by name, or token ids. `n` completions are sampled, and end
     at one of `stops`. `parse_tool_calls`: whether the answer is searched for calls of `tools`. `stream`: whether text
     is wanted as it comes. `chat_template_kwargs` are variables of the model's chat template, which win over the job's.
-    None leaves a value to the job. Raises `Refused` when it is made with too many messages or completions, or with
-    variables that nobody may give.
+    `continues` is the id of an earlier call of the episode, after whose conversation `messages` come. `answers` has ids
+    of earlier calls too, by the places in `messages` where their answers belong.
+    `demands` are met where an engine can hold answers to them. An answer ends after its first call where `one_call` has
+    the name of the field that asks for that. `unsupported` has what was asked for beyond that: the job says whether it
+    is refused or left out. `length_field` is the wire's own name of the field with the wish for `max_tokens`.
+    Raises `Refused` when it is made with too many messages or completions, or with variables that nobody may give.
     """
 
     chat: bool
@@ -39,16 +93,23 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
-    temperature: float | None = None
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    max_tokens: int | None = None
+    wish: SamplingWish = SamplingWish()
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    continues: str = ""
+    answers: dict[int, str] = {}
+    demands: tuple[Demand, ...] = ()
+    one_call: str = ""
+    unsupported: tuple[Unsupported, ...] = ()
+    length_field: str = "max_tokens"
 
     def __post_init__(self) -> None:
         if len(self.messages) > limits.MESSAGES:
             raise Refused(Code.TOO_LARGE, f"{len(self.messages)} messages are over the limit of {limits.MESSAGES}.")
+        if len(self.unsupported) > limits.UNSUPPORTED:
+            why = (
+                f"{len(self.unsupported)} parts that are not supported here are over the limit of {limits.UNSUPPORTED}."
+            )
+            raise Refused(Code.TOO_LARGE, why)
         if self.n > limits.CHOICES:
             raise Refused(Code.MALFORMED, f"n is {self.n}, and the limit is {limits.CHOICES}.")
         problem = problem_of(self.chat_template_kwargs)
@@ -64,8 +125,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A completion request with its envelope: whose it is, and how it arrived.
 
-    `digest` is that of the route and the body: a retry of a request has the same one. `retried`: the client says that
-    it has sent this request before. `role` names the agent within its episode.
+    `digest` is that of the route and the body: a retry of a request has the same one. `retry`: how often the client
+    says that it has sent this request before. `role` names the agent within its episode. `side_call` is the purpose of
+    a call that its harness makes on its own account, such as a title for the session, and empty for all others.
     """
 
     claims: KeyClaims
@@ -73,8 +135,9 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes
     body_bytes: int
     received_ns: int
-    retried: bool = False
+    retry: int = 0
     role: str = ""
+    side_call: str = ""
     traceparent: str = ""
 
     @property

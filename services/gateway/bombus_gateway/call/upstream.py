@@ -10,7 +10,7 @@ from bombus.bus.follow import Follower
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Generate
 from bombus.hive.pacing import fitting
-from bombus.hive.state import Hive, Replica
+from bombus.hive.state import EngineState, Hive, Replica
 from bombus_gateway.call.replica_client import Generation, ReplicaClient, ReplicaGone
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Upstream:
         """
         why = "no inference replica serves this engine's weights just now"
         for _ in range(ATTEMPTS_MAX):
-            name, replica = await self._choose(request.engine, request.run, request.episode)
+            name, replica = await self._choose(request)
             self._running[name] += 1
             try:
                 generation = await self._client.generate(replica.url, request)
@@ -87,29 +87,41 @@ class Upstream:
         log.warning("a replica failed", extra={"replica": name, "why": why})
         self._avoid[name] = time.monotonic() + AVOID_S
 
-    async def _choose(self, engine: str, run: int, episode: str) -> tuple[str, Replica]:
+    async def _choose(self, request: Generate) -> tuple[str, Replica]:
+        engine, run, episode = request.engine, request.run, request.episode
+
         def serves(hive: Hive) -> bool:
             state = hive.engine(engine)
-            return state.run != run or bool(fitting(state, episode))
+            return state.run != run or bool(able(state, request))
 
         state = self._follower.hive.engine(engine)
-        candidates = fitting(state, episode)
+        candidates = able(state, request)
         if not candidates:
             try:
                 await self._follower.wait_for(serves, REPLICA_WAIT_S)
             except TimeoutError:
                 pass
             state = self._follower.hive.engine(engine)
-            candidates = fitting(state, episode)
+            candidates = able(state, request)
         if not candidates or state.run != run:
             why = f" The run is suspended: {state.suspended}" if state.suspended else ""
+            form = " and holds answers to a form" if request.constraint is not None else ""
             raise Refused(
                 Code.NO_REPLICA,
-                f"No inference replica serves version {state.version} of engine {engine} just now; try again.{why}",
+                f"No inference replica serves version {state.version} of engine {engine}{form} just now; try again."
+                f"{why}",
             )
         now = time.monotonic()
         reachable = {name: found for name, found in candidates.items() if self._avoid.get(name, 0.0) < now}
         return best(reachable or candidates, self._running, episode)
+
+
+def able(engine: EngineState, request: Generate) -> dict[str, Replica]:
+    """Return the replicas that may answer a request, and can hold the answer to its constraint if it has one."""
+    found = fitting(engine, request.episode)
+    if request.constraint is None:
+        return found
+    return {name: replica for name, replica in found.items() if replica.constrains}
 
 
 def best(candidates: dict[str, Replica], running: Counter[str], episode: str) -> tuple[str, Replica]:

@@ -1,31 +1,39 @@
 """The requests of OpenAI's SDK: decoded strictly, and turned into a neutral `CompletionRequest`. Pure.
 
-A parameter that does not change what is sampled may have any value; one that would change it is obeyed or refused by
-name, never ignored.
+A parameter that does not change what is sampled may have any value. How tokens are drawn is a wish, about which the
+job decides. What nobody here can do, and what nobody here knows, is listed as `unsupported`: the job says whether that
+is refused or left out. Unknown fields of messages do not count.
 """
 
-import json
-import re
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 from msgspec import Meta
 
-from bombus.errors import Code, Refused
-from bombus.hive.records import TEMPERATURE_MIN
+from bombus.errors import Code
 from bombus_gateway import limits
-from bombus_gateway.call.request import CompletionRequest
+from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
+from bombus_gateway.decoding.json_body import (
+    ANY_OBJECT,
+    Asked,
+    BadParameter,
+    arguments_of_text,
+    check_count_of_tools,
+    checked_arguments,
+    decode_body,
+    demand_of_calls,
+    demand_of_json,
+    field_names,
+    function_tool,
+    split_asked,
+    stop_strings,
+    unknown_fields,
+)
+from bombus_gateway.decoding.json_parts import RememberedItems, RememberedParts
 from bombus_gateway.text.message import ChatMessage
 
 Unused = Any  # a known name whose value is only checked, or does not matter
-
-
-class BadParameter(Refused):
-    """A refusal that names the parameter of the request, as OpenAI's error bodies do."""
-
-    def __init__(self, code: Code, param: str, why: str) -> None:
-        super().__init__(code, why)
-        self.param = param
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +44,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
 
 
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
@@ -44,38 +52,46 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 _Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
 
 
-class _Function(msgspec.Struct, forbid_unknown_fields=True):
+class _Function(msgspec.Struct):
     name: _Name
-    arguments: str = ""
+    arguments: str | None = None
 
 
-class _ToolCall(msgspec.Struct, forbid_unknown_fields=True):
-    function: _Function
+class _Custom(msgspec.Struct):
+    name: _Name
+    input: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    """A call of a function, or of a tool that takes free text."""
+
+    function: _Function | None = None
+    custom: _Custom | None = None
     id: _Name | None = None
-    type: Literal["function"] = "function"
-    index: int | None = None
+    type: Unused = None
+    index: Unused = None
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True):
+class _Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
     name: _Name | None = None
     tool_calls: Annotated[list[_ToolCall], Meta(max_length=limits.CALLS_IN_MESSAGE)] | None = None
     tool_call_id: _Name | None = None
     refusal: str | None = None
-    annotations: list[Unused] | None = None
+    annotations: Unused = None
     audio: Unused = None
     function_call: Unused = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
+    reasoning: Any = None  # OpenRouter's is an object in some versions
 
 
-_Probability = Annotated[float, Meta(gt=0, le=1)]
+_Probability = Annotated[float, Meta(ge=0, le=1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Count = Annotated[int, Meta(ge=1)]
 
 
-class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _Common(msgspec.Struct, kw_only=True):
     model: _Name
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stop: str | list[str] | None = None
@@ -91,12 +107,12 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float | None = None
     min_p: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None
+    user: Unused = None
 
 
-class _ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
-    messages: Annotated[list[_Message], Meta(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+class _ChatBody(_Common, kw_only=True):
+    messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]  # of `_Message`
+    tools: msgspec.Raw = msgspec.Raw(b"null")  # objects, or null
     tool_choice: str | dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -108,19 +124,19 @@ class _ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
     modalities: list[str] | None = None
     prediction: Unused = None
     response_format: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Unused = None
     web_search_options: Unused = None
-    metadata: dict[str, Any] | None = None
+    metadata: Unused = None
     parallel_tool_calls: bool | None = None
-    store: bool | None = None
+    store: Unused = None
     service_tier: str | None = None
     verbosity: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
+    prompt_cache_key: Unused = None
+    prompt_cache_retention: Unused = None
+    safety_identifier: Unused = None
 
 
-class _CompletionBody(_Common, forbid_unknown_fields=True, kw_only=True):
+class _CompletionBody(_Common, kw_only=True):
     prompt: str | list[Unused]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: int | None = None
@@ -128,37 +144,57 @@ class _CompletionBody(_Common, forbid_unknown_fields=True, kw_only=True):
     suffix: str | None = None
 
 
-_Body = TypeVar("_Body", bound=_Common)
+class _ReadTools(NamedTuple):
+    """The functions that the model may call, and what is no function."""
+
+    functions: tuple[dict[str, Any], ...]
+    unsupported: tuple[Unsupported, ...]
+
+
 _chat = msgspec.json.Decoder(_ChatBody)
+_chat_message = msgspec.json.Decoder(_Message)
+_chat_tools = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _completion = msgspec.json.Decoder(_CompletionBody)
-_packed = msgspec.msgpack.Encoder().encode  # as the log has it
-_unknown = re.compile(r"unknown field `([^`]+)`")
-_may_be_surrogate = re.compile(r"\\u[dD][89a-fA-F]")
-_place = re.compile(r" - at `\$\.?([^`]*)`$")
+_CHAT_FIELDS, _COMPLETION_FIELDS = field_names(_ChatBody), field_names(_CompletionBody)
 
 
 def read_chat(body: bytes) -> OpenAIRequest:
     """Decode the body of `POST /v1/chat/completions`. Raises `Refused`, naming the parameter."""
-    found = _decode(_chat, body)
-    _check_common(found)
-    _check_tools(found)
-    _check_output(found)
+    found = decode_body(_chat, body)
+    _check_stream_options(found)
+    tools = _remembered_tools(bytes(found.tools))
+    if found.tool_choice == "auto" and not (tools.functions or tools.unsupported):
+        raise BadParameter(Code.MALFORMED, "tool_choice", "tool_choice is only allowed when tools are specified.")
     if found.top_logprobs and not found.logprobs:
         raise BadParameter(Code.MALFORMED, "top_logprobs", "top_logprobs needs logprobs to be true.")
     if found.max_tokens and found.max_completion_tokens and found.max_tokens != found.max_completion_tokens:
         raise BadParameter(
             Code.MALFORMED, "max_tokens", "max_tokens and max_completion_tokens differ: give only one of them."
         )
-    tools = tuple(_tool(tool, index) for index, tool in enumerate(found.tools or ()))
+    messages, left_out = _messages(found.messages)
+    demands, unmet = split_asked(
+        [_forced_call(found.tool_choice, tools.functions), _form_of_answer(found.response_format)]
+    )
+    unsupported = [
+        *tools.unsupported,
+        *left_out,
+        *unmet,
+        *_beyond_chat(found),
+        *unknown_fields(body, _CHAT_FIELDS),
+    ]
     completion = CompletionRequest(
         chat=True,
-        messages=tuple([_message(message, index) for index, message in enumerate(found.messages)]),
-        tools=tools,
-        parse_tool_calls=bool(tools) and found.tool_choice != "none",
+        messages=tuple(messages),
+        tools=tools.functions,
+        parse_tool_calls=bool(tools.functions) and found.tool_choice != "none",
         logprobs=bool(found.logprobs),
         top_logprobs=found.top_logprobs or 0,
-        max_tokens=found.max_completion_tokens or found.max_tokens,
+        wish=_wish(found, found.max_completion_tokens or found.max_tokens),
         chat_template_kwargs=found.chat_template_kwargs or {},
+        demands=demands,
+        one_call="parallel_tool_calls" if found.parallel_tool_calls is False else "",
+        unsupported=tuple(unsupported),
+        length_field="max_completion_tokens" if found.max_completion_tokens else "max_tokens",
         **_common_fields(found),
     )
     return OpenAIRequest(completion=completion, model=found.model, include_usage=_wants_usage(found))
@@ -166,20 +202,22 @@ def read_chat(body: bytes) -> OpenAIRequest:
 
 def read_completion(body: bytes) -> OpenAIRequest:
     """Decode the body of `POST /v1/completions`. Raises `Refused`, naming the parameter."""
-    found = _decode(_completion, body)
-    _check_common(found)
-    if found.best_of not in (None, 1, found.n or 1):
-        _unsupported("best_of", "only as many completions are sampled as are returned; leave best_of out")
+    found = decode_body(_completion, body)
+    _check_stream_options(found)
     if found.echo:
-        _unsupported("echo", "prompts are not scored")
+        _refuse("echo", "prompts are not scored")
     if found.suffix:
-        _unsupported("suffix", "text is not inserted")
+        _refuse("suffix", "text is not inserted")
+    unsupported = unknown_fields(body, _COMPLETION_FIELDS)
+    if found.best_of not in (None, 1, found.n or 1):
+        unsupported.append(Unsupported("best_of", "only as many completions are sampled as are returned"))
     completion = CompletionRequest(
         chat=False,
         prompt=_prompt(found.prompt),
         logprobs=found.logprobs is not None,
         top_logprobs=found.logprobs or 0,
-        max_tokens=found.max_tokens,
+        wish=_wish(found, found.max_tokens),
+        unsupported=tuple(unsupported),
         **_common_fields(found),
     )
     return OpenAIRequest(completion=completion, model=found.model, include_usage=_wants_usage(found))
@@ -190,98 +228,93 @@ def _wants_usage(found: _Common) -> bool:
 
 
 def _common_fields(found: _Common) -> dict[str, Any]:
-    if found.temperature is not None and 0 < found.temperature < TEMPERATURE_MIN:
-        why = f"temperature is {found.temperature}: give 0 for the most likely token, or at least {TEMPERATURE_MIN}."
-        raise BadParameter(Code.MALFORMED, "temperature", why)
-    return {
-        "n": found.n or 1,
-        "stops": _stops(found.stop),
-        "stream": bool(found.stream),
-        "temperature": found.temperature,
-        "top_p": 1.0 if found.top_p is None else found.top_p,
-        "top_k": max(found.top_k or 0, 0),
-        "seed": found.seed,
-    }
+    return {"n": found.n or 1, "stops": _stops(found.stop), "stream": bool(found.stream)}
 
 
-def _decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
+def _wish(found: _Common, max_tokens: int | None) -> SamplingWish:
+    return SamplingWish(
+        temperature=found.temperature,
+        top_p=wished_top_p(found.top_p),
+        top_k=max(found.top_k or 0, 0),
+        min_p=found.min_p or 0.0,
+        presence_penalty=found.presence_penalty or 0.0,
+        frequency_penalty=found.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if found.repetition_penalty is None else found.repetition_penalty,
+        logit_bias=_logit_bias(found.logit_bias or {}),
+        seed=found.seed,
+        max_tokens=max_tokens,
+    )
+
+
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     try:
-        return decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        _refuse_body(error)
-    except UnicodeDecodeError as error:
-        raise Refused(Code.MALFORMED, f"The body is not UTF-8: {error}.") from None
-    except RecursionError:
-        raise Refused(Code.MALFORMED, "The body is nested too deeply.") from None
+        return {int(token): bias for token, bias in given.items() if bias}
+    except ValueError:
+        raise BadParameter(Code.MALFORMED, "logit_bias", "logit_bias has token ids as its keys.") from None
 
 
-def _refuse_body(error: msgspec.MsgspecError) -> NoReturn:
-    text = str(error)
-    unknown = _unknown.search(text)
-    place = _place.search(text)
-    where = place.group(1) if place else ""
-    if unknown:
-        name = f"{where}.{unknown.group(1)}" if where else unknown.group(1)
-        raise BadParameter(Code.UNKNOWN_FIELD, name, f"Unrecognized request argument supplied: {name}.") from None
-    if isinstance(error, msgspec.ValidationError):
-        problem = _place.sub("", text)
-        raise BadParameter(Code.MALFORMED, where, f"{where or 'The body'}: {problem}.") from None
-    raise Refused(Code.MALFORMED, f"The body could not be read as JSON: {text}.") from None
-
-
-def _unsupported(param: str, why: str) -> NoReturn:
+def _refuse(param: str, why: str) -> NoReturn:
     raise BadParameter(Code.UNSUPPORTED, param, f"{param} is not supported here: {why}.")
 
 
-def _check_common(found: _Common) -> None:
-    for name in ("frequency_penalty", "presence_penalty", "min_p"):
-        if getattr(found, name):
-            _unsupported(name, "recorded probabilities would not be those of the model; leave it out or send 0")
-    if found.repetition_penalty not in (None, 1):
-        _unsupported("repetition_penalty", "recorded probabilities would not be those of the model; leave it out")
-    if found.logit_bias:
-        _unsupported("logit_bias", "recorded probabilities would not be those of the model; leave it out")
+def _check_stream_options(found: _Common) -> None:
     if found.stream_options is not None and not found.stream:
         raise BadParameter(Code.MALFORMED, "stream_options", "stream_options is only allowed when stream is true.")
 
 
-def _check_tools(found: _ChatBody) -> None:
-    if found.functions:
-        _unsupported("functions", "it is the old form of tools; send tools")
-    if found.function_call not in (None, "none", "auto"):
-        _unsupported("function_call", "it is the old form of tool_choice; send tools and leave it out")
-    if found.tool_choice not in (None, "auto", "none"):
-        _unsupported("tool_choice", "a call cannot be forced on the model; send 'auto' or 'none'")
-    if found.tool_choice == "auto" and not found.tools:
-        raise BadParameter(Code.MALFORMED, "tool_choice", "tool_choice is only allowed when tools are specified.")
+def _beyond_chat(found: _ChatBody) -> list[Unsupported]:
+    """Return what is asked for that would change the answer, in ways that nobody here can."""
+    asked = (
+        ("functions", bool(found.functions), "it is the old form of tools; send tools"),
+        ("function_call", found.function_call not in (None, "none", "auto"), "it is the old form of tool_choice"),
+        ("modalities", found.modalities not in (None, ["text"]), "this is a model of text"),
+        ("verbosity", found.verbosity not in (None, "medium"), "the model has no such setting"),
+        ("service_tier", found.service_tier not in (None, "auto", "default"), "there is only one"),
+        ("audio", found.audio is not None, "this is a model of text"),
+        ("prediction", found.prediction is not None, "nothing is predicted"),
+        ("web_search_options", found.web_search_options is not None, "nothing is searched"),
+    )
+    return [Unsupported(name, why) for name, is_asked, why in asked if is_asked]
 
 
-def _check_output(found: _ChatBody) -> None:
-    """Refuse what would constrain or change the output."""
-    if found.response_format is not None and found.response_format.get("type") != "text":
-        _unsupported("response_format", "the output is not constrained; ask for the format in the prompt")
-    if found.modalities not in (None, ["text"]):
-        _unsupported("modalities", "this is a model of text")
-    if found.reasoning_effort not in (None, "none"):
-        _unsupported("reasoning_effort", "the model's template decides; leave it out, or send chat_template_kwargs")
-    if found.verbosity not in (None, "medium"):
-        _unsupported("verbosity", "the model has no such setting; leave it out")
-    if found.service_tier not in (None, "auto", "default"):
-        _unsupported("service_tier", "there is only one; leave it out")
-    for name in ("audio", "prediction", "web_search_options"):
-        if getattr(found, name) is not None:
-            _unsupported(name, "the model has nothing of the kind; leave it out")
+def _forced_call(choice: str | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> Asked | None:
+    """Return what a choice of tools asks for; None where the model may answer as it likes."""
+    match choice:
+        case None | "auto" | "none":
+            return None
+        case "required":
+            return demand_of_calls("tool_choice", tools, None)
+        case {"type": "function", "function": {"name": str(name)}}:
+            return demand_of_calls("tool_choice", tools, [name], once=True)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [*allowed]}}:
+            return demand_of_calls("tool_choice", tools, [_name_of(tool) for tool in allowed])
+        case _:
+            return Unsupported("tool_choice", "nobody here knows this choice of tools")
+
+
+def _name_of(tool: Any) -> str | None:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    return None
+
+
+def _form_of_answer(response_format: dict[str, Any] | None) -> Asked | None:
+    """Return what a format asks for; None where the answer may be any text."""
+    match response_format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return demand_of_json("response_format", ANY_OBJECT)
+        case {"type": "json_schema", "json_schema": {**form}}:
+            return demand_of_json("response_format", form.get("schema", ANY_OBJECT))
+        case _:
+            return Unsupported("response_format", "answers are text, json_object or json_schema")
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > limits.STOPS or any(not text or len(text) > limits.STOP_CHARACTERS for text in stops):
-        raise BadParameter(
-            Code.MALFORMED,
-            "stop",
-            f"stop takes up to {limits.STOPS} texts of 1 to {limits.STOP_CHARACTERS} characters.",
-        )
-    return stops
+    given = (stop,) if isinstance(stop, str) else stop or ()
+    return stop_strings([text for text in given if text], "stop")  # an empty text ends nothing
 
 
 def _prompt(prompt: str | list[Any]) -> str | list[int]:
@@ -290,23 +323,31 @@ def _prompt(prompt: str | list[Any]) -> str | list[int]:
     if not prompt:
         raise BadParameter(Code.MALFORMED, "prompt", "prompt is empty.")
     if isinstance(prompt, list) and not all(type(token) is int and token >= 0 for token in prompt):
-        _unsupported("prompt", "send one text, or the token ids of one; several prompts are several requests")
+        _refuse("prompt", "send one text, or the token ids of one; several prompts are several requests")
     return prompt
 
 
-def _check_message(found: _Message, place: str) -> None:
-    if found.role == "function":
-        _unsupported(f"{place}.role", "'function' is the old form of 'tool'")
-    for name in ("audio", "function_call"):
-        if getattr(found, name):
-            _unsupported(f"{place}.{name}", "only text and tool calls are understood")
+def _messages(found: list[msgspec.Raw]) -> tuple[list[ChatMessage], list[Unsupported]]:
+    """Return the messages as they are stored, compared and rendered, and the parts of them that are not text."""
+    read = _remembered_messages(found, "messages")
+    left_out = [
+        Unsupported(f"messages.{index}{place}", why) for index, (_, beyond) in enumerate(read) for place, why in beyond
+    ]
+    return [message for message, _ in read], left_out
 
 
-def _message(found: _Message, index: int) -> ChatMessage:
-    """Return a message as it is stored, compared and rendered: text content, null only beside calls."""
-    place = f"messages.{index}"
-    _check_message(found, place)
-    content = None if found.content is None and found.tool_calls else _text(found.content, f"{place}.content")
+def _read_message(part: bytes, at: str, place: str) -> tuple[ChatMessage, tuple[Unsupported, ...]]:
+    left_out: list[Unsupported] = []
+    message = _message(decode_body(_chat_message, part, at), place, left_out)
+    return message, tuple(left_out)
+
+
+def _message(found: _Message, place: str, left_out: list[Unsupported]) -> ChatMessage:
+    """Return a message with its text as content, null only beside calls."""
+    _check_role(found, place)
+    if found.audio:
+        left_out.append(Unsupported(f"{place}.audio", "only text and tool calls are understood"))
+    content = None if found.content is None and found.tool_calls else _text(found.content, f"{place}.content", left_out)
     message: ChatMessage = {"role": found.role, "content": content}
     if found.refusal and not content:
         message["content"] = found.refusal
@@ -314,80 +355,70 @@ def _message(found: _Message, index: int) -> ChatMessage:
         message["name"] = found.name
     if found.role == "assistant":
         reasoning = found.reasoning_content or found.reasoning
-        if reasoning:
+        if isinstance(reasoning, str) and reasoning:
             message["reasoning_content"] = reasoning
         if found.tool_calls:
             message["tool_calls"] = [
                 _tool_call(call, f"{place}.tool_calls.{at}") for at, call in enumerate(found.tool_calls)
             ]
-    elif found.tool_calls:
-        raise BadParameter(Code.MALFORMED, f"{place}.tool_calls", "Only an assistant's message has tool_calls.")
     if found.tool_call_id is not None:
         message["tool_call_id"] = found.tool_call_id
-    elif found.role == "tool":
-        raise BadParameter(Code.MALFORMED, f"{place}.tool_call_id", "A tool's message names the call that it answers.")
     return message
 
 
-def _text(content: str | list[dict[str, Any]] | None, place: str) -> str:
+def _check_role(found: _Message, place: str) -> None:
+    """Refuse old forms, and what belongs to messages of other roles."""
+    if found.role == "function":
+        _refuse(f"{place}.role", "'function' is the old form of 'tool'")
+    if found.function_call:
+        _refuse(f"{place}.function_call", "it is the old form of tool_calls")
+    if found.tool_calls and found.role != "assistant":
+        raise BadParameter(Code.MALFORMED, f"{place}.tool_calls", "Only an assistant's message has tool_calls.")
+    if found.role == "tool" and found.tool_call_id is None:
+        raise BadParameter(Code.MALFORMED, f"{place}.tool_call_id", "A tool's message names the call that it answers.")
+
+
+def _text(content: str | list[dict[str, Any]] | None, place: str, left_out: list[Unsupported]) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type")
         text = part.get("text" if kind == "text" else "refusal")
-        if kind not in ("text", "refusal") or not isinstance(text, str):
-            _unsupported(f"{place}.{index}", f"a content part of type {kind!r} is not text")
-        texts.append(text)
+        if kind in ("text", "refusal") and not isinstance(text, str):
+            raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A content part of text has a text.")
+        if isinstance(text, str):
+            texts.append(text)
+        else:
+            left_out.append(Unsupported(f"{place}.{index}", f"a content part of type {str(kind)[:40]!r} is not text"))
     return "".join(texts)
 
 
 def _tool_call(call: _ToolCall, place: str) -> dict[str, Any]:
-    _check_arguments(call.function.arguments, f"{place}.function.arguments")
-    function = {"name": call.function.name, "arguments": call.function.arguments}
+    if call.custom is not None:
+        function = {"name": call.custom.name, "arguments": arguments_of_text(call.custom.input or "")}
+    elif call.function is not None:
+        arguments = checked_arguments(call.function.arguments or "", f"{place}.function.arguments")
+        function = {"name": call.function.name, "arguments": arguments}
+    else:
+        raise BadParameter(Code.MALFORMED, f"{place}.function", "A call has the function that is called.")
     return {"id": call.id or "", "type": "function", "function": function}
 
 
-def _check_arguments(arguments: str, place: str) -> None:
-    """Refuse arguments that are JSON with half a character, or too deep: they would fail where they are rendered.
-
-    What is not JSON is rendered as text.
-    """
-    if arguments.count("[") + arguments.count("{") <= limits.DEPTH and not _may_be_surrogate.search(arguments):
-        return
-    try:
-        value = json.loads(arguments)
-        if limits.is_deeper(value):
-            raise RecursionError
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise BadParameter(Code.MALFORMED, place, f"{place} has half of a surrogate pair.") from None
-    except ValueError:
-        return
-    except RecursionError:
-        raise BadParameter(Code.MALFORMED, place, f"{place} is nested deeper than {limits.DEPTH}.") from None
+def _read_tools(given: bytes) -> _ReadTools:
+    tools: list[dict[str, Any]] = []
+    others: list[Unsupported] = []
+    found = decode_body(_chat_tools, given, "tools") or []
+    check_count_of_tools(len(found))
+    for index, tool in enumerate(found):
+        place = f"tools.{index}"
+        function = tool.get("function")
+        if tool.get("type", "function") == "function" and isinstance(function, dict):
+            tools.append(function_tool(function, f"{place}.function"))
+        else:
+            others.append(Unsupported(f"{place}.type", "only functions can be called"))
+    return _ReadTools(tuple(tools), tuple(others))
 
 
-def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
-    place = f"tools.{index}"
-    if index >= limits.TOOLS:
-        raise BadParameter(Code.MALFORMED, "tools", f"More than {limits.TOOLS} tools.")
-    function = tool.get("function")
-    if tool.get("type", "function") != "function" or not isinstance(function, dict):
-        _unsupported(f"{place}.type", "a tool is a function")
-    name = function.get("name")
-    if not isinstance(name, str) or not 0 < len(name) <= limits.NAME_CHARACTERS:
-        why = f"A tool has a name, of up to {limits.NAME_CHARACTERS} characters."
-        raise BadParameter(Code.MALFORMED, f"{place}.function.name", why)
-    kept = {key: value for key, value in function.items() if value is not None}
-    if limits.is_deeper(kept):
-        raise BadParameter(
-            Code.MALFORMED, f"{place}.function", f"{place}.function is nested deeper than {limits.DEPTH}."
-        )
-    try:
-        _packed(kept)
-    except OverflowError:
-        raise BadParameter(
-            Code.MALFORMED, f"{place}.function", f"{place}.function has a whole number of more than 64 bits."
-        ) from None
-    return {"type": "function", "function": kept}
+_remembered_messages = RememberedItems(_read_message)
+_remembered_tools = RememberedParts(_read_tools)

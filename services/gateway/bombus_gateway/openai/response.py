@@ -1,44 +1,21 @@
-"""The responses that OpenAI's SDK expects: bodies, chunks and errors. Pure."""
+"""The responses that OpenAI's SDK expects: bodies and chunks. Pure."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
 
-from bombus.errors import Code, Refused
 from bombus_gateway.access import HeaderPair
 from bombus_gateway.call.calls import AnswerHead
 from bombus_gateway.call.completion import Completion, CompletionDelta, TokenLogprob, Usage
-from bombus_gateway.call.request import InvalidField
-from bombus_gateway.limits import in_short
-from bombus_gateway.openai.request import BadParameter, OpenAIRequest
+from bombus_gateway.openai.request import OpenAIRequest
 from bombus_gateway.text.deltas import ReasoningDelta, ToolCallDelta
 
 encode = msgspec.json.encode
 
 DONE = b"data: [DONE]\n\n"
-_CODES = {
-    Code.BAD_KEY: "invalid_api_key",
-    Code.KEY_EXPIRED: "invalid_api_key",
-    Code.PROMPT_TOO_LONG: "context_length_exceeded",
-    Code.UNKNOWN_MODEL: "model_not_found",
-}
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_PARAMETERS = {"stops": "stop"}  # what OpenAI calls a field of a `CompletionRequest`, where that differs
-
-
-def error_body(error: Refused) -> bytes:
-    """Return OpenAI's body for an error."""
-    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    code = _CODES.get(error.code, str(error.code))
-    param = in_short(_parameter(error) or "") or None
-    return encode({"error": {"message": in_short(error.why), "type": kind, "param": param, "code": code}})
-
-
-def _parameter(error: Refused) -> str | None:
-    if isinstance(error, InvalidField):
-        return _PARAMETERS.get(error.field, error.field)
-    return error.param or None if isinstance(error, BadParameter) else None
 
 
 def event(body: bytes) -> bytes:
@@ -54,6 +31,7 @@ class OpenAIEncoder:
         self._head = head
         self._chat = request.completion.chat
         self._logprobs_wanted = request.completion.logprobs
+        self._numbers = defaultdict[int, Iterator[int]](count)  # of the calls of each choice in a stream
 
     @property
     def headers(self) -> Sequence[HeaderPair]:
@@ -70,6 +48,10 @@ class OpenAIEncoder:
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, delta, None, None) for index in range(self._head.choices))
 
+    def beat(self) -> bytes:
+        body = self._body("chat.completion.chunk" if self._chat else "text_completion")
+        return event(encode({**body, "choices": []}))
+
     def progress(self, completion: Completion, delta: CompletionDelta) -> bytes:
         if not delta.deltas and not delta.logprobs:
             return b""
@@ -78,7 +60,7 @@ class OpenAIEncoder:
             text = "".join(part.text for part in delta.deltas if not isinstance(part, ToolCallDelta))
             return self._text_chunk(completion.index, text, logprobs, None)
         out: list[bytes] = []
-        for part in _joined(completion, delta):
+        for part in _joined(completion, delta, self._numbers[completion.index]):
             out.append(self._chunk(completion.index, part, logprobs, None))
             logprobs = None
         return b"".join(out)
@@ -158,18 +140,20 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 
 
-def _joined(completion: Completion, delta: CompletionDelta) -> list[dict[str, Any]]:
-    """Return the deltas as a stream has them: adjacent texts in one, and an empty one when there are only logprobs."""
+def _joined(completion: Completion, delta: CompletionDelta, numbers: Iterator[int]) -> list[dict[str, Any]]:
+    """Return the deltas as a stream has them: adjacent texts in one, and an empty one when there are only logprobs.
+
+    `numbers` are those of the calls that come. A completion that is replayed has all of them already.
+    """
     out: list[dict[str, Any]] = []
-    calls = completion.calls()
-    number = len(calls) - sum(isinstance(part, ToolCallDelta) for part in delta.deltas)
     for part in delta.deltas:
         if isinstance(part, ToolCallDelta):
-            out.append({"tool_calls": [{"index": number, **calls[number]}]})
-            number += 1
+            number = next(numbers)
+            out.append({"tool_calls": [{"index": number, **completion.calls()[number]}]})
             continue
         key = "reasoning_content" if isinstance(part, ReasoningDelta) else "content"
         if out and key in out[-1]:

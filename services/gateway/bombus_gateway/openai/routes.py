@@ -1,20 +1,26 @@
 """OpenAI's routes of one engine: chat, completions and models, as plain ASGI."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Receive
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import Code, Refused
-from bombus_gateway.access import Access, EpisodeGuard, Guard
+from bombus_gateway.access import Access, EpisodeGuard, Guard, episode_key
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.door import ParsedRequest, call_route
-from bombus_gateway.call.http import HeaderMap, Responder, route
+from bombus_gateway.call.http import HeaderMap, Responder, not_found, route
 from bombus_gateway.context import Gateway
+from bombus_gateway.harnesses.marks import marks_of
 from bombus_gateway.openai.request import OpenAIRequest, read_chat, read_completion
-from bombus_gateway.openai.response import OpenAIEncoder, error_body, event
+from bombus_gateway.openai.response import OpenAIEncoder, event
+from bombus_gateway.openai.tokenizing import TokenRoutes
+from bombus_gateway.openai_errors import error_body
+
+_PARAMETERS = {"stops": "stop"}  # what OpenAI calls a field of a `CompletionRequest`, where that differs
 
 
 class OpenAIDialect:
@@ -27,59 +33,68 @@ class OpenAIDialect:
         self._read_request = read_request
         self._check_model = check_model
 
-    def key(self, headers: HeaderMap) -> str:
-        scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise Refused(Code.BAD_KEY, "Send an episode's key as 'Authorization: Bearer sk-bombus-...'.")
-        return key.strip()
-
-    def read(self, body: bytes) -> ParsedRequest:
+    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
         request = self._read_request(body)
         self._check_model(request.model)
-        return ParsedRequest(request.completion, partial(OpenAIEncoder, request))
+        marks = marks_of(headers, request.completion)
+        return ParsedRequest(request.completion, partial(OpenAIEncoder, request), marks.role, marks.side_call)
 
     def error(self, error: Refused) -> bytes:
-        return error_body(error)
+        return error_body(error, _PARAMETERS)
 
     def error_event(self, error: Refused) -> bytes:
         """Without [DONE] after it: the answer is not complete, and the SDK raises."""
-        return event(error_body(error))
+        return event(error_body(error, _PARAMETERS))
 
 
 class OpenAIDoor:
-    """The routes of one engine: `chat`, `completions` and `models` are ASGI applications.
+    """The routes of one engine: `chat`, `completions`, `models` and the like are ASGI applications.
+
+    `model` is for the paths below that of `models`, and `nothing` for all others that OpenAI's clients may try.
 
     At the root (`any_engine`) each key leads to the engine that it was made for.
     """
 
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:
         self._gateway = gateway
-        self._engine = engine
+        self._engines = gateway.engines_at(engine, any_engine)
         self._clients = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self._agents = EpisodeGuard(gateway.keys, engine, any_engine)
-        chat = self._chat = OpenAIDialect(b"chat", read_chat, self._check_model)
+        self._check_model = partial(gateway.check_model_name, self._engines)
+        chat = OpenAIDialect(b"chat", read_chat, self._check_model)
         completions = OpenAIDialect(b"text", read_completion, self._check_model)
         self.chat: ASGIApp = call_route(calls, chat, self._agents)
         self.completions: ASGIApp = call_route(calls, completions, self._agents)
         self.models: ASGIApp = route("GET", chat, self._answer_models)
+        self.tokens = TokenRoutes(calls, self._agents, chat)
+        self.nothing: ASGIApp = not_found(chat)
+        self._errors = chat
+
+    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Return one model, by a name that calls may give."""
+        name = scope["path"].partition("/v1/models/")[2]
+        await route("GET", self._errors, partial(self._answer_model, name))(scope, receive, send)
+
+    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse embeddings by name."""
+        why = "Embeddings are not made here: the hive serves the model that it trains, which makes text."
+        await Responder(send, self._errors).fail(Refused(Code.UNSUPPORTED, why))
+
+    async def _answer_model(self, name: str, headers: HeaderMap, receive: Receive, response: Responder) -> None:
+        self._engines_of(headers)
+        self._check_model(name)
+        await response.whole(msgspec.json.encode(_model(name)))
 
     async def _answer_models(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
+        names = self._gateway.model_names(self._engines_of(headers))
+        await response.whole(msgspec.json.encode({"object": "list", "data": [_model(name) for name in names]}))
+
+    def _engines_of(self, headers: HeaderMap) -> Sequence[str]:
+        """Return the engines that a key may ask about: an agent, which has its episode's key, asks about its own."""
         if self._clients.refusal(headers.items()) is not None:
-            self._agents.verify(self._chat.key(headers), time.time_ns())  # an agent has its episode's key
-        names = self._model_names()
-        entries = [{"id": name, "object": "model", "created": 0, "owned_by": "bombus"} for name in names]
-        await response.whole(msgspec.json.encode({"object": "list", "data": entries}))
+            return (self._agents.verify(episode_key(headers), time.time_ns()).engine,)
+        return self._engines
 
-    def _check_model(self, name: str) -> None:
-        """Harnesses have model names written into them: any name is taken, unless the settings are strict."""
-        if self._gateway.settings.strict_model_names and name not in self._model_names():
-            raise Refused(
-                Code.UNKNOWN_MODEL,
-                f"The model '{name}' does not exist. This door serves {', '.join(self._model_names())}.",
-            )
 
-    def _model_names(self) -> list[str]:
-        """Return the model's name in the job, and the engine's name."""
-        state = self._gateway.follower.hive.engine(self._engine)
-        job = state.active or state.configured
-        return list(dict.fromkeys([*([job.model] if job else []), self._engine]))
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "bombus"}

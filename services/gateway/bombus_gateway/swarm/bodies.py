@@ -59,7 +59,10 @@ class ClaimEpisode(ContractBody):
 
 
 class WorkflowOutputBody(ContractBody):
-    """`reward` is one number, or one for each completed call in order. A metric may be a list: its mean counts."""
+    """`reward` is one number, or one for each completed call in order, without side calls that the job masks.
+
+    A metric may be a list: its mean counts.
+    """
 
     reward: float | Annotated[list[float], Field(max_length=limits.REWARDS)] | None = None
     is_success: bool | None = None

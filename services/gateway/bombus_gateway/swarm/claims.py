@@ -128,7 +128,8 @@ class ClaimRoutes:
     async def _claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
     ) -> Granted | Refused:
-        """Claim in slices under one claim id until it is granted, `wait_s` is over or the client hangs up (R13).
+        """Claim in slices under one claim id until it is granted, `wait_s` is over, the client hangs up or the gateway
+        is stopped (R13).
 
         Returns the refusal when there is no episode now. Raises `Refused` for a claim that could never be granted.
         """
@@ -154,13 +155,17 @@ class ClaimRoutes:
                 if refused.code not in (Code.NO_EPISODES, Code.WRONG_PHASE):
                     raise
                 waited = loop.time() - started >= slice_s / 2  # else waiting is useless: the engine is OFFLINE
-                if waited and loop.time() < deadline and not await request.is_disconnected():
+                if waited and loop.time() < deadline and await self._goes_on(request):
                     continue
                 return refused
             assert isinstance(answer, Granted)
             self._check_not_over(answer)
             return answer
         raise AssertionError("unreachable")
+
+    async def _goes_on(self, request: Request) -> bool:
+        """Return whether a claim may go on waiting: its client is there, and this gateway is not being stopped."""
+        return self._context.gateway.ready and not await request.is_disconnected()
 
     def _confirm(self, claim: str) -> None:
         self._context.gateway.heartbeats.confirm(self._context.engine, claim)

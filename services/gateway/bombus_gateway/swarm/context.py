@@ -6,7 +6,8 @@ from math import inf
 from typing import Any
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import Request
+from fastapi.responses import JSONResponse
 
 from bombus.bus import TRACEPARENT
 from bombus.errors import BusUnavailable, Code, Refused
@@ -22,9 +23,7 @@ log = logging.getLogger(__name__)
 POSITION_S = 5.0
 
 
-class JsonResponse(Response):
-    media_type = "application/json"
-
+class JsonResponse(JSONResponse):
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
 
@@ -79,9 +78,10 @@ class EngineContext:
         return f"k-{digest(head + body).hex()}"
 
     def base_url(self, request: Request) -> str:
-        """Return the URL of the engine's OpenAI door. Clients may keep its path and put their own address before it.
+        """Return the URL of the OpenAI door at the root, where each key leads to its own engine.
 
-        It has no path key (access.py), because agents have their episode's key.
+        It has no `/e/<engine>`: AgentJet's client puts its own address, which has that, before the path. Nor has it a
+        path key (access.py), because agents have their episode's key.
         """
         origin = self.gateway.settings.public_url.rstrip("/") or f"{request.url.scheme}://{request.url.netloc}"
-        return f"{origin}{request.url.path.rpartition('/')[0]}/v1"
+        return f"{origin}/v1"

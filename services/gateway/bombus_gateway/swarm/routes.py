@@ -12,12 +12,13 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 
-from bombus.errors import Code, LogCorrupted, Refused
+from bombus.errors import STATUS, Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.inbox import EpisodeResult
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.swarm import bodies, views
+from bombus_gateway.swarm.answers import ANSWERS, REFUSALS
 from bombus_gateway.swarm.bodies import parse, read_raw, result_of
 from bombus_gateway.swarm.claims import ClaimRoutes
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
@@ -64,12 +65,16 @@ def swarm_router(gateway: Gateway, engine: str) -> APIRouter:
     )
     for access, method, path, handler, body in routes:
         documented = {"requestBody": _documented(body)} if body is not None else None
+        answer = ANSWERS[path]
         router.add_api_route(
             path,
             handler,
             methods=[method],
             dependencies=[guards[access], ready],
             response_class=JsonResponse,
+            response_model=answer,
+            status_code=200 if answer is not None else STATUS[Code.UNSUPPORTED],
+            responses=REFUSALS,
             openapi_extra=documented,
         )
     return router
@@ -165,13 +170,18 @@ class EpisodeRoutes:
         return JsonResponse({"can_continue": bool(held)})
 
     async def touch_episodes(self, request: Request) -> Response:
-        """Send signs of life for episodes whose agents make no calls. The reply says which ones are over."""
+        """Send signs of life for episodes whose agents make no calls.
+
+        The reply says which ones are over, and what the calls of the others have taken so far.
+        """
         body = parse(bodies.TouchEpisodes, await read_raw(request))
         held = await self._held(body.client_uuid, body.episode_uuids)
         for episode in held.values():
             self._context.gateway.heartbeats.touch(self._context.engine, episode)
         over = [claimed_id for claimed_id in body.episode_uuids if claimed_id not in held]
-        return JsonResponse({"touched": list(held), "over": over})
+        episodes = self._context.state.open
+        used = {claimed_id: views.used(episodes[episode]) for claimed_id, episode in held.items()}
+        return JsonResponse({"touched": list(held), "over": over, "used": used})
 
     async def get_episode_buffer(self, request: Request) -> Response:
         """List the open episodes, without their ids and keys."""

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from bombus.hive.collection import BATCH_METHODS, progress
+from bombus.hive.pacing import fitting
 from bombus.hive.records import CallRef
 from bombus.hive.state import EngineState, Episode, Phase
 from bombus.hive.status import detail_of, noting, seconds_between
@@ -26,6 +27,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> JsonO
         "failure": engine.failure,
         "suspended": engine.suspended,
         "model": model_of(engine),
+        "serving_replicas": len(fitting(engine)),
     }
 
 
@@ -36,6 +38,15 @@ def _failed(engine: EngineState) -> bool:
 def model_of(engine: EngineState) -> str:
     source = engine.active or engine.configured
     return source.model if source is not None else ""
+
+
+def used(episode: Episode) -> JsonObject:
+    """Return what the recorded calls of an open episode have taken so far, those that were cut off too."""
+    return {
+        "calls": len(episode.calls),
+        "prompt_tokens": sum(call.prompt_tokens for call in episode.calls),
+        "completion_tokens": sum(call.completion_tokens for call in episode.calls),
+    }
 
 
 def _latest_activity_ns(episode: Episode) -> int:
@@ -142,7 +153,7 @@ def latest_call(engine: EngineState, episode_id: str = "") -> CallRef | None:
     refs: list[CallRef] = []
     for episode in engine.open.values():
         if episode_id in ("", episode.id):
-            refs += [call.ref for call in episode.trainable_calls()[-1:]]
+            refs += [call.ref for call in episode.complete_calls()[-1:]]
     for completed in engine.pool.values():
         if episode_id in ("", completed.episode):
             refs += completed.calls[-1:]

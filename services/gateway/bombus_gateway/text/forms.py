@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from bombus.text.chat_template import ChatTemplate, TemplateRefused
-from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.message import ChatMessage, id_for_model
 
 WORD = "bumblebee"  # stands for a text in probes of a template
 TOOL: dict[str, Any] = {
@@ -38,7 +38,10 @@ class Form(msgspec.Struct, frozen=True):
     developer_as_system: bool = False
 
     def apply(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Return messages as the template takes them. Arguments of calls are JSON text or mappings."""
+        """Return messages as the template takes them. Arguments of calls are JSON text or mappings.
+
+        The ids of calls are those that the model wrote, where it wrote any.
+        """
         return [self._message(message) for message in messages]
 
     def _message(self, message: ChatMessage) -> ChatMessage:
@@ -49,8 +52,8 @@ class Form(msgspec.Struct, frozen=True):
             made["content"] = [{"type": "text", "text": made["content"]}]
         if made.get("tool_calls"):
             made["tool_calls"] = [self._call(call) for call in made["tool_calls"]]
-        if self.short_ids and made.get("tool_call_id"):
-            made["tool_call_id"] = short_id(made["tool_call_id"])
+        if made.get("tool_call_id"):
+            made["tool_call_id"] = self._id(made["tool_call_id"])
         return made
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,9 +61,13 @@ class Form(msgspec.Struct, frozen=True):
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         arguments = text if self.text_arguments else arguments_of(text)
         made = {**call, "function": {**call["function"], "arguments": arguments}}
-        if self.short_ids and made.get("id"):
-            made["id"] = short_id(made["id"])
+        if made.get("id"):
+            made["id"] = self._id(made["id"])
         return made
+
+    def _id(self, call_id: str) -> str:
+        own = id_for_model(call_id)
+        return short_id(own) if self.short_ids else own
 
 
 def arguments_of(text: str) -> Any:
@@ -111,6 +118,27 @@ SAMPLES: list[list[ChatMessage]] = [  # of a role and what it follows
     [{"role": "developer", "content": WORD}, user(WORD)],
     [user(WORD), {"role": "assistant", "content": WORD}, user(WORD)],
     [user(WORD), call_of([WORD]), {"role": "tool", "tool_call_id": "call_0", "content": WORD}],
+]
+
+_RESULT: ChatMessage = {"role": "tool", "tool_call_id": "call_0", "content": "rose"}
+_ANSWER: ChatMessage = {"role": "assistant", "content": WORD}
+_REASONED = {"reasoning_content": "hm"}
+_CALLED, _CALLED_REASONED = call_of([WORD]), {**call_of([WORD]), **_REASONED}
+
+
+def _long(ask: ChatMessage, answer: ChatMessage, next: ChatMessage) -> tuple[list[ChatMessage], int]:
+    """Return a conversation of six answers to the same, the first after a question, and what comes after the last."""
+    return [user(WORD), answer, *[ask, answer] * 5, next], 12
+
+
+# Conversations, and how many of their messages are the history.
+LONG = [
+    _long(user(WORD), _ANSWER, user("rose")),
+    _long(user(WORD), {**_ANSWER, **_REASONED}, user("rose")),
+    _long(_RESULT, _CALLED, _RESULT),
+    _long(_RESULT, _CALLED_REASONED, _RESULT),
+    _long(_RESULT, _CALLED, user("rose")),
+    _long(_RESULT, _CALLED_REASONED, user("rose")),
 ]
 
 

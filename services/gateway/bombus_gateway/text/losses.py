@@ -20,6 +20,13 @@ LOOKS_MAX = 32  # messages that are looked at one by one, with a rendering for e
 _Tools = Sequence[Mapping[str, Any]]
 
 
+class NotRendered(Refused):
+    """A refusal of a conversation that the model's chat template refuses, or of which it would drop a part."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(Code.MALFORMED, why)
+
+
 class LossCheck:
     """Looks for what one template leaves out."""
 
@@ -38,8 +45,7 @@ class LossCheck:
     def refuse_losses(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int = 0) -> None:
         """Raise `Refused` where `text`, the rendering, lacks a part of the conversation, from message `since` on."""
         if since == 0 and tools and self._loses_tools(messages, tools, text):
-            raise Refused(
-                Code.MALFORMED,
+            raise NotRendered(
                 "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
                 "they are described in the system message, or send none.",
             )
@@ -47,7 +53,7 @@ class LossCheck:
         lost = min((index for index in found if index is not None), default=None)
         if lost is not None:
             role = messages[lost]["role"]
-            raise Refused(Code.MALFORMED, _LOST.format(lost, role, _cure(role)))
+            raise NotRendered(_LOST.format(lost, role, _cure(role)))
 
     def _loses_tools(self, messages: Sequence[ChatMessage], tools: _Tools, text: str) -> bool:
         """Whether the text is the same with other tools. Their names may be in it although they are not: in a call."""

@@ -4,21 +4,25 @@ import copy
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus.hive.records import unpack_tokens
+from bombus.hive.records import pack_tokens, unpack_tokens
 from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.control import ControlTokens
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
-from bombus_gateway.text.forms import SAMPLES, TOOL, find_form
+from bombus_gateway.text.forms import LONG, SAMPLES, TOOL, WORD, find_form
 from bombus_gateway.text.guarding import Rendered, TextGuard
-from bombus_gateway.text.losses import LossCheck
+from bombus_gateway.text.losses import LossCheck, NotRendered
 from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.reading.call_text import CallText, calls_come_singly, find_call_text
 from bombus_gateway.text.reading.finding import RenderText, find_reading
+from bombus_gateway.text.reading.syntax import Thinking
+from bombus_gateway.text.shortening import short
 from bombus_gateway.text.stops import find_stops
 from bombus_gateway.text.words import free_word, strings
 
@@ -31,12 +35,14 @@ _VARIABLE = "chat_template_kwargs.{}: {!r} holds the name of a control token, or
 class Probe(msgspec.Struct, frozen=True):
     """A conversation with words of ours in place of what was sampled.
 
-    The first `count` messages are in the history. `last` is the word at the end of the last of them. `sampled` has what
-    must be seen after the prompt of that one. `unclosed`: it ends within its reasoning.
+    The first `count` messages are in the history. `last` is the word at the end of the last of them; all words begin
+    with `word`. `sampled` has what must be seen after the prompt of that message. `unclosed`: it ends within its
+    reasoning.
     """
 
     messages: list[ChatMessage]
     count: int
+    word: str
     last: str
     sampled: list[str]
     unclosed: bool = False
@@ -62,6 +68,7 @@ class TemplateRenderer:
         self.stop_token_ids = find_stops(self._text, tokenizer)
         if not self.stop_token_ids:
             log.warning("the model has no token that ends a completion: each one goes on to its limit of tokens")
+        self.looked_for = template.looked_for()
         # Some files name a token that ends completions and that no template writes, such as one of plain text.
         self._stops = {stop: tokenizer.added[stop] for stop in self.stop_token_ids if stop in tokenizer.added}
 
@@ -117,15 +124,17 @@ class TemplateRenderer:
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
-    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return a whole prompt, up to where the assistant begins.
+    def render(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool = True
+    ) -> list[int]:
+        """Return a whole prompt, up to where the assistant begins; without `generate`, to the end of the messages.
 
         Raises `Refused` where the template refuses the conversation, or drops a part of it without a word.
         """
         try:
-            rendered = self._rendered(messages, tools)
+            rendered = self._rendered(messages, tools, generate)
         except TemplateRefused as error:
-            raise Refused(Code.MALFORMED, f"The model's chat template refuses this conversation: {error}") from error
+            raise NotRendered(f"The model's chat template refuses this conversation: {error}") from error
         self._losses.refuse_losses(messages, tools, rendered.plain())
         return self._encode(rendered.text, rendered)
 
@@ -146,6 +155,25 @@ class TemplateRenderer:
         Some templates refuse a message with several calls, which their models sample all the same. What was sampled
         stays as it is: only what follows it is needed, and that is what follows the last of the calls.
         """
+        found = short(messages, count, tools, self.looked_for) if self.shortens else None
+        if found is not None:
+            try:
+                tail = self.extend_as_given(history, completion_at, *found)
+            except Refused:
+                tail = None  # the whole conversation says where it is
+            if tail is not None:
+                return tail
+        return self.extend_as_given(history, completion_at, messages, count, tools)
+
+    def extend_as_given(
+        self,
+        history: bytes,
+        completion_at: int,
+        messages: Sequence[ChatMessage],
+        count: int,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[int] | None:
+        """Return what `extend` does, by way of the whole conversation."""
         for given in _forms_of_calls(messages, count):
             tail = self._extended(history, completion_at, given, count, tools)
             if tail is not None:
@@ -153,7 +181,7 @@ class TemplateRenderer:
         single = _with_last_calls(messages, count)
         if single is None or not self._is_refused(messages, tools):
             return None
-        return self.extend(history, completion_at, single, count, tools)
+        return self.extend_as_given(history, completion_at, single, count, tools)
 
     def _extended(
         self,
@@ -174,6 +202,8 @@ class TemplateRenderer:
             return None
         self._losses.refuse_losses(probe.messages, tools, rendered.plain(), count)
         after = rendered.text.partition(probe.last)[2]
+        if probe.word in after:
+            return None  # the template writes a part of the answer elsewhere than the model did
         ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self.stop_token_ids else None
         if ended is not None and (
             ended not in self._stops or self._ends_later(probe, tools, after, self._stops[ended])
@@ -189,7 +219,8 @@ class TemplateRenderer:
         No text has these words, so that they say where in the rendering the sampled parts are.
         """
         content, last_word = f"{word}w", f"{word}q"
-        before = self._tokenizer.decode(tokens[:completion_at])
+        # Only what thinks is looked for in all that was before.
+        before = self._tokenizer.decode(tokens[:completion_at]) if self.reading.reasoning else ""
         text = self._tokenizer.decode(tokens[completion_at:])
         reasoned = bool(self._reasoning_of(tokens[:completion_at], text))
         earlier = self._has_reasoning(before)
@@ -212,7 +243,33 @@ class TemplateRenderer:
         thinking = self.reading.thinking
         if thinking and thinking.open in text:
             sampled.append(thinking.open)  # also where the reasoning is empty
-        return Probe(probe, count, last_word, sampled, self._is_unclosed(before, text))
+        return Probe(probe, count, word, last_word, sampled, self._is_unclosed(before, text))
+
+    @cached_property
+    def shortens(self) -> bool:
+        """Whether long conversations, with and without calls, go on as they do without their middle."""
+        for messages, count in LONG:
+            tools = [TOOL] if any("tool_calls" in message for message in messages) else []
+            found = short(messages, count, tools, ())
+            assert found is not None
+            if self._goes_on(messages, count, tools) != self._goes_on(*found):
+                return False
+        return True
+
+    def _goes_on(
+        self, messages: Sequence[ChatMessage], count: int, tools: Sequence[Mapping[str, Any]]
+    ) -> list[list[int] | None]:
+        """Return what follows an answer that ends by itself, and one that does not; nothing where that is refused."""
+        try:
+            prompt = self._encode(text := self._text(messages[: count - 1], tools, True), Rendered(text, {}))
+            words = self._encode(WORD, Rendered(WORD, {}))
+            answers = (words, [*words, *self.stop_token_ids[:1]])
+            return [
+                self.extend_as_given(pack_tokens([*prompt, *answer]), len(prompt), messages, count, tools)
+                for answer in answers
+            ]
+        except (TemplateRefused, Refused):
+            return []
 
     def _is_unclosed(self, before: str, text: str) -> bool:
         """Whether the completion `text` ends within reasoning, which its prompt `before` opened or which it did."""
@@ -300,11 +357,13 @@ class TemplateRenderer:
             return True
         return False
 
-    def _rendered(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Rendered:
+    def _rendered(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool = True
+    ) -> Rendered:
         """Render a conversation whose texts cannot forge control tokens. Raises `TemplateRefused` and `Refused`."""
 
         def render(parts: Sequence[Any]) -> str:
-            return self._template.render(parts[:-1], parts[-1], True)
+            return self._template.render(parts[:-1], parts[-1], generate)
 
         return self._guard.render(render, [*self.form.apply(messages), list(tools)])
 
@@ -313,6 +372,26 @@ class TemplateRenderer:
     def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]]) -> DeltaReader:
         """Return a reader of the completion of a prompt (int32)."""
         return self.reading.reader(self._end_of(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])), tools)
+
+    @cached_property
+    def call_text(self) -> CallText | None:
+        """How the model's calls are written where that is JSON, else None."""
+        return find_call_text(self._text, self.reading, [*self._stops.values()])
+
+    @cached_property
+    def calls_come_singly(self) -> bool:
+        """Whether a call can be read before the next one begins."""
+        return calls_come_singly(self._text, self.reading)
+
+    def reasoning_after(self, prompt: bytes) -> Thinking | None:
+        """Return the marks around the reasoning with which the completion of a prompt (int32) may begin.
+
+        Their `open` is empty where the prompt has opened it.
+        """
+        thinking, end = self.reading.thinking, self._end_of(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])).rstrip()
+        if thinking is None or end.endswith(thinking.close):
+            return None
+        return Thinking("", thinking.close) if end.endswith(thinking.open) else thinking
 
     def _end_of(self, prompt: Sequence[int]) -> str:
         return self._tokenizer.decode(prompt[-PROMPT_END_TOKENS:], with_specials=True)

@@ -1,7 +1,9 @@
 """Turns sampled tokens into text as they arrive: in whole characters, and without any part of a stop string."""
 
 import codecs
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from bombus.errors import EngineFault
 
@@ -92,3 +94,23 @@ class TextStream:
                 text += self._scanner.finish()
         self.released += len(text)
         return text
+
+
+def tokens_of_parts(pieces: Sequence[bytes], parts: Iterable[str]) -> int:
+    """Count the tokens, of which `pieces` has the bytes, that hold some of these parts of their text.
+
+    The parts are in order. One that is not there, because its bytes are no whole characters, ends the count.
+    """
+    text = b"".join(pieces)
+    starts = [*accumulate(map(len, pieces), initial=0)]
+    count = at = counted = 0  # `counted`: all tokens before this one have been looked at
+    for part in parts:
+        sought = part.encode()
+        place = text.find(sought, at)
+        if place < 0:
+            break
+        at = place + len(sought)
+        first, end = max(bisect_right(starts, place) - 1, counted), bisect_left(starts, at)
+        count += max(end - first, 0)
+        counted = max(end, counted)
+    return count

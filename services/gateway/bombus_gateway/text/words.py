@@ -1,7 +1,7 @@
 """Makes words that stand for texts of a conversation while it is rendered."""
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from bombus_gateway.text.forms import WORD
@@ -18,14 +18,20 @@ def free_word(texts: Iterable[str]) -> str:
     return word
 
 
-def strings(value: Any) -> Iterable[str]:
-    """Yield all texts of a value of JSON, and the keys of its mappings."""
+def strings(value: Any) -> list[str]:
+    """Return all texts of a value of JSON, and the keys of its mappings."""
+    found: list[str] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[str]) -> None:
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
+        found.append(value)
+    elif isinstance(value, dict):
         for key, item in value.items():
-            yield str(key)
-            yield from strings(item)
+            found.append(str(key))
+            _collect(item, found)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from strings(item)
+            _collect(item, found)

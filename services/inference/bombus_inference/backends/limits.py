@@ -1,6 +1,7 @@
 """Checks requests before a backend sees them, since a request that one backend refuses may crash another."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bombus.errors import Code, Refused
@@ -9,21 +10,31 @@ from bombus.hive.records import TEMPERATURE_MIN, unpack_tokens
 
 TOP_LOGPROBS_MAX = 20
 CHOICES_MAX = 128  # n of one request
+PENALTY_MAX = 2.0  # OpenAI's, and vLLM's
+REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # beyond these, logits may leave float32
+BIAS_MAX = 100.0  # OpenAI's; vLLM takes more for this much
+BIASED_TOKENS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_model_len` is in tokens, prompt and completion; `waiting_max` is the number of sequences that may wait."""
+    """`max_model_len` is in tokens, prompt and completion; `waiting_max` is the number of sequences that may wait.
+
+    `constrains`: whether answers can be held to a form.
+    """
 
     max_model_len: int
     vocabulary: int
     choices_max: int
     waiting_max: int
+    constrains: bool = False
 
     def check(self, request: Generate, run: int) -> list[int]:
         """Return the request's prompt. Raises `Refused` for a request that a replica of `run` cannot serve."""
         if request.run != run:
             raise Refused(Code.WRONG_PHASE, f"this replica serves run {run}, not {request.run}")
+        if request.constraint is not None and not self.constrains:
+            raise Refused(Code.UNSUPPORTED, "this replica cannot hold answers to a form; vLLM with a tokenizer can")
         prompt = self._prompt(request.prompt)
         self._check_sampling(request)
         return prompt
@@ -53,6 +64,10 @@ class Limits:
             ("max_tokens", sampling.max_tokens, 0, math.inf),
             ("temperature", sampling.temperature, 0.0, 100.0),
             ("top_k", sampling.top_k, 0, math.inf),
+            ("min_p", sampling.min_p, 0.0, 1.0),
+            ("presence_penalty", sampling.presence_penalty, -PENALTY_MAX, PENALTY_MAX),
+            ("frequency_penalty", sampling.frequency_penalty, -PENALTY_MAX, PENALTY_MAX),
+            ("repetition_penalty", sampling.repetition_penalty, REPETITION_MIN, REPETITION_MAX),
             ("top_logprobs", sampling.top_logprobs, 0, TOP_LOGPROBS_MAX),
         )
         for name, value, low, high in ranges:
@@ -63,5 +78,16 @@ class Limits:
             raise Refused(Code.MALFORMED, why)
         if not 0 < sampling.top_p <= 1:
             raise Refused(Code.MALFORMED, f"top_p is {sampling.top_p}; it is above 0 and at most 1")
+        self._check_bias(sampling.logit_bias)
         if request.n > self.waiting_max:
             raise Refused(Code.MALFORMED, f"n is {request.n}; at most {self.waiting_max} can wait")
+
+    def _check_bias(self, bias: Mapping[int, float]) -> None:
+        if len(bias) > BIASED_TOKENS_MAX:
+            raise Refused(Code.MALFORMED, f"logit_bias has {len(bias)} tokens; at most {BIASED_TOKENS_MAX} are taken")
+        for token, value in bias.items():
+            if not 0 <= token < self.vocabulary:
+                raise Refused(Code.MALFORMED, f"logit_bias has token {token}; they go from 0 to {self.vocabulary - 1}")
+            if not -BIAS_MAX <= value <= BIAS_MAX:
+                why = f"logit_bias of token {token} is {value}; it goes from {-BIAS_MAX:g} to {BIAS_MAX:g}"
+                raise Refused(Code.MALFORMED, why)

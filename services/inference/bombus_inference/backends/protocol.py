@@ -82,6 +82,10 @@ class InferenceBackend(Protocol):
         """Whether LoRA adapters are loaded as such. Otherwise they are merged into the model first."""
 
     @property
+    def constrains(self) -> bool:
+        """Whether it holds answers to the `constraint` of their requests, with the model that it serves."""
+
+    @property
     def run(self) -> int:
         """The run of the policy that is served."""
 

@@ -1,7 +1,8 @@
-"""What the two HTTP APIs of vLLM have in common: usage, errors, and labels of weights."""
+"""What the HTTP APIs of servers have in common: wishes for sampling, usage, errors, and labels of weights."""
 
 from msgspec import Struct
 
+from bombus.hive.records import SamplingParams
 from bombus_inference.backends.http_calls import BackendFailed
 
 
@@ -13,6 +14,23 @@ class WeightLabel(Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.run}/{self.version}"
+
+
+def penalty_fields(sampling: SamplingParams) -> dict[str, object]:
+    """Return the penalties, `min_p` and `logit_bias` that a request asks for, by the names that all servers use.
+
+    Keys of `logit_bias` are texts in JSON, as these servers read them.
+    """
+    fields: dict[str, object] = {
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": sampling.logit_bias,
+    }
+    wanted = {name: value for name, value in fields.items() if value}
+    if sampling.repetition_penalty != 1:
+        wanted["repetition_penalty"] = sampling.repetition_penalty
+    return wanted
 
 
 class PromptDetails(Struct):

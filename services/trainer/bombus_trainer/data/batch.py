@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import assert_never
 
 import numpy as np
@@ -26,6 +27,25 @@ class EpisodeCalls:
     records: tuple[CallRecord, ...]
     call_rewards: tuple[float, ...] | None = None
     context: tuple[CallRecord, ...] = ()
+
+    def without_side_calls(self) -> "EpisodeCalls":
+        """Return the episode with its side calls, and their rewards, moved out of the records.
+
+        They stay as context: what continues them is read with their tokens. Where the rewards are for the other calls
+        alone, as a job that masks side calls takes them, all stay.
+        """
+        ours = [not record.side_call for record in self.records]
+        rewards = self.call_rewards
+        if all(ours):
+            return self
+        return replace(
+            self,
+            records=tuple(compress(self.records, ours)),
+            call_rewards=tuple(compress(rewards, ours))
+            if rewards is not None and len(rewards) == len(ours)
+            else rewards,
+            context=(*self.context, *(record for record in self.records if record.side_call)),
+        )
 
 
 @dataclass(frozen=True)

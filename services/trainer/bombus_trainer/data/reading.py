@@ -41,9 +41,12 @@ class ReadBatch:
     stale: dict[str, int]
 
 
-async def read_batch(calls: CallReader, batch: BatchReady, max_staleness: int | None = None) -> ReadBatch:
+async def read_batch(
+    calls: CallReader, batch: BatchReady, max_staleness: int | None = None, *, side_calls: bool = False
+) -> ReadBatch:
     """Read all calls of a batch, each checked against its reference. Raises `BusUnavailable`.
 
+    Side calls are no calls of their episode for the trainer, unless `side_calls` says that the job trains them.
     Episodes with a token that is over `max_staleness` versions old are left out; None: there is no such bound.
     """
     try:
@@ -62,6 +65,7 @@ async def read_batch(calls: CallReader, batch: BatchReady, max_staleness: int | 
             except LogCorrupted as error:
                 lost[episode.episode] = str(error)
                 continue
+            read = read if side_calls else read.without_side_calls()
             age = _age(read, batch.step)
             if max_staleness is not None and age > max_staleness:
                 stale[episode.episode] = age

@@ -64,8 +64,9 @@ def merge_calls(episode: str, records: Sequence[CallRecord], context: Sequence[C
     """Merge the calls that belong to `episode`, in the order in which they were recorded.
 
     `context` has calls that no longer belong to the episode but are parents of some that do (a call that was cut off,
-    or came late): their tokens are read, never trained. Calls at temperature 0 are not trained either: they were not
-    drawn from the policy's distribution, so there is no logprob to correct with.
+    or came late): their tokens are read, never trained. Calls at temperature 0 are not trained either, nor those whose
+    engine held them to a form: they were not drawn from the policy's distribution, and there is no logprob to correct
+    with. The probability of a token that a form leaves alone is 1, whatever the policy says.
 
     Raises `LogCorrupted` when a parent is missing, a length disagrees or a logprob is not finite.
     """
@@ -97,7 +98,8 @@ def _link(records: Sequence[CallRecord], context: Sequence[CallRecord]) -> list[
                 later.append((index, record))
                 continue
             trained = index < len(records) and record.status == CallStatus.COMPLETE
-            made = _nodes_of(index, record, nodes, ordered, trained and record.sampling.temperature > 0)
+            drawn = record.sampling.temperature > 0 and not record.constrained
+            made = _nodes_of(index, record, nodes, ordered, trained and drawn)
             nodes[record.id] = made
             ordered.extend(made)
         if len(later) == len(waiting):

@@ -37,13 +37,18 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 async def read_again(
-    calls: CallReader, batch: BatchReady, recorded: Mapping[str, float], max_staleness: int | None
+    calls: CallReader,
+    batch: BatchReady,
+    recorded: Mapping[str, float],
+    max_staleness: int | None,
+    *,
+    side_calls: bool,
 ) -> list[EpisodeGroup]:
     """Read a batch that was trained, with the metrics `recorded`.
 
     Raises `LogCorrupted` when calls that were trained are gone from the log.
     """
-    read = await read_batch(calls, batch, max_staleness)
+    read = await read_batch(calls, batch, max_staleness, side_calls=side_calls)
     if len(read.lost) > int(recorded.get("episodes_left_out", 0)):
         why = next(iter(read.lost.values()))
         raise LogCorrupted(f"step {batch.step} cannot be made again: calls of it are not on the log any more ({why})")
@@ -88,7 +93,8 @@ class Retraining:
         logged = self._logged.step(step)
         recorded = logged.done.metrics if logged.done is not None else {}
         executor, bound = self.executor, self._logged.job.to_collection().trained_staleness
-        groups = await read_again(self._source, logged.batch, recorded, bound)
+        side_calls = self._logged.job.rollout.trains_side_calls
+        groups = await read_again(self._source, logged.batch, recorded, bound, side_calls=side_calls)
         metrics = await asyncio.to_thread(executor.train_step, groups, step)
         weights = self._logged.weights.get(step)
         seal = await asyncio.to_thread(digest_like, executor, weights)

@@ -41,7 +41,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One call. `parent` is the number of the turn that it extends, 0 when it starts a branch of its own.
 
     `messages` and `prompt` are what it added to its parent's; `tools`, and the `variables` that its request gave to the
-    chat template, are those of its whole branch. `advantage` is None where none is known. `seen` is its whole prompt
+    chat template, are those of its whole branch. `side_call` is what the harness made the call for on its own account.
+    `advantage` is None where none is known. `seen` is its whole prompt
     with special tokens marked: what its parent and that one's reply were, and what it added.
     """
 
@@ -62,6 +63,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     untrained: str  # why none of its tokens is trained, "" when they are
     advantage: float | None
     seen: tuple[str, str] = ("", "")
+    side_call: str = ""
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether it is a side call that is not trained, and so no branch of its episode."""
+        return bool(self.side_call and self.untrained)
 
 
 class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,10 +81,20 @@ class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
     def branches(self) -> list[tuple[int, ...]]:
-        """Return the turns that lead to each turn that no other extends, that turn included, from first to last."""
+        """Return the turns that lead to each turn that no other extends, that turn included, from first to last.
+
+        Side calls that are not trained are only where others extend them.
+        """
         parents = {turn.number: turn.parent for turn in self.turns}
+        counted = [turn.number for turn in self.turns if not turn.is_aside]
+        extended: set[int] = set()
+        for number in counted:
+            before = parents[number]
+            while before and before not in extended:
+                extended.add(before)
+                before = parents.get(before, 0)
         found: list[tuple[int, ...]] = []
-        for leaf in sorted(parents.keys() - set(parents.values())):
+        for leaf in sorted(set(counted) - extended):
             branch = [leaf]
             while parents.get(branch[-1], 0):
                 branch.append(parents[branch[-1]])
@@ -156,7 +173,8 @@ class _TurnDecoder:
         self._records = records
         self._token_text = token_text
         self._numbers = {ref.id: number for number, ref in enumerate(records, 1)}
-        self._masked = _is_masked(story, records)
+        self._job = None if story.config is None else RunConfig.from_json(story.config.config)
+        self._masked = _is_masked(story, records, self._job)
 
     def turn(self, ref: CallRef, advantage: float | None) -> Turn:
         record = self._records[ref]
@@ -182,6 +200,7 @@ class _TurnDecoder:
             seconds=max(0, timings.finished_ns - timings.received_ns) / 1e9,
             untrained=untrained,
             advantage=None if untrained else advantage,
+            side_call=record.side_call,
         )
 
     def seen(self, ref: CallRef) -> tuple[str, str]:
@@ -210,6 +229,10 @@ class _TurnDecoder:
             return "it came after the episode's end"
         if record.sampling.temperature <= 0:
             return "sampled at temperature 0: there is no distribution to correct"
+        if record.constrained:
+            return f"held to a form ({', '.join(record.constrained)}), so it was not drawn from the policy alone"
+        if record.side_call and not _trains_side_calls(self._job):
+            return f"a side call of its harness ({record.side_call}), which the job does not train"
         if self._masked:
             return "a call of its episode was cut at the job's limit, and the job masks such episodes"
         return ""
@@ -227,15 +250,23 @@ class _TurnDecoder:
         return TurnReply(tokens=tokens, finish=str(choice.finish), message=choice.message)
 
 
-def _is_masked(story: EpisodeStory, records: Mapping[CallRef, CallRecord]) -> bool:
+def _trains_side_calls(job: RunConfig | None) -> bool:
+    return job is not None and job.rollout.trains_side_calls
+
+
+def _is_masked(story: EpisodeStory, records: Mapping[CallRef, CallRecord], job: RunConfig | None) -> bool:
     """Whether the job leaves out episodes like this one, of which a call was cut at a limit of the job."""
-    job = None if story.config is None else RunConfig.from_json(story.config.config)
     if job is None:
         return False
     match job.trainer.overlong:
         case Overlong.MASK:
             limits = job.rollout.max_response_length_in_one_turn, job.rollout.max_model_len
-            return any(record.was_cut(*limits) for ref, record in records.items() if story.belongs(ref))
+            trained = [
+                record
+                for ref, record in records.items()
+                if story.belongs(ref) and (job.rollout.trains_side_calls or not record.side_call)
+            ]
+            return any(record.was_cut(*limits) for record in trained)
         case Overlong.KEEP | Overlong.PENALTY:
             return False
         case _:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from bombus_gateway import limits
 from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.reading.bodies import alternatives, held_back
 from bombus_gateway.text.reading.syntax import ReadBody, tokens_in
@@ -88,8 +89,8 @@ _NOT_IN_HEADERS = r"[^\w.\-=: <|>]"
 class ChannelReader:
     """Splits a turn into messages, and gives them out as text, reasoning and calls.
 
-    It begins within a header, `prompt_end` being the end of the prompt. What is not a call after all, or stands
-    outside of messages, is text, to the letter.
+    It begins within a header, `prompt_end` being the end of the prompt. What is not a call after all, stands outside
+    of messages, or is one call more than an answer may have, is text, to the letter.
     """
 
     def __init__(self, form: ChannelForm, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -103,6 +104,7 @@ class ChannelReader:
         self._kept: list[str] = []  # a header; then that and the body, while they may have to be text
         self._body_at = 0  # where in `_kept` the body begins
         self._tool = ""
+        self._calls = 0
         self._kind: MessageKind | None = None  # None within a header
         _, started, header = prompt_end.rpartition(form.start)
         if started:
@@ -173,8 +175,9 @@ class ChannelReader:
         kept, self._kept = self._kept, []
         if self._kind is MessageKind.CALL:
             call = self._read("".join(kept[self._body_at :]))
-            if call is not None:
+            if call is not None and self._calls < limits.CALLS_IN_ANSWER:
                 out.append(call)
+                self._calls += 1
                 return
         if kept:
             out.append(TextDelta("".join([*kept, mark])))

@@ -110,7 +110,7 @@ _PARAMETERS = {
     },
     "required": ["a"],
 }
-_TOOLS: tuple[Mapping[str, Any], ...] = tuple(
+PROBE_TOOLS: tuple[Mapping[str, Any], ...] = tuple(
     {"type": "function", "function": {"name": name, "description": "A function.", "parameters": _PARAMETERS}}
     for name in ("f", "g_2")
 )
@@ -142,7 +142,7 @@ def _call_probes(render: RenderText, empty: str | None, call_id: Callable[[str, 
     for calls in _CALLS:
         listed = [_call(name, arguments, call_id(name, index)) for index, (name, arguments) in enumerate(calls)]
         message = {"role": "assistant", "content": empty, "tool_calls": listed}
-        turn = _turn(render, message)
+        turn = turn_of(render, message)
         if turn is not None:
             yield _Probe(*turn, calls)
         elif calls == _CALLS[0]:
@@ -156,10 +156,10 @@ def _call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
 _PART_OF_TAG = re.compile(r"(?:<[^<>\s]*|\[[A-Z_/]*)\Z")
 
 
-def _turn(render: RenderText, message: ChatMessage) -> tuple[str, str] | None:
+def turn_of(render: RenderText, message: ChatMessage) -> tuple[str, str] | None:
     """Return the end of what a template writes before a turn, and the turn."""
     try:
-        prompt, whole = render([_USER], _TOOLS, True), render([_USER, message], _TOOLS, False)
+        prompt, whole = render([_USER], PROBE_TOOLS, True), render([_USER, message], PROBE_TOOLS, False)
     except TemplateRefused:
         return None
     # A prompt may open something that this turn does not have, and then they differ within a tag.
@@ -185,7 +185,7 @@ def _best(candidates: Iterable[Reading], probes: Sequence[_Probe]) -> Reading | 
 
 def _left_over(reading: Reading, probe: _Probe) -> int | None:
     """Return how many characters are left as text beside the probe's calls, or None if others are read."""
-    reader = reading.reader(probe.prompt_end, _TOOLS)
+    reader = reading.reader(probe.prompt_end, PROBE_TOOLS)
     deltas = [*reader.feed(probe.turn), *reader.finish()]
     calls = tuple((call.name, json.loads(call.arguments)) for call in deltas if isinstance(call, ToolCallDelta))
     if calls != probe.calls:
@@ -198,7 +198,7 @@ def _learned(render: RenderText, probe: _Probe, plain: Reading) -> Iterator[Call
     thinking, reader = plain.thinking, plain.reader(probe.prompt_end, ())
     deltas = [*reader.feed(probe.turn), *reader.finish()]
     text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)).strip()
-    said = _turn(render, {"role": "assistant", "content": _TEXT})
+    said = turn_of(render, {"role": "assistant", "content": _TEXT})
     end_of_turn = said[1].rpartition(_TEXT)[2].lstrip() if said else ""
     for bracket in sorted(set("[{") & set(text), key=text.index):
         start = text.index(bracket)
@@ -219,7 +219,7 @@ _FIRST_TAG = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 def _announced(render: RenderText) -> CallSyntax | None:
     """Return the syntax that the template explains to the model, or whose mark it writes around tools."""
     try:
-        without, tools = render([_USER], (), False), render([_USER], _TOOLS, False)
+        without, tools = render([_USER], (), False), render([_USER], PROBE_TOOLS, False)
     except TemplateRefused:
         return None
     marks = ((syntax, syntax.announced_by) for syntax in SYNTAXES if syntax.announced_by)
@@ -230,7 +230,7 @@ def _announced(render: RenderText) -> CallSyntax | None:
 
 
 def _find_frames(render: RenderText) -> tuple[str, ...]:
-    said = _turn(render, {"role": "assistant", "content": _TEXT})
+    said = turn_of(render, {"role": "assistant", "content": _TEXT})
     framed = (frames for frames in FRAMES if said and f"{frames[0]}{_TEXT}{frames[1]}" in said[1])
     return next(framed, ())
 
@@ -245,7 +245,7 @@ def _written_thinking(render: RenderText) -> Thinking | None:
     for fields, more in product((("reasoning_content",), ("thinking",), ("reasoning",)), ({}, calls)):
         message = {"role": "assistant", "content": _TEXT, **dict.fromkeys(fields, _REASONING), **more}
         try:
-            before, found, after = render([_USER, message], _TOOLS if more else (), False).partition(_REASONING)
+            before, found, after = render([_USER, message], PROBE_TOOLS if more else (), False).partition(_REASONING)
         except TemplateRefused:
             continue
         thinking = _marks_around(before.rstrip(), after.lstrip()) if found else None

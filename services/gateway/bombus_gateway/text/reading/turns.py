@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bombus_gateway import limits
 from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.reading.bodies import BodyEnd, BodyForm, alternatives, held_back
 from bombus_gateway.text.reading.syntax import CallSyntax, Thinking
@@ -17,10 +18,10 @@ _NEVER = re.compile(r"(?!)")
 class TurnReader:
     """Splits a turn into text, reasoning and calls.
 
-    White space before a call and around reasoning belongs to the format and is dropped. What is not a call after all
-    is text, to the letter. Text goes out as soon as it cannot be the beginning of a mark; a call when it is closed.
-    Marks that are `frames` of texts are dropped, and so is the end of reasoning where a turn begins with it: so some
-    models write that there is none.
+    White space before a call and around reasoning belongs to the format and is dropped. What is not a call after all,
+    or goes beyond the calls of one answer, is text, to the letter. Text goes out as soon as it cannot be the beginning
+    of a mark; a call when it is closed. Marks that are `frames` of texts are dropped, and so is the end of reasoning
+    where a turn begins with it: so some models write that there is none.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TurnReader:
         self._opened = ""
         self._body: list[str] = []
         self._end = BodyEnd(BodyForm())
+        self._calls = 0
         self._at_start = True  # whether a call may begin without a mark
         self._said_text = False
         self._thought = False
@@ -181,10 +183,11 @@ class TurnReader:
         self._body = []
         self._take = self._take_text
         calls = self._read(body) if complete else []
-        if not calls:
+        if not calls or self._calls + len(calls) > limits.CALLS_IN_ANSWER:
             self._say(self._opened + body, out)
             return
         out += calls
+        self._calls += len(calls)
         self._held = []
         self._after = self._syntax
         self._at_start = True

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from bombus_gateway import limits
 from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.literals import DEPTH_MAX, PYTHON_CONSTANTS, Literals
 
@@ -30,9 +31,14 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Sch
 
 
 def make_call(name: object, arguments: object, call_id: object = "") -> ToolCallDelta:
-    """Return a call. Raises `ValueError` for an empty name, arguments that are no object, or values unknown to JSON."""
-    if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
-        raise ValueError("a call has a name and an object of arguments")
+    """Return a call. Raises `ValueError` for what no request may send back to us, which would end the episode.
+
+    That is an empty or very long name, arguments that are not an object, or values unknown to JSON.
+    """
+    if not isinstance(name, str) or not 0 < len(name.strip()) <= limits.NAME_CHARACTERS:
+        raise ValueError(f"the name of a call has 1 to {limits.NAME_CHARACTERS} characters")
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments of a call are an object")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     (name + text).encode()  # half a surrogate pair cannot be sent or stored
     return ToolCallDelta(name.strip(), text, call_id if isinstance(call_id, str) else "")

@@ -31,6 +31,7 @@ DRAINED = Fault(why="the server's weights change, and this call took too long", 
 
 class OpenAIBackend:
     loads_adapters = False
+    constrains = False
 
     def __init__(self, compute: ComputeSettings, settings: OpenAISettings, deliver: Deliver) -> None:
         self.run = 0

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Struct
 
+from bombus.errors import Code, Refused
 from bombus.hive.generation import Generate
 from bombus_inference.backends.answers import ChoiceDelta, most_likely
 from bombus_inference.backends.http_calls import BackendFailed
-from bombus_inference.backends.wire import ServerAnswer
+from bombus_inference.backends.wire import ServerAnswer, penalty_fields
 
 TOKEN_PREFIX = "token_id:"
 
@@ -90,6 +91,7 @@ def completions_body(model: str, request: Generate, prompt: list[int], tokens_ma
         "return_tokens_as_token_ids": True,
         "stream": request.stream,
     }
+    body |= penalty_fields(sampling)
     if sampling.seed is not None:
         body["seed"] = sampling.seed
     return _encoder.encode(body)
@@ -155,9 +157,13 @@ _sglang = msgspec.json.Decoder(list[SglangChoice] | SglangChoice)
 def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
     """Return the request's body, which has no seed, since SGLang takes none with a request.
 
-    The answer is not streamed, because what its parts contain depends on the server's options.
+    The answer is not streamed, because what its parts contain depends on the server's options. Raises `Refused` for a
+    penalty of repetition: SGLang's looks at sampled tokens alone (sglang/srt/sampling/penaltylib), not at the prompt.
     """
     sampling = request.sampling
+    if sampling.repetition_penalty != 1:
+        why = "repetition_penalty is not supported here: SGLang does not count the prompt's tokens. Leave it out."
+        raise Refused(Code.UNSUPPORTED, why)
     parameters: dict[str, object] = {
         "n": request.n,
         "max_new_tokens": tokens_max - len(prompt),
@@ -166,7 +172,7 @@ def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
         "top_k": sampling.top_k or -1,
         "stop_token_ids": sampling.stop_token_ids,
         "skip_special_tokens": False,
-    }
+    } | penalty_fields(sampling)
     body = {
         "input_ids": prompt,
         "sampling_params": parameters,

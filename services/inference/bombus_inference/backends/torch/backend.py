@@ -50,6 +50,7 @@ class TorchBackend:
     """Serves from this process. An engine that breaks ends the process, so `lost` is never set."""
 
     loads_adapters = True
+    constrains = False
 
     def __init__(self, settings: ComputeSettings, deliver: Deliver) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -1,7 +1,8 @@
 """Draws a batch of tokens at once, each with its logprob under the distribution that it was drawn from.
 
-That distribution is softmax(logits / temperature), truncated to top_k, then to top_p, and normalised again. Greedy
-sampling (temperature 0) takes the most likely token and reports its logprob at temperature 1 without truncation.
+That distribution is softmax(logits / temperature), truncated by min_p, then to top_k, then to top_p, and normalised
+again; the logits are those that a request's bias and penalties have left (`edits.py`). Greedy sampling (temperature 0)
+takes the most likely token and reports its logprob at temperature 1 without truncation.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bombus_inference.backends.protocol import TopLogprobs
+from bombus_inference.backends.torch.edits import LogitEdits
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +24,17 @@ class Draw:
     top_k: int
     uniform: float
     top_logprobs: int = 0
+    min_p: float = 0.0
+    edits: LogitEdits | None = None
 
     @property
     def truncated(self) -> bool:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+    @property
+    def relative(self) -> bool:
+        """Whether tokens far less likely than the most likely one are left out."""
+        return self.temperature > 0 and self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +46,12 @@ class Drawn:
 
 def draw(logits_RV: Tensor, draws: Sequence[Draw]) -> Drawn:
     """Draw one token for each row of `logits_RV`, which may have any float type."""
-    logits_RV = logits_RV.float()
+    logits_RV = _edited(logits_RV.float(), draws)
     if any(one.temperature not in (0.0, 1.0) for one in draws):
         temperatures = [one.temperature or 1.0 for one in draws]
         logits_RV = logits_RV / torch.tensor(temperatures, device=logits_RV.device)[:, None]
+    if any(one.relative for one in draws):
+        logits_RV = _above_min_p(logits_RV, [one.min_p if one.relative else 0.0 for one in draws])
     rows = [row for row, one in enumerate(draws) if one.truncated]
     if rows:
         index = torch.tensor(rows, device=logits_RV.device)
@@ -50,6 +61,23 @@ def draw(logits_RV: Tensor, draws: Sequence[Draw]) -> Drawn:
     tokens_R1 = _choose(logprobs_RV, draws)
     chosen_R = logprobs_RV.gather(1, tokens_R1).squeeze(1)
     return Drawn(tokens_R1.squeeze(1).tolist(), chosen_R.tolist(), _tops(logprobs_RV, draws))
+
+
+def _edited(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return the logits after the edits of the rows that have any; the same tensor where none has."""
+    rows = [(row, one.edits) for row, one in enumerate(draws) if one.edits is not None]
+    if not rows:
+        return logits_RV
+    logits_RV = logits_RV.clone()
+    for row, edits in rows:
+        edits.apply(logits_RV[row])
+    return logits_RV
+
+
+def _above_min_p(logits_RV: Tensor, min_p: Sequence[float]) -> Tensor:
+    """Set to minus infinity what is less likely than its row's `min_p` times the most likely token."""
+    below_R1 = torch.tensor(min_p, device=logits_RV.device).log()[:, None]  # minus infinity where there is none
+    return logits_RV.masked_fill(logits_RV < logits_RV.amax(dim=-1, keepdim=True) + below_R1, -torch.inf)
 
 
 def _choose(logprobs_RV: Tensor, draws: Sequence[Draw]) -> Tensor:

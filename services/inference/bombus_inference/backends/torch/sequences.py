@@ -7,6 +7,7 @@ from array import array
 from bombus.hive.generation import Finished, Frame, Generate, Tokens
 from bombus.hive.records import FinishReason, spans_of
 from bombus_inference.backends.protocol import TopLogprobs
+from bombus_inference.backends.torch.edits import LogitEdits
 from bombus_inference.backends.torch.sampling import Draw
 
 
@@ -19,6 +20,7 @@ class SequenceState:
 
     __slots__ = (
         "_draw",
+        "_edits",
         "_rng",
         "_sent",
         "block_owner",
@@ -61,7 +63,16 @@ class SequenceState:
         # The random numbers depend on the seed and the choice alone, not on what else is running.
         self._rng = random.Random(None if seed is None else f"{seed}/{choice}")
         sampling = request.sampling
-        self._draw = Draw(sampling.temperature, sampling.top_p, sampling.top_k, 0.0, sampling.top_logprobs)
+        self._edits = LogitEdits.of(sampling, prompt)
+        self._draw = Draw(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            uniform=0.0,
+            top_logprobs=sampling.top_logprobs,
+            min_p=sampling.min_p,
+            edits=self._edits,
+        )
 
     @property
     def missing(self) -> int:
@@ -77,7 +88,8 @@ class SequenceState:
         draw = self._draw
         if draw.temperature == 0:
             return draw
-        return Draw(draw.temperature, draw.top_p, draw.top_k, self._rng.random(), draw.top_logprobs)
+        uniform = self._rng.random()
+        return Draw(draw.temperature, draw.top_p, draw.top_k, uniform, draw.top_logprobs, draw.min_p, draw.edits)
 
     def accept(self, token: int, logprob: float, top: TopLogprobs, version: int) -> None:
         """Append a drawn token, and finish when it is a stop token or the last one allowed."""
@@ -85,6 +97,8 @@ class SequenceState:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self._edits is not None:
+            self._edits.accept(token)
         if self._draw.top_logprobs:
             self.tops.append(top)
         if token in self.request.sampling.stop_token_ids:

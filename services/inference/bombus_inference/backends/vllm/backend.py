@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +35,15 @@ from bombus_inference.backends.protocol import (
     with_precision,
 )
 from bombus_inference.backends.vllm.prometheus import vllm_metrics
-from bombus_inference.backends.vllm.server import ADAPTER, MODEL, VllmServer, vllm_arguments, vllm_environment
+from bombus_inference.backends.vllm.server import (
+    ADAPTER,
+    MODEL,
+    NO_TOKENIZER,
+    VllmServer,
+    has_tokenizer,
+    vllm_arguments,
+    vllm_environment,
+)
 from bombus_inference.backends.vllm.wire import parse_deltas, request_body
 from bombus_inference.backends.wire import WeightLabel
 from bombus_inference.model_files import Shapes, check_same_shapes, read_config, read_shapes
@@ -48,6 +57,9 @@ RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 SCRAPE_S = 5.0
 
+_NOT_COMPILED = (
+    "the engine failed at a request whose answer has a form ({}); it may not be able to hold answers to this schema"
+)
 DIED = Fault(why="the replica's vLLM died and is started again", code=Code.NO_REPLICA, retry=True)
 
 
@@ -58,6 +70,16 @@ def _changing_file(policy: Policy) -> Path:
 
 def _base_model(policy: Policy) -> Path | None:
     return None if policy.adapter is None else policy.folder
+
+
+@dataclass(frozen=True)
+class _Child:
+    """What a child is started with. `constrains`: whether it loads the model's tokenizer."""
+
+    policy: Policy
+    compute: ComputeSettings
+    max_model_len: int
+    constrains: bool
 
 
 class VllmBackend:
@@ -93,6 +115,10 @@ class VllmBackend:
     def sequence_tokens(self) -> int:
         return self._limits.max_model_len
 
+    @property
+    def constrains(self) -> bool:
+        return self._limits.constrains
+
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:
@@ -106,6 +132,18 @@ class VllmBackend:
         self._calls.abort(ticket)
 
     async def _generate(self, server: VllmServer, request: Generate, prompt: list[int]) -> FrameBatches:
+        """Yield the frames of an answer. Raises `BackendFailed` or `Refused`."""
+        try:
+            async with contextlib.aclosing(self._frames(server, request, prompt)) as made:
+                async for frames in made:
+                    yield frames
+        except BackendFailed as error:
+            # Grammars are compiled in the engine, where some fail that were checked before: at every replica.
+            if request.constraint is not None and await server.is_healthy():
+                raise Refused(Code.UNSUPPORTED, _NOT_COMPILED.format(error)) from error
+            raise
+
+    async def _frames(self, server: VllmServer, request: Generate, prompt: list[int]) -> FrameBatches:
         await self._steady.wait()
         swaps, run = self._swaps, self.run
         assembler = FrameAssembler(request, self.version, lambda: self._swaps == swaps)
@@ -141,7 +179,6 @@ class VllmBackend:
 
     async def _start(self, policy: Policy, report_stage: ReportStage) -> None:
         """Start a new child with these weights. Raises `EngineFault`."""
-        python = self._vllm.python or environment_python("vllm")
         config = await asyncio.to_thread(read_config, policy.folder)
         shapes = await asyncio.to_thread(read_shapes, _changing_file(policy))
         compute = await asyncio.to_thread(with_precision, self._compute, policy)
@@ -149,9 +186,31 @@ class VllmBackend:
         await asyncio.sleep(self._pause_s)
         began = asyncio.get_running_loop().time()
         self._base_model = _base_model(policy)
+        child = _Child(policy, compute, longest, has_tokenizer(policy))
+        try:
+            server = await self._started(child, report_stage)
+        except EngineFault as fault:
+            if not child.constrains or "tokeniz" not in str(fault).lower():
+                raise
+            log.warning("vLLM starts without the model's tokenizer, so answers cannot be held to a form: %s", fault)
+            child = replace(child, constrains=False)
+            server = await self._started(child, report_stage)
+        self._starts += 1
+        self._server, self._shapes = server, shapes
+        choices_max = min(CHOICES_MAX, self._compute.max_running)
+        self._limits = Limits(longest, config.vocabulary, choices_max, self._compute.max_waiting, child.constrains)
+        self.run, self.version = policy.run, policy.version
+        self._watching = asyncio.create_task(self._watch(server))
+        log.info("vLLM started in %.1f s", asyncio.get_running_loop().time() - began, extra={"run": policy.run})
+
+    async def _started(self, child: _Child, report_stage: ReportStage) -> VllmServer:
+        """Start a child, and generate a token with it. Raises `EngineFault`."""
+        python = self._vllm.python or environment_python("vllm")
+        policy, compute = child.policy, child.compute
         server = VllmServer()
         try:
-            command = [str(python), *vllm_arguments(policy, server.socket, compute, self._vllm, longest)]
+            words = vllm_arguments(policy, server.socket, compute, self._vllm, child.max_model_len)
+            command = [str(python), *words, *([] if child.constrains else [NO_TOKENIZER])]
             await server.start(command, vllm_environment(compute, self._vllm), self._vllm.start_s, report_stage)
             await self._check(server, WeightLabel(policy.run, policy.version))
         except BaseException as error:
@@ -159,13 +218,7 @@ class VllmBackend:
                 self._pause_s = self._longer_pause_s()
             await asyncio.shield(server.stop())
             raise
-        self._starts += 1
-        self._server, self._shapes = server, shapes
-        choices_max = min(CHOICES_MAX, self._compute.max_running)
-        self._limits = Limits(longest, config.vocabulary, choices_max, self._compute.max_waiting)
-        self.run, self.version = policy.run, policy.version
-        self._watching = asyncio.create_task(self._watch(server))
-        log.info("vLLM started in %.1f s", asyncio.get_running_loop().time() - began, extra={"run": policy.run})
+        return server
 
     async def _check(self, server: VllmServer, label: WeightLabel) -> None:
         """Generate one token in the usual way, so that a vLLM that cannot do this is found out at the start."""

@@ -39,6 +39,7 @@ REPORT_EVERY_S = 10.0
 STOP_S = vllm_keeper.GRACE_S + 5.0
 REASON_CHARS_MAX = 400
 MODEL, ADAPTER = "policy", "adapter"  # their names in vLLM
+NO_TOKENIZER = "--skip-tokenizer-init"  # an argument for it, with which it cannot hold answers to a form
 EXTENSION = Path(__file__).with_name("adapter_swap.py")
 # With our values the child would import our packages instead of its own.
 NOT_INHERITED = {*KEY_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"}
@@ -46,6 +47,11 @@ NOT_INHERITED = {*KEY_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLL
 _error_level = re.compile(r"\b(ERROR|CRITICAL)\b")
 _line_prefix = re.compile(r"^\(.*? pid=\d+\) (?:(?:ERROR|CRITICAL) .*?\] )?")
 _exception = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt): .")
+
+
+def has_tokenizer(policy: Policy) -> bool:
+    """Whether the policy's folder has a tokenizer, without which vLLM cannot hold answers to a form."""
+    return (policy.folder / "tokenizer.json").exists()
 
 
 def vllm_arguments(
@@ -68,6 +74,8 @@ def vllm_arguments(
         "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from
         "max-logprobs": TOP_LOGPROBS_MAX + 1,
         "generation-config": "vllm",  # none of the model's own, which would change how tokens are sampled
+        # The first request that needs one decides for all, and others than this one do not know what we send.
+        "structured-outputs-config": '{"backend": "xgrammar"}',
     }
     if compute.kv_cache_bytes is not None or compute.device == "cpu":  # on a GPU it finds out itself how much is free
         options["kv-cache-memory-bytes"] = compute.cache_bytes
@@ -82,7 +90,7 @@ def vllm_arguments(
         }
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
-    flags = ["enable-scale-out", "enable-prefix-caching", "enable-prompt-tokens-details", "skip-tokenizer-init"]
+    flags = ["enable-scale-out", "enable-prefix-caching", "enable-prompt-tokens-details"]
     flags += ["disable-uvicorn-access-log", *(["enforce-eager"] if vllm.eager else [])]
     flags += ["enable-lora"] if policy.adapter is not None else []
     return arguments + [f"--{flag}" for flag in flags]

@@ -7,7 +7,8 @@ from bombus.hive.generation import Generate
 from bombus_inference.backends.answers import ChoiceDelta, most_likely
 from bombus_inference.backends.http_calls import BackendFailed
 from bombus_inference.backends.protocol import TopLogprobs
-from bombus_inference.backends.wire import ServerAnswer
+from bombus_inference.backends.vllm.structured import structured_outputs
+from bombus_inference.backends.wire import ServerAnswer, penalty_fields
 
 
 class VllmLogprob(Struct):
@@ -62,6 +63,9 @@ def request_body(request: Generate, prompt: list[int], tokens_max: int, model: s
         # The sampled token is listed first, and takes an extra place if it is not among the most likely.
         "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,
     }
+    parameters |= penalty_fields(sampling)
+    if request.constraint is not None:
+        parameters["structured_outputs"] = structured_outputs(request.constraint)
     if sampling.seed is not None:
         parameters["seed"] = sampling.seed
     body: dict[str, object] = {"model": model, "token_ids": prompt, "sampling_params": parameters}

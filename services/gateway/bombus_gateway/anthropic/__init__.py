@@ -1,0 +1,1 @@
+"""The Anthropic door: messages, and the counting of their tokens."""

@@ -1,0 +1,440 @@
+"""The requests of Anthropic's Messages API: decoded, and turned into a neutral `CompletionRequest`. Pure.
+
+Clients of this API send much that does not change what is sampled: betas, metadata, thinking, marks for a cache. It may
+have any value. How tokens are drawn is a wish, about which the job decides. What nobody here can do, and what nobody
+here knows, is listed as `unsupported`: the job says whether that is refused or left out.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from bombus.errors import Code
+from bombus_gateway import limits
+from bombus_gateway.anthropic.client_tools import CLIENT_TOOLS
+from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
+from bombus_gateway.decoding.json_body import (
+    Asked,
+    BadParameter,
+    check_count_of_tools,
+    checked_arguments,
+    decode_body,
+    demand_of_calls,
+    demand_of_json,
+    field_names,
+    function_tool,
+    split_asked,
+    stop_strings,
+    unknown_fields,
+)
+from bombus_gateway.decoding.json_parts import RememberedItems, RememberedParts
+from bombus_gateway.text.message import ChatMessage
+
+INVALID_JSON = "INVALID_JSON"  # the only key of a tool's input whose text is not an object of JSON
+
+_SYSTEM = "system"  # the place of what is said to the model before all messages
+_ours = re.compile("[0-9a-f]{32}")  # a signature that we gave is the id of the call
+_Unused = Any  # a known name whose value does not matter
+
+
+class MessagesRequest(NamedTuple):
+    """A request of either route: the neutral part, and what the response and the marks of harnesses need.
+
+    `server_tools` are the types of tools that Anthropic's servers run. `answer` has the fields of the JSON that the
+    answer is to be, None where it may be any text.
+    """
+
+    completion: CompletionRequest
+    model: str
+    server_tools: tuple[str, ...] = ()
+    answer: frozenset[str] | None = None
+
+
+_Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
+_Count = Annotated[int, Meta(ge=1)]
+
+
+class _Block(msgspec.Struct):
+    """A block of content of any type, with the fields of the types that are understood."""
+
+    type: str = ""
+    text: str | None = None
+    thinking: str | None = None
+    signature: _Unused = None
+    id: _Name | None = None
+    name: _Name | None = None
+    input: msgspec.Raw = msgspec.Raw(b"{}")
+    tool_use_id: _Name | None = None
+    content: "str | list[_Block] | dict[str, Any] | None" = None
+    is_error: bool | None = None
+    tool_name: _Name | None = None
+    source: Any = None
+    title: Any = None
+
+
+_Content = str | list[_Block] | None
+
+
+class _Message(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: _Content = None
+
+
+class _ToolChoice(msgspec.Struct):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    name: str = ""
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    defer_loading: bool | None = None
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    model: _Name
+    messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]  # of `_Message`
+    max_tokens: _Count | None = None
+    system: _Content = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")  # of `_Tool`, or null
+    tool_choice: _ToolChoice | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: int | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    container: _Unused = None
+    mcp_servers: list[_Unused] | None = None
+    thinking: _Unused = None
+    metadata: _Unused = None
+    cache_control: _Unused = None
+    diagnostics: _Unused = None
+    service_tier: _Unused = None
+    speed: _Unused = None
+    inference_geo: _Unused = None
+    betas: _Unused = None
+
+
+class _Placed(NamedTuple):
+    """A block, and its place in the body."""
+
+    place: str
+    block: _Block
+
+
+class _Offered(NamedTuple):
+    """A tool, and the function that the model may call; None for a tool of Anthropic's servers."""
+
+    tool: _Tool
+    function: dict[str, Any] | None
+
+
+class _Alone(NamedTuple):
+    """A message, and what becomes of it where its neighbours have other roles. Places begin where it does."""
+
+    message: _Message
+    turn: tuple[ChatMessage, ...]
+    unsupported: tuple[Unsupported, ...]
+
+
+_body = msgspec.json.Decoder(_Body)
+_message = msgspec.json.Decoder(_Message)
+_offered = msgspec.json.Decoder(list[_Tool] | None)
+_FIELDS = field_names(_Body)
+
+
+def read_messages(body: bytes) -> MessagesRequest:
+    """Decode the body of `POST /v1/messages`, or of `/v1/messages/count_tokens`. Raises `Refused`."""
+    found = decode_body(_body, body)
+    given = _remembered_messages(found.messages, "messages")
+    unsupported = [*_beyond_messages(found, given[-1].message), *unknown_fields(body, _FIELDS)]
+    offered = _remembered_tools(bytes(found.tools))
+    tools = _tools(offered, given, unsupported)
+    demands, unmet = split_asked([_forced_call(found.tool_choice, tools), *_forms_of_answer(found)])
+    completion = CompletionRequest(
+        chat=True,
+        messages=tuple(_messages(found.system, given, unsupported)),
+        tools=tuple(tools),
+        parse_tool_calls=bool(tools) and (found.tool_choice is None or found.tool_choice.type != "none"),
+        stops=stop_strings(found.stop_sequences or (), "stop_sequences"),
+        stream=bool(found.stream),
+        wish=SamplingWish(
+            temperature=found.temperature,
+            top_p=wished_top_p(found.top_p),
+            top_k=max(found.top_k or 0, 0),
+            max_tokens=found.max_tokens,
+        ),
+        demands=demands,
+        one_call=_ONE_CALL if found.tool_choice and found.tool_choice.disable_parallel_tool_use else "",
+        unsupported=(*unmet, *unsupported),
+    )
+    server_tools = tuple(each.tool.type or "" for each in offered if each.function is None)
+    return MessagesRequest(completion, found.model, server_tools, _fields_of_answer(found.output_config or {}))
+
+
+def _fields_of_answer(output: dict[str, Any]) -> frozenset[str] | None:
+    """Return the names of the fields of the JSON that an answer is to be; None where that is not said."""
+    form = output.get("format")
+    schema = form.get("schema") if isinstance(form, dict) else None
+    fields = schema.get("properties") if isinstance(schema, dict) else None
+    return frozenset(fields) if isinstance(fields, dict) else None
+
+
+# ---- what is asked for --------------------------------------------------------------------------------------------
+
+
+def _beyond_messages(found: _Body, last: _Message) -> list[Unsupported]:
+    """Return what is asked for that would change the answer, in ways that nobody here can."""
+    asked = (
+        ("context_management", _takes_away(found.context_management), "nothing is taken out of a conversation"),
+        ("container", found.container is not None, "no code is run here"),
+        ("mcp_servers", bool(found.mcp_servers), "tools are called by the client alone"),
+        ("messages", last.role == "assistant", "an answer that the client began is not gone on with"),
+    )
+    return [Unsupported(name, why) for name, is_asked, why in asked if is_asked]
+
+
+_ONE_CALL = "tool_choice.disable_parallel_tool_use"
+
+
+def _forced_call(choice: _ToolChoice | None, tools: Sequence[Mapping[str, Any]]) -> Asked | None:
+    """Return what a choice of tools asks for; None where the model may answer as it likes."""
+    if choice is None or choice.type not in ("any", "tool"):
+        return None
+    return demand_of_calls("tool_choice", tools, [choice.name] if choice.type == "tool" else None)
+
+
+def _forms_of_answer(found: _Body) -> Iterator[Asked]:
+    """Yield what the formats of an answer ask for, which has an older name too."""
+    for field, form in (
+        ("output_config.format", (found.output_config or {}).get("format")),
+        ("output_format", found.output_format),
+    ):
+        match form or None:
+            case None:
+                continue
+            case {"type": "json_schema", "schema": schema}:
+                yield demand_of_json(field, schema)
+            case _:
+                yield Unsupported(field, "answers are text or json_schema")
+
+
+def _takes_away(management: dict[str, Any] | None) -> bool:
+    """Whether the server is asked to change the conversation. Claude Code asks for an edit that keeps all of it."""
+    edits = (management or {}).get("edits")
+    if not isinstance(edits, list):
+        return bool(management)
+    return not all(isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits)
+
+
+def _read_tools(given: bytes) -> tuple[_Offered, ...]:
+    found = decode_body(_offered, given, "tools") or []
+    check_count_of_tools(len(found))
+    return tuple(_Offered(tool, _function(tool, f"tools.{index}")) for index, tool in enumerate(found))
+
+
+def _function(tool: _Tool, place: str) -> dict[str, Any] | None:
+    """Return the function that a tool is to the model, None where nobody here knows what it takes."""
+    if tool.type in (None, "custom"):
+        given: Mapping[str, Any] = {"description": tool.description, "parameters": tool.input_schema}
+    else:
+        given = CLIENT_TOOLS.get(tool.type, {})
+    return function_tool({"name": tool.name, **given}, place) if given else None
+
+
+_remembered_tools = RememberedParts(_read_tools)
+
+
+def _tools(
+    offered: Sequence[_Offered], given: Sequence[_Alone], unsupported: list[Unsupported]
+) -> list[dict[str, Any]]:
+    """Return the functions that the model may call. A deferred one is left out until a reference names it."""
+    referenced = _referenced(given) if any(each.tool.defer_loading for each in offered) else set()
+    tools: list[dict[str, Any]] = []
+    for index, (tool, function) in enumerate(offered):
+        if function is None:
+            why = f"{str(tool.type)[:40]!r} is a tool of Anthropic's servers, or one that its models know by heart"
+            unsupported.append(Unsupported(f"tools.{index}.type", why))
+        elif not tool.defer_loading or tool.name in referenced:
+            tools.append(function)
+    return tools
+
+
+def _referenced(given: Sequence[_Alone]) -> set[str]:
+    """Return the names of the tools to which the conversation refers."""
+    contents = [each.message.content for each in given]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    inner = [part for block in blocks if isinstance(block.content, list) for part in block.content]
+    return {each.tool_name for each in (*blocks, *inner) if each.type == "tool_reference" and each.tool_name}
+
+
+# ---- the conversation ---------------------------------------------------------------------------------------------
+
+
+def _read_message(part: bytes, at: str, place: str) -> _Alone:
+    message = decode_body(_message, part, at)
+    left_out: list[Unsupported] = []
+    turn = tuple(_turn(message.role, _blocks(message.content, place), left_out))
+    return _Alone(message, turn, tuple(left_out))
+
+
+_remembered_messages = RememberedItems(_read_message)
+
+
+def _messages(system: _Content, given: Sequence[_Alone], left_out: list[Unsupported]) -> Iterator[ChatMessage]:
+    """Yield the messages as they are stored, compared and rendered. Consecutive ones of one role are one turn."""
+    placed = [(f"messages.{index}", each) for index, each in enumerate(given)]
+    if system:
+        placed.insert(0, (_SYSTEM, _Alone(_Message("system", system), (), ())))
+    for role, turn in groupby(placed, key=lambda each: each[1].message.role):
+        yield from _one_turn(role, list(turn), left_out)
+
+
+def _one_turn(role: str, given: Sequence[tuple[str, _Alone]], left_out: list[Unsupported]) -> Iterable[ChatMessage]:
+    place, alone = given[0]
+    if len(given) == 1 and place != _SYSTEM:
+        left_out += [Unsupported(f"{place}{within}", why) for within, why in alone.unsupported]
+        return alone.turn
+    return _turn(role, [block for at, each in given for block in _blocks(each.message.content, at)], left_out)
+
+
+def _turn(role: str, blocks: Sequence[_Placed], left_out: list[Unsupported]) -> Iterable[ChatMessage]:
+    return [_answer(blocks, left_out)] if role == "assistant" else _results_and_text(role, blocks, left_out)
+
+
+def _blocks(content: _Content, place: str) -> list[_Placed]:
+    if not isinstance(content, list):
+        return [_Placed(place, _Block("text", content or ""))]
+    at = place if place == _SYSTEM else f"{place}.content"
+    return [_Placed(f"{at}.{index}", block) for index, block in enumerate(content)]
+
+
+def _answer(blocks: Sequence[_Placed], left_out: list[Unsupported]) -> ChatMessage:
+    """Return the assistant's message, with null as content beside calls only."""
+    calls = [_tool_call(each) for each in blocks if each.block.type == "tool_use"]
+    if len(calls) > limits.CALLS_IN_MESSAGE:
+        why = f"{len(calls)} calls in one turn are over the limit of {limits.CALLS_IN_MESSAGE}."
+        raise BadParameter(Code.MALFORMED, blocks[0].place, why)
+    # Nobody here can read thinking that is redacted.
+    understood = ("tool_use", "thinking", "redacted_thinking")
+    text = _text((each for each in blocks if each.block.type not in understood), "", left_out)
+    reasoning = "".join(each.block.thinking or "" for each in blocks if each.block.type == "thinking")
+    message: ChatMessage = {"role": "assistant", "content": text or None if calls else text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    signatures = {each.block.signature for each in blocks if _ours.fullmatch(str(each.block.signature))}
+    if len(signatures) == 1:
+        message["answer_of"] = signatures.pop(), 0
+    return message
+
+
+def _tool_call(placed: _Placed) -> dict[str, Any]:
+    block = placed.block
+    if not block.name:
+        raise BadParameter(Code.MALFORMED, f"{placed.place}.name", "A call has the name of its tool.")
+    function = {"name": block.name, "arguments": _arguments(block.input, f"{placed.place}.input")}
+    return {"id": block.id or "", "type": "function", "function": function}
+
+
+def _arguments(given: msgspec.Raw, place: str) -> str:
+    """Return the input of a call as the text that it is, so that no number is spelled anew."""
+    try:
+        text = bytes(given).decode()
+    except UnicodeDecodeError as error:
+        raise BadParameter(Code.MALFORMED, place, f"{place} is not UTF-8: {error}.") from None
+    if text == "null":
+        return "{}"
+    if not text.startswith("{"):
+        raise BadParameter(Code.MALFORMED, place, f"{place} is not an object.")
+    text = checked_arguments(text, place)
+    return _what_was_sampled(text) if INVALID_JSON in text else text
+
+
+def _what_was_sampled(text: str) -> str:
+    """Return the arguments that an answer of ours has wrapped because they are not an object, or the text itself."""
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+    return value[INVALID_JSON] if [*value] == [INVALID_JSON] and isinstance(value[INVALID_JSON], str) else text
+
+
+def _results_and_text(role: str, blocks: Sequence[_Placed], left_out: list[Unsupported]) -> Iterator[ChatMessage]:
+    """Yield the results of tools, in their order, and then the text of the turn."""
+    results = [each for each in blocks if each.block.type == "tool_result"]
+    for each in results:
+        yield _tool_result(each, left_out)
+    rest = [each for each in blocks if each.block.type != "tool_result"]
+    text = _text(rest, "\n", left_out)
+    if text or not results:
+        yield {"role": role, "content": text}
+
+
+def _tool_result(placed: _Placed, left_out: list[Unsupported]) -> ChatMessage:
+    place, block = placed
+    if block.tool_use_id is None:
+        raise BadParameter(Code.MALFORMED, f"{place}.tool_use_id", "A result names the call that it answers.")
+    if isinstance(block.content, dict):
+        raise BadParameter(Code.MALFORMED, f"{place}.content", "The content of a result is text or a list of blocks.")
+    text = _text(_blocks(block.content, place), "\n", left_out)
+    if block.is_error and "error" not in text.partition("\n")[0].lower():
+        text = f"Error: {text}" if text else "Error"  # templates have no other place for it
+    return {"role": "tool", "content": text, "tool_call_id": block.tool_use_id}
+
+
+def _text(blocks: Iterable[_Placed], between: str, left_out: list[Unsupported]) -> str:
+    """Return the texts of blocks as one, and list the blocks that are not text."""
+    texts: list[str] = []
+    for place, block in blocks:
+        text = _text_of(block)
+        if text is not None:
+            texts.append(text)
+        elif block.type == "text":
+            raise BadParameter(Code.MALFORMED, f"{place}.text", "A block of text has a text.")
+        else:
+            left_out.append(Unsupported(place, f"a block of type {block.type[:40]!r} is not text"))
+    return between.join(text for text in texts if text)
+
+
+def _text_of(block: _Block) -> str | None:
+    """Return the text of a block, None where it has none that can be read."""
+    if block.type == "text":
+        return block.text
+    if block.type == "tool_reference":
+        return f"The tool {block.tool_name} can be called now."
+    if block.type == "document":
+        return _titled(_text_of_source(block.source), block.title)
+    if block.type == "search_result":
+        parts = block.content if isinstance(block.content, list) else []
+        found = "\n".join(part.text for part in parts if part.type == "text" and part.text)
+        return _titled(found or None, block.title, block.source)
+    return None
+
+
+def _text_of_source(source: Any) -> str | None:
+    """Return the text of a document that came as plain text, or as blocks of text alone."""
+    if not isinstance(source, dict):
+        return None
+    data = source.get("data") if source.get("type") == "text" else None
+    data = source.get("content") if source.get("type") == "content" else data
+    if isinstance(data, list):
+        texts = [part["text"] for part in data if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        return "\n".join(texts) if len(texts) == len(data) else None
+    return data if isinstance(data, str) else None
+
+
+def _titled(text: str | None, *titles: Any) -> str | None:
+    """Return a text below its titles."""
+    return None if text is None else "\n".join([*(title for title in titles if isinstance(title, str)), text])

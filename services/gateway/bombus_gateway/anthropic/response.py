@@ -1,0 +1,203 @@
+"""The responses that Anthropic's SDK expects: messages, events and errors. Pure."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from bombus.errors import Refused
+from bombus_gateway.access import HeaderPair
+from bombus_gateway.anthropic.request import INVALID_JSON
+from bombus_gateway.call.calls import AnswerHead
+from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
+from bombus_gateway.call.request import PromptTooLong
+from bombus_gateway.limits import in_short
+from bombus_gateway.text.deltas import ReasoningDelta, TextDelta, ToolCallDelta
+from bombus_gateway.text.losses import NotRendered
+
+encode = msgspec.json.encode
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+def error_body(error: Refused) -> bytes:
+    """Return Anthropic's body for an error."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    why = error.why
+    if isinstance(error, PromptTooLong):
+        # Claude Code compacts the conversation after this very sentence, and others look for it.
+        why = f"prompt is too long: {error.tokens} tokens > {error.tokens_max} maximum"
+    elif isinstance(error, NotRendered) and "system" in why.lower():
+        # After these words Claude Code puts what it has for the system into the user's messages, and asks again.
+        why = f"{why} At this place the role 'system' is not supported."
+    return encode({"type": "error", "error": {"type": kind, "message": in_short(why)}})
+
+
+def error_event(error: Refused) -> bytes:
+    return b"event: error\ndata: " + error_body(error) + b"\n\n"
+
+
+def count_body(tokens: int) -> bytes:
+    """Return the body that says how many tokens a prompt has."""
+    return encode({"input_tokens": tokens})
+
+
+class MessagesEncoder:
+    """Encodes one answer as a message, whole or as events. Of a stream it knows which block is open."""
+
+    def __init__(self, model: str, head: AnswerHead) -> None:
+        self._model = model
+        self._head = head
+        self._blocks = 0  # that have been begun
+        self._calls = 0
+        self._open: type[TextDelta | ReasoningDelta] | None = None  # of which deltas the open block is made
+        self._stop: dict[str, str | None] = {}
+
+    @property
+    def headers(self) -> Sequence[HeaderPair]:
+        return ((b"request-id", self._head.id.encode()),)
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes:
+        (completion,) = completions
+        return encode(self._message([*self._content(completion)], _stop(completion), _usage(usage)))
+
+    def opening(self) -> bytes:
+        usage = _usage(Usage(self._head.prompt_tokens, 0))
+        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
+        return _event("message_start", {"message": message})
+
+    def beat(self) -> bytes:
+        return _PING
+
+    def progress(self, completion: Completion, delta: CompletionDelta) -> bytes:
+        events: list[bytes] = []
+        for part in delta.deltas:
+            if isinstance(part, ToolCallDelta):
+                call = completion.calls()[self._calls]
+                self._calls += 1
+                events += self._tool_use(call)
+            else:
+                events += self._piece(part)
+        return b"".join(events)
+
+    def closing(self, completion: Completion) -> bytes:
+        """Close the last block. How the answer ended is said together with its usage."""
+        self._stop = _stop(completion)
+        return b"".join(self._close())
+
+    def end(self, usage: Usage) -> bytes:
+        return _event("message_delta", {"delta": self._stop, "usage": _usage(usage)}) + _event("message_stop", {})
+
+    def _message(
+        self, content: list[dict[str, Any]], stop: dict[str, str | None], usage: dict[str, int]
+    ) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self._head.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            **stop,
+            "usage": usage,
+        }
+
+    def _content(self, completion: Completion) -> Iterator[dict[str, Any]]:
+        """Yield the blocks of a whole message."""
+        message = completion.message()
+        if message.get("reasoning_content"):
+            yield {"type": "thinking", "thinking": message["reasoning_content"], "signature": self._signature}
+        if message["content"]:
+            yield {"type": "text", "text": message["content"]}
+        for call in completion.calls():
+            yield {**_tool_use(call), "input": msgspec.Raw(_input(call))}
+
+    def _piece(self, part: TextDelta | ReasoningDelta) -> Iterator[bytes]:
+        """Yield the events of a piece of text, which begins a block unless one of its kind is open."""
+        thinking = isinstance(part, ReasoningDelta)
+        if self._open is not type(part):
+            yield from self._close()
+            self._open = type(part)
+            # Only the event about a signature may bring one.
+            yield self._begin({"type": "thinking", "thinking": ""} if thinking else {"type": "text", "text": ""})
+        if thinking:
+            yield self._delta({"type": "thinking_delta", "thinking": part.text})
+        else:
+            yield self._delta({"type": "text_delta", "text": part.text})
+
+    def _tool_use(self, call: dict[str, Any]) -> Iterator[bytes]:
+        """Yield the events of a whole call, a block of its own."""
+        yield from self._close()
+        yield self._begin({**_tool_use(call), "input": {}})
+        yield self._delta({"type": "input_json_delta", "partial_json": _input(call).decode()})
+        yield self._end_of_block()
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is ReasoningDelta:
+            yield self._delta({"type": "signature_delta", "signature": self._signature})
+        if self._open is not None:
+            yield self._end_of_block()
+        self._open = None
+
+    @property
+    def _signature(self) -> str:
+        """The signature of thinking, which clients send back with it: some make a user's message of one without."""
+        return self._head.id
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        self._blocks += 1
+        return _event("content_block_start", {"index": self._blocks - 1, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", {"index": self._blocks - 1, "delta": delta})
+
+    def _end_of_block(self) -> bytes:
+        return _event("content_block_stop", {"index": self._blocks - 1})
+
+
+def _event(kind: str, fields: dict[str, Any]) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
+
+
+def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+
+
+def _input(call: dict[str, Any]) -> bytes:
+    """Return the input of a call, as JSON: the text that was sampled, wrapped in an object where it is not one.
+
+    Anthropic's SDK fails on an input that is not JSON, and with it the whole answer would be lost.
+    """
+    text: str = call["function"]["arguments"]
+    if not text.strip() or text.strip() == "null":
+        return b"{}"
+    try:
+        is_object = isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError):
+        is_object = False
+    return text.encode() if is_object else encode({INVALID_JSON: text})
+
+
+def _stop(completion: Completion) -> dict[str, str | None]:
+    if completion.finish == "stop" and completion.stop:
+        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop}
+    return {"stop_reason": _STOP_REASONS.get(completion.finish, "end_turn"), "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Return the usage, in which the tokens that were cached are not among those of the input."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+    }

@@ -1,0 +1,51 @@
+"""Anthropic's routes of one engine: messages and the counting of their tokens, as plain ASGI."""
+
+from collections.abc import Callable
+from functools import partial
+
+from starlette.types import ASGIApp
+
+from bombus.errors import Refused
+from bombus_gateway.access import EpisodeGuard
+from bombus_gateway.anthropic.request import read_messages
+from bombus_gateway.anthropic.response import MessagesEncoder, count_body, error_body, error_event
+from bombus_gateway.call.calls import Calls
+from bombus_gateway.call.door import ParsedRequest, call_route, count_route
+from bombus_gateway.call.http import HeaderMap, not_found
+from bombus_gateway.context import Gateway
+from bombus_gateway.harnesses.marks import marks_of
+
+
+class AnthropicDialect:
+    """The wire format of both routes. `check_model` refuses a model's name."""
+
+    name = b"messages"
+
+    def __init__(self, check_model: Callable[[str], None]) -> None:
+        self._check_model = check_model
+
+    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
+        request = read_messages(body)
+        self._check_model(request.model)
+        marks = marks_of(headers, request.completion, request.server_tools, request.answer)
+        return ParsedRequest(request.completion, partial(MessagesEncoder, request.model), marks.role, marks.side_call)
+
+    def error(self, error: Refused) -> bytes:
+        return error_body(error)
+
+    def error_event(self, error: Refused) -> bytes:
+        return error_event(error)
+
+
+class AnthropicDoor:
+    """The routes of one engine. `messages` and `count_tokens` are ASGI applications, and `below` answers all others.
+
+    At the root (`any_engine`) each key leads to the engine that it was made for.
+    """
+
+    def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:
+        agents = EpisodeGuard(gateway.keys, engine, any_engine)
+        dialect = AnthropicDialect(partial(gateway.check_model_name, gateway.engines_at(engine, any_engine)))
+        self.messages: ASGIApp = call_route(calls, dialect, agents)
+        self.count_tokens: ASGIApp = count_route(calls, dialect, agents, count_body)
+        self.below: ASGIApp = not_found(dialect)

@@ -1,0 +1,112 @@
+"""What becomes of a client's wishes for sampling: obeyed, overridden by the job's values, or refused. Pure.
+
+In training episodes tokens must be drawn from the policy that is trained, so what biases them is not obeyed unless the
+job says so (`rollout.sampling`). Evaluation episodes are obeyed.
+"""
+
+import re
+from hashlib import blake2b
+from itertools import islice
+from typing import NamedTuple
+
+import msgspec
+
+from bombus.config.job import RolloutConfig
+from bombus.errors import Code
+from bombus.hive.events import EpisodeType
+from bombus.hive.records import TEMPERATURE_MIN
+from bombus_gateway import limits
+from bombus_gateway.call.request import CompletionRequest, InvalidField, SamplingWish
+
+_NEUTRAL = SamplingWish()
+_BIASING = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+_GREEDY_OR_MORE = "temperature is {}: give 0 for the most likely token, or at least {}."
+_BIASED = (
+    "{} is refused in a training episode: tokens would not be drawn from the policy that is trained, which biases the "
+    "gradient. Leave it out, claim an eval episode, or set rollout.sampling in the job, to `override` for the job's "
+    "own value or to `obey`."
+)
+_UNSUPPORTED = (
+    "{} is not supported here: {}. Leave it out, or set rollout.unsupported to `relax` in the job, so that it is left "
+    "out for you."
+)
+_FREE_IN_TRAINING = (
+    "in a training episode tokens are drawn from the policy alone; with rollout.sampling: obey, answers are held to "
+    "such demands where the engine can, and are not trained"
+)
+_NO_ENGINE = "no replica of this engine can hold answers to a form, as those of vLLM can; ask in the prompt"
+
+
+class SamplingDecision(NamedTuple):
+    """How tokens are drawn, and the names of what the client asked for and does not get."""
+
+    wish: SamplingWish
+    overridden: tuple[str, ...] = ()
+
+
+def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType, episode: str) -> SamplingDecision:
+    """Return what of a request's wishes is obeyed. Raises `InvalidField` for what the job refuses."""
+    relaxed = _relaxed(request, rollout)
+    wish = request.wish
+    if type != EpisodeType.TRAIN:
+        _check_temperature(wish.temperature)
+        return SamplingDecision(wish, relaxed)
+    biasing = () if rollout.sampling == "obey" else _biasing(wish, rollout.temperature)
+    if biasing and (rollout.sampling == "refuse" or rollout.temperature == 0):
+        raise InvalidField(Code.UNSUPPORTED, biasing[0], _BIASED.format(biasing[0]))
+    kept = msgspec.structs.replace(wish, **{name: getattr(_NEUTRAL, name) for name in biasing})
+    _check_temperature(kept.temperature)
+    if kept.seed is None:
+        return SamplingDecision(kept, (*relaxed, *biasing))
+    # With the same random numbers the answers of a group would be equal, and there would be nothing to compare.
+    mixed = msgspec.structs.replace(kept, seed=seed_of_episode(kept.seed, episode))
+    return SamplingDecision(mixed, (*relaxed, *biasing, "seed"))
+
+
+def why_unconstrained(rollout: RolloutConfig, type: EpisodeType, can_constrain: bool) -> str:
+    """Return why the engine does not hold an answer to what its client demands; empty where it does. A clause.
+
+    In training that draws tokens from another distribution than the policy's, as a biasing parameter does.
+    """
+    if type == EpisodeType.TRAIN and rollout.sampling != "obey":
+        return _FREE_IN_TRAINING
+    return "" if can_constrain else _NO_ENGINE
+
+
+def seed_of_episode(seed: int, episode: str) -> int:
+    """Return a seed of 48 bits that belongs to this seed in this episode."""
+    return int.from_bytes(blake2b(f"{seed}/{episode}".encode(), digest_size=6).digest())
+
+
+def _relaxed(request: CompletionRequest, rollout: RolloutConfig) -> tuple[str, ...]:
+    """Return the names, which a header can carry, of what is left out of a request because nobody here can do it."""
+    if request.unsupported and rollout.unsupported == "refuse":
+        field, why = request.unsupported[0]
+        raise InvalidField(Code.UNSUPPORTED, field, _UNSUPPORTED.format(field, why))
+    first = islice(dict.fromkeys(found.field for found in request.unsupported), limits.OVERRIDDEN)
+    names = (re.sub(r"[^!-~]", "?", name[: limits.NAME_CHARACTERS]) for name in first)
+    return tuple(dict.fromkeys(names))
+
+
+def _biasing(wish: SamplingWish, job_temperature: float) -> tuple[str, ...]:
+    """Return the names of the wishes that would draw tokens from another distribution than the policy's.
+
+    A temperature is none of them, as logprobs are those at that temperature, unless it is too small to have any.
+    """
+    temperature = job_temperature if wish.temperature is None else wish.temperature
+    named = [name for name in _BIASING if getattr(wish, name) != getattr(_NEUTRAL, name)]
+    return tuple(["temperature", *named] if temperature < TEMPERATURE_MIN else named)
+
+
+def _check_temperature(temperature: float | None) -> None:
+    if temperature is not None and 0 < temperature < TEMPERATURE_MIN:
+        why = _GREEDY_OR_MORE.format(temperature, TEMPERATURE_MIN)
+        raise InvalidField(Code.MALFORMED, "temperature", why)

@@ -1,0 +1,1 @@
+"""How the JSON bodies of model calls are read, for all dialects."""

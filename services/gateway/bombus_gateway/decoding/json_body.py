@@ -1,0 +1,168 @@
+"""Reads the JSON bodies of model calls, for all dialects: strict about types, and with a list of unknown fields."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus_gateway import limits
+from bombus_gateway.call.request import Demand, Unsupported
+
+Asked = Demand | Unsupported  # what a client asks for beyond tools, messages and how tokens are drawn
+ANY_OBJECT: dict[str, Any] = {"type": "object"}  # the JSON Schema of it
+
+_Body = TypeVar("_Body")
+raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_packed = msgspec.msgpack.Encoder().encode  # as the log has it
+_may_be_half = re.compile(r"\\u[dD][89a-fA-F]")
+# Backslashes that are escaped; both halves of a surrogate pair; one half alone.
+_escapes = re.compile(
+    r"(?:\\\\)++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+_place = re.compile(r" - at `\$\.?([^`]*)`$")
+_NULL = msgspec.Raw(b"null")  # a Raw never equals bytes
+FREE_TEXT = "input"  # the argument that has the text of a custom tool
+UNKNOWN = "nobody here knows this field"
+
+
+class BadParameter(Refused):
+    """A refusal that names the parameter of the request, as error bodies do."""
+
+    def __init__(self, code: Code, param: str, why: str) -> None:
+        super().__init__(code, why)
+        self.param = param
+
+
+def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = "") -> _Body:
+    """Decode the body of a request, or the part of it at `place`.
+
+    Raises `Refused` MALFORMED, with the place where there is one. Harnesses cut texts inside of characters, and
+    JavaScript writes what is left as half of a surrogate pair. It becomes U+FFFD: the text is in the conversation for
+    good, so a refusal would end the episode.
+    """
+    try:
+        try:
+            return decoder.decode(body)
+        except msgspec.DecodeError as error:
+            text = body.decode()
+            whole = _without_halves(text)
+            if isinstance(error, msgspec.ValidationError) or whole == text:
+                raise
+            return decoder.decode(whole)
+    except msgspec.MsgspecError as error:
+        _refuse_body(error, place)
+    except UnicodeDecodeError as error:
+        raise Refused(Code.MALFORMED, f"The body is not UTF-8: {error}.") from None
+    except RecursionError:
+        raise Refused(Code.MALFORMED, "The body is nested too deeply.") from None
+
+
+def unknown_fields(body: bytes, known: set[str]) -> list[Unsupported]:
+    """Return the fields of a body that are not among the known ones and not null.
+
+    Raises `Refused` MALFORMED, and TOO_LARGE for too many fields.
+    """
+    given = decode_body(raw_fields, body)  # what is unknown was not looked at before
+    if len(given) > limits.FIELDS:
+        raise Refused(Code.TOO_LARGE, f"The body has {len(given)} fields, and the limit is {limits.FIELDS}.")
+    return [Unsupported(name, UNKNOWN) for name, raw in given.items() if name not in known and raw != _NULL]
+
+
+def field_names(kind: type[msgspec.Struct]) -> set[str]:
+    """Return the names that the fields of a struct have in JSON."""
+    return {field.encode_name for field in msgspec.structs.fields(kind)}
+
+
+def checked_arguments(arguments: str, place: str) -> str:
+    """Return arguments without halves of surrogate pairs, which could not be rendered. Refuse what is too deep.
+
+    What is not JSON is rendered as text.
+    """
+    is_flat = arguments.count("[") + arguments.count("{") <= limits.DEPTH
+    if is_flat and not _may_be_half.search(arguments):
+        return arguments
+    try:
+        if limits.is_deeper(json.loads(arguments)):
+            raise RecursionError
+    except ValueError:
+        return arguments
+    except RecursionError:
+        raise BadParameter(Code.MALFORMED, place, f"{place} is nested deeper than {limits.DEPTH}.") from None
+    return _without_halves(arguments)
+
+
+def arguments_of_text(text: str) -> str:
+    """Return the arguments of the function that the model sees in place of a tool that takes free text."""
+    return msgspec.json.encode({FREE_TEXT: text}).decode()
+
+
+def stop_strings(given: Sequence[str], param: str) -> tuple[str, ...]:
+    """Return the texts that end an answer. Raises `BadParameter` for too many, empty or long ones."""
+    if len(given) > limits.STOPS or any(not text or len(text) > limits.STOP_CHARACTERS for text in given):
+        why = f"{param} takes up to {limits.STOPS} texts of 1 to {limits.STOP_CHARACTERS} characters."
+        raise BadParameter(Code.MALFORMED, param, why)
+    return tuple(given)
+
+
+def check_count_of_tools(count: int) -> None:
+    if count > limits.TOOLS:
+        raise BadParameter(Code.MALFORMED, "tools", f"{count} tools are over the limit of {limits.TOOLS}.")
+
+
+def function_tool(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a tool as templates know it: a function, without the fields that are null. Raises `BadParameter`."""
+    name = function.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= limits.NAME_CHARACTERS:
+        why = f"A tool has a name, of up to {limits.NAME_CHARACTERS} characters."
+        raise BadParameter(Code.MALFORMED, f"{place}.name", why)
+    kept = {key: value for key, value in function.items() if value is not None}
+    if limits.is_deeper(kept):
+        raise BadParameter(Code.MALFORMED, place, f"{place} is nested deeper than {limits.DEPTH}.")
+    try:
+        _packed(kept)
+    except OverflowError:
+        raise BadParameter(Code.MALFORMED, place, f"{place} has a whole number of more than 64 bits.") from None
+    return {"type": "function", "function": kept}
+
+
+def demand_of_json(field: str, schema: Any) -> Demand:
+    """Return the demand that an answer is JSON of a schema. Raises `BadParameter` for what is not one."""
+    if not isinstance(schema, dict) or limits.is_deeper(schema):
+        why = f"{field} has a JSON schema, which is an object nested no deeper than {limits.DEPTH}."
+        raise BadParameter(Code.MALFORMED, field, why)
+    return Demand(field, schema=schema)
+
+
+def demand_of_calls(
+    field: str, tools: Sequence[Mapping[str, Any]], wanted: Sequence[Any] | None, *, once: bool = False
+) -> Asked:
+    """Return the demand that an answer calls one of the `wanted` tools; without them, any of the functions `tools`."""
+    known = tuple(dict.fromkeys(tool["function"]["name"] for tool in tools))
+    names = known if wanted is None else tuple(name for name in known if name in wanted)
+    if not names:
+        return Unsupported(field, "there is no such function that can be called")
+    return Demand(field, tools=names, once=once)
+
+
+def split_asked(asked: Sequence[Asked | None]) -> tuple[tuple[Demand, ...], list[Unsupported]]:
+    """Return the demands among what is asked for, and what nobody here can do."""
+    demands = tuple(each for each in asked if isinstance(each, Demand))
+    return demands, [each for each in asked if isinstance(each, Unsupported)]
+
+
+def _without_halves(text: str) -> str:
+    """Return JSON with U+FFFD in place of each half of a surrogate pair."""
+    return _escapes.sub(lambda found: r"\ufffd" if found["half"] else found[0], text)
+
+
+def _refuse_body(error: msgspec.MsgspecError, before: str) -> NoReturn:
+    text = str(error)
+    if isinstance(error, msgspec.ValidationError):
+        place = _place.search(text)
+        within = place.group(1) if place else ""
+        where = f"{before}.{within}" if before and within and not within.startswith("[") else before + within
+        raise BadParameter(Code.MALFORMED, where, f"{where or 'The body'}: {_place.sub('', text)}.") from None
+    raise Refused(Code.MALFORMED, f"The body could not be read as JSON: {text}.") from None

@@ -1,0 +1,113 @@
+"""Which of a harness's agents makes a call, and whether the harness makes it on its own account. Pure."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from bombus.hive.decoding import decoded
+from bombus_gateway import limits
+from bombus_gateway.call.http import HeaderMap
+from bombus_gateway.call.request import CompletionRequest
+from bombus_gateway.harnesses.rules import SIDE_CALL_RULES, SideCallRule
+from bombus_gateway.text.message import ChatMessage
+
+CODEX_TURN = b"x-codex-turn-metadata"
+
+
+class Marks(NamedTuple):
+    """`role` names the agent within its episode, empty for the main one. `side_call` is the call's purpose where the
+    harness makes it on its own account, such as `title`, and empty for all others."""
+
+    role: str = ""
+    side_call: str = ""
+
+
+class _Request(NamedTuple):
+    """What the rules look at."""
+
+    headers: HeaderMap
+    completion: CompletionRequest
+    server_tools: Sequence[str]
+    answer: frozenset[str] | None
+
+
+class _CodexTurn(msgspec.Struct):
+    request_kind: str = ""
+
+
+_codex_turn = msgspec.json.Decoder(_CodexTurn)
+
+
+def marks_of(
+    headers: HeaderMap,
+    completion: CompletionRequest,
+    server_tools: Sequence[str] = (),
+    answer: frozenset[str] | None = None,
+) -> Marks:
+    """Return a call's marks. A side call has a role of its own, or that of the sub-agent which makes it.
+
+    `server_tools` are the types of the tools that the server would run, which `completion.tools` lacks. `answer` has
+    the names of the fields of the JSON that the answer must be; None where it may be any text.
+    """
+    request = _Request(headers, completion, server_tools, answer)
+    side_call = next((rule.side_call for rule in SIDE_CALL_RULES if _applies(rule, request)), "")
+    return Marks((_subagent(headers) or side_call)[: limits.ROLE_CHARACTERS], side_call)
+
+
+def _subagent(headers: HeaderMap) -> str:
+    """Return the name of the sub-agent that a harness shows in its headers, empty for the main agent.
+
+    Claude Code gives each an id; Codex a thread of its own in the session, and opencode a session with a parent.
+    """
+    thread, session = headers.get(b"thread-id", b""), headers.get(b"session-id", b"")
+    of_codex = thread if session and thread != session else b""
+    of_opencode = headers.get(b"x-session-id", b"") if b"x-parent-session-id" in headers else b""
+    name = headers.get(b"x-claude-code-agent-id", b"") or of_codex or of_opencode
+    return f"subagent {name.decode('latin-1')}" if name else ""
+
+
+def _applies(rule: SideCallRule, request: _Request) -> bool:
+    """Return whether all that a rule names is there."""
+    return (
+        (not rule.header or rule.header in request.headers)
+        and (not rule.request_kind or rule.request_kind == _request_kind(request.headers))
+        and _tools_fit(rule, request)
+        and (rule.answer is None or _is_answer(rule.answer, request.answer))
+        and (not rule.system or _system(request.completion.messages).startswith(rule.system))
+        and (not rule.user or _has_all(rule.user, _last_user(request.completion.messages)))
+    )
+
+
+def _tools_fit(rule: SideCallRule, request: _Request) -> bool:
+    own, of_server = request.completion.tools, request.server_tools
+    if rule.only_tool:
+        return not own and len(of_server) == 1 and of_server[0].startswith(rule.only_tool)
+    return not (rule.without_tools and (own or of_server))
+
+
+def _is_answer(wanted: frozenset[str], given: frozenset[str] | None) -> bool:
+    return given is not None and (not wanted or wanted == given)
+
+
+def _request_kind(headers: HeaderMap) -> str:
+    """Return what Codex says that a request is, such as `turn`; nothing where it does not say it."""
+    try:
+        return decoded(_codex_turn.decode, headers.get(CODEX_TURN, b"{}")).request_kind
+    except msgspec.MsgspecError:  # somebody else's header, or not one that is understood
+        return ""
+
+
+def _system(messages: Sequence[ChatMessage]) -> str:
+    first = next((message for message in messages if message["role"] in ("system", "developer")), None)
+    return first.get("content") or "" if first is not None else ""
+
+
+def _last_user(messages: Sequence[ChatMessage]) -> str:
+    """Return the user's message that is to be answered; nothing when an answer or a tool's result comes after it."""
+    waiting = next((message for message in reversed(messages) if message["role"] not in ("system", "developer")), None)
+    return waiting.get("content") or "" if waiting is not None and waiting["role"] == "user" else ""
+
+
+def _has_all(sentences: Sequence[str], text: str) -> bool:
+    return all(sentence in text for sentence in sentences)

@@ -1,0 +1,161 @@
+"""The conversations of open episodes: cached, and read from the log where another gateway served them (R10)."""
+
+import asyncio
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+from bombus.bus import Bus
+from bombus.errors import BombusError, BusUnavailable, Code, Refused
+from bombus.hive.events import NotedCall
+from bombus.hive.inbox import Found, Lookup
+from bombus.hive.records import CallRecord, CallRef, decode_record
+from bombus_gateway.call.request import CallRequest
+from bombus_gateway.call.workers import Workers
+from bombus_gateway.history.conversation import Conversation, Node
+from bombus_gateway.history.echoes import Followed
+from bombus_gateway.history.identity import root_digest
+from bombus_gateway.keys import KeyClaims
+from bombus_gateway.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+LOOKUP_S_MAX = 10.0
+READ_AT_ONCE = 16  # calls
+
+_Key = tuple[str, int, str]  # engine, run, episode
+
+
+class Histories:
+    """A cache of conversations. The least recently used are dropped when they take too much memory: the log has all.
+
+    One that was dropped while a call holds it is found again, so an episode never has two.
+    """
+
+    def __init__(self, bus: Bus, settings: GatewaySettings, workers: Workers) -> None:
+        self._bus = bus
+        self._workers = workers
+        self._bytes_max = settings.history_mb_max << 20
+        self._lookup_s_max = min(LOOKUP_S_MAX, settings.bus_timeout_s)
+        self._conversations: OrderedDict[_Key, Conversation] = OrderedDict()
+        self._alive: WeakValueDictionary[_Key, Conversation] = WeakValueDictionary()  # those that were dropped too
+        self._reading: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
+        self._counted: dict[_Key, int] = {}  # bytes of each of the cached conversations
+        self.bytes = 0  # their sum
+
+    def conversation(self, claims: KeyClaims) -> Conversation:
+        """Return the conversation of a key's episode, as far as it is known here."""
+        key = _key(claims)
+        found = self._conversations.get(key)
+        if found is None:
+            found = self._alive.get(key) or Conversation()
+            self._conversations[key] = self._alive[key] = found
+            self._count(key, found)
+        else:
+            self._conversations.move_to_end(key)
+        return found
+
+    def account_for(self, claims: KeyClaims) -> None:
+        """Account for what the conversation of a key's episode takes by now, if it is still cached."""
+        key = _key(claims)
+        found = self._conversations.get(key)
+        if found is not None:
+            self._count(key, found)
+        while self.bytes > self._bytes_max and len(self._conversations) > 1:
+            oldest, _ = self._conversations.popitem(last=False)
+            self.bytes -= self._counted.pop(oldest)
+
+    def _count(self, key: _Key, conversation: Conversation) -> None:
+        self.bytes += conversation.memory_bytes - self._counted.get(key, 0)
+        self._counted[key] = conversation.memory_bytes
+
+    async def follow(self, request: CallRequest) -> Followed[Node]:
+        """Find what the messages of a request extend.
+
+        An assistant's message that is not known here may be one that another gateway sampled: the log is read before it
+        counts as the harness's own, or as an answer that only says the same. Raises `Refused` BUS_DOWN when the log
+        cannot be read.
+        """
+        completion, conversation = request.completion, self.conversation(request.claims)
+
+        def work() -> Followed[Node]:
+            root = root_digest(completion.tools, completion.chat_template_kwargs)
+            return conversation.follow(root, completion.messages, completion.stops)
+
+        known = conversation.known
+        found = await self._workers.run(request.claims.episode, request.body_bytes, work)
+        if found.doubt or any(message["role"] == "assistant" for message in found.messages[found.count :]):
+            await self.read_log(request.claims, request.traceparent)
+            if conversation.known != known:
+                conversation.forget_walks()
+                found = await self._workers.run(request.claims.episode, request.body_bytes, work)
+        self.account_for(request.claims)
+        return found
+
+    async def read_log(self, claims: KeyClaims, traceparent: str = "") -> None:
+        """Add the calls that only the log has. Raises `Refused`.
+
+        One request at a time does that for an episode, a few calls at once, so that other requests go on meanwhile.
+        """
+        conversation = self.conversation(claims)
+        reading = self._reading.setdefault(_key(claims), asyncio.Lock())
+        try:
+            async with reading:
+                calls = await self._calls_of(claims, traceparent)
+                missing = [call.ref for call in calls if not conversation.knows(call.ref)]
+                for first in range(0, len(missing), READ_AT_ONCE):
+                    refs = missing[first : first + READ_AT_ONCE]
+                    for ref, (record, size) in zip(refs, await self._stored(claims, refs)):
+                        if not conversation.knows(ref):  # it may have been answered here meanwhile
+                            conversation.add_stored(ref, record)
+                            conversation.stored_bytes += size
+        except KeyError as error:
+            raise Refused(
+                Code.BUS_DOWN, f"A call of this episode continues one that is not in the log: {error}"
+            ) from error
+        finally:
+            self.account_for(claims)
+
+    async def records(self, claims: KeyClaims, refs: Sequence[CallRef]) -> list[CallRecord]:
+        """Return the records at these places, checked against their digests.
+
+        Raises `Refused` BUS_DOWN: earlier turns are never rendered again, since the tokens could differ.
+        """
+        return [record for record, _ in await self._stored(claims, refs)]
+
+    async def _stored(self, claims: KeyClaims, refs: Sequence[CallRef]) -> list[tuple[CallRecord, int]]:
+        """Return the records at these places with their sizes in bytes. Raises `Refused` like `records`."""
+        try:
+            stored = await self._bus.get_many(self._bus.subjects.calls_stream, [ref.seq for ref in refs])
+
+            def work() -> list[tuple[CallRecord, int]]:
+                return [(decode_record(found.data, ref), len(found.data)) for found, ref in zip(stored, refs)]
+
+            return await self._workers.run(claims.episode, sum(len(found.data) for found in stored), work)
+        except BombusError as error:
+            raise _unreadable(error) from error
+
+    async def _calls_of(self, claims: KeyClaims, traceparent: str) -> tuple[NotedCall, ...]:
+        lookup = Lookup(id=uuid.uuid4().hex, engine=claims.engine, episode=claims.episode)
+        try:
+            found = await self._bus.inbox.request(lookup, self._lookup_s_max, traceparent=traceparent)
+        except BusUnavailable as error:
+            raise _unreadable(error) from error
+        if not isinstance(found, Found):
+            raise Refused(Code.INTERNAL, f"The coordinator answered a look-up with {type(found).__name__}.")
+        if found.run != claims.run or not found.open:
+            raise Refused(Code.EPISODE_OVER, f"Episode {claims.episode} is over; claim another one.")
+        return found.calls
+
+
+def _key(claims: KeyClaims) -> _Key:
+    return claims.engine, claims.run, claims.episode
+
+
+def _unreadable(error: BombusError) -> Refused:
+    log.warning("the earlier turns of an episode cannot be read", extra={"why": str(error)})
+    return Refused(
+        Code.BUS_DOWN, f"The earlier turns of this episode cannot be read from the log just now; try again. ({error})"
+    )

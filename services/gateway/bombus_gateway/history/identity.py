@@ -1,0 +1,87 @@
+"""What makes two messages, and two conversations, the same one. Pure.
+
+A conversation is named by a chain of digests, one for each prefix of its messages. Harnesses make their own ids,
+formatting and names and leave reasoning out: none of that changes a digest.
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from bombus.hive.records import DIGEST_BYTES
+from bombus_gateway.text.message import ChatMessage
+
+EXACT_MAX = 2.0**53  # up to this, a float has every whole number
+
+_encode = msgspec.msgpack.Encoder().encode
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
+
+
+def root_digest(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool | int | float | str]) -> bytes:
+    """Return the digest that a conversation's chain begins with: that of its tools, and of the template's variables.
+
+    So a conversation is only continued with the variables with which it was rendered.
+    """
+    if variables:
+        return blake2b(_encode_sorted({"tools": tools, "variables": variables}), digest_size=DIGEST_BYTES).digest()
+    return blake2b(_encode_sorted(tools), digest_size=DIGEST_BYTES).digest() if tools else b""
+
+
+def next_digest(before: bytes, message: ChatMessage) -> bytes:
+    """Return the digest of a conversation that is longer by `message`.
+
+    Ids of tool calls, the formatting of their arguments, reasoning and an assistant's name do not change the digest.
+    """
+    content = (
+        message["role"],
+        message.get("content") or "",
+        (message.get("name") or "") if message["role"] != "assistant" else "",
+        named_calls(message),
+    )
+    return blake2b(before + _encode(content), digest_size=DIGEST_BYTES).digest()
+
+
+def words_digest(before: bytes, words: str, message: ChatMessage) -> bytes:
+    """Return the digest of a conversation, the words of an answer after it, and the calls of that message."""
+    return blake2b(before + _encode((words, named_calls(message))), digest_size=DIGEST_BYTES).digest()
+
+
+def reasoning_digest(message: ChatMessage) -> bytes:
+    """Return the digest of a message's reasoning, which tells answers apart that are otherwise equal."""
+    return blake2b((message.get("reasoning_content") or "").encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def call_ids(message: ChatMessage) -> list[str]:
+    """Return the ids of the calls that a message makes."""
+    return [call["id"] for call in message.get("tool_calls") or ()]
+
+
+def named_calls(message: ChatMessage) -> list[tuple[str, bytes | str]]:
+    """Return the calls that a message makes by their names, with their arguments however these are written."""
+    calls = message.get("tool_calls") or ()
+    return [(call["function"]["name"], _normalized(call["function"]["arguments"])) for call in calls]
+
+
+def words_of(message: ChatMessage) -> str:
+    """Return the text of a message without regard to how its white space is written."""
+    return " ".join((message.get("content") or "").split())
+
+
+def _normalized(arguments: str) -> bytes | str:
+    """Return arguments as JSON in one form; none at all, as text, null or an object, are the same."""
+    try:
+        value = _whole(msgspec.json.decode(arguments)) if arguments.strip() else {}
+        return _encode_sorted({} if value is None else value)
+    except (msgspec.DecodeError, RecursionError):  # not JSON, or nested too deeply
+        return arguments
+
+
+def _whole(value: Any) -> Any:
+    """Return a value of JSON with whole numbers as integers: 1.0 is 1 in JavaScript, which echoes it so."""
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_MAX else value

@@ -1,0 +1,116 @@
+"""vLLM's routes that turn texts and conversations into the tokens of the episode's model, and back."""
+
+import time
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.types import ASGIApp, Receive
+
+from bombus.errors import Code
+from bombus_gateway.access import EpisodeGuard, episode_key
+from bombus_gateway.call.admission import Admitted
+from bombus_gateway.call.calls import Calls
+from bombus_gateway.call.http import ErrorEncoder, HeaderMap, Responder, read_body, route
+from bombus_gateway.call.request import CallRequest, CompletionRequest
+from bombus_gateway.decoding.json_body import BadParameter, decode_body, raw_fields
+from bombus_gateway.openai.request import read_chat
+
+
+class _TokenizeBody(msgspec.Struct, kw_only=True):
+    """Either `prompt`, or the `messages`, tools and variables of a chat, which `read_chat` reads."""
+
+    prompt: str | None = None
+    messages: Any = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class _DetokenizeBody(msgspec.Struct):
+    tokens: list[Annotated[int, Meta(ge=0)]]
+
+
+_tokenize = msgspec.json.Decoder(_TokenizeBody)
+_detokenize = msgspec.json.Decoder(_DetokenizeBody)
+
+
+class TokenRoutes:
+    """`tokenize` and `detokenize` are ASGI applications, which an episode's key opens."""
+
+    def __init__(self, calls: Calls, agents: EpisodeGuard, errors: ErrorEncoder) -> None:
+        self._calls = calls
+        self._agents = agents
+        self.tokenize: ASGIApp = route("POST", errors, self._answer_tokenize)
+        self.detokenize: ASGIApp = route("POST", errors, self._answer_detokenize)
+
+    async def _answer_tokenize(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
+        body, request = await self._received(headers, receive)
+        episode = request.claims.episode
+        found, completion = await self._calls.workers.run(episode, len(body), partial(read_tokenize, body))
+        admitted = await self._calls.admission.admit(msgspec.structs.replace(request, completion=completion))
+        work = partial(_tokenized, admitted, found, completion, len(body))
+        tokens, strings = await self._calls.workers.run(episode, len(body), work)
+        answer = {
+            "count": len(tokens),
+            "max_model_len": min(admitted.job.rollout.max_model_len, admitted.model.context_tokens),
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+        await response.whole(msgspec.json.encode(answer))
+
+    async def _answer_detokenize(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
+        body, request = await self._received(headers, receive)
+        episode = request.claims.episode
+        tokens = decode_body(_detokenize, body).tokens
+        admitted = await self._calls.admission.admit(request)
+        tokenizer = admitted.model.tokenizer
+        if tokens and max(tokens) >= len(tokenizer.pieces):
+            why = f"tokens holds {max(tokens)}, which is outside the vocabulary."
+            raise BadParameter(Code.MALFORMED, "tokens", why)
+        work = partial(tokenizer.decode, tokens, with_specials=True)
+        text = await self._calls.workers.run(episode, len(body), work)
+        await response.whole(msgspec.json.encode({"prompt": text}))
+
+    async def _received(self, headers: HeaderMap, receive: Receive) -> tuple[bytes, CallRequest]:
+        """Return the body of a request of an agent, and a call of nothing, as admission takes it."""
+        now_ns = time.time_ns()
+        self._calls.check_ready()
+        claims = self._agents.verify(episode_key(headers), now_ns)
+        self._calls.admission.check_episode(claims)
+        body = await read_body(headers, receive, self._calls.settings.body_mb_max << 20)
+        nothing = CompletionRequest(chat=False)
+        return body, CallRequest(
+            claims=claims, completion=nothing, digest=b"", body_bytes=len(body), received_ns=now_ns
+        )
+
+
+def read_tokenize(body: bytes) -> tuple[_TokenizeBody, CompletionRequest]:
+    """Decode the body of `POST /tokenize`. Raises `Refused`, naming the parameter."""
+    found = decode_body(_tokenize, body)
+    if (found.prompt is None) == (found.messages is None):
+        raise BadParameter(Code.MALFORMED, "prompt", "Send either prompt or messages.")
+    if found.prompt is not None:
+        return found, CompletionRequest(chat=False, prompt=found.prompt)
+    fields = decode_body(raw_fields, body)
+    fields.setdefault("model", msgspec.Raw(b'""'))  # vLLM asks for none
+    return found, read_chat(msgspec.json.encode(fields)).completion
+
+
+def _tokenized(
+    admitted: Admitted, found: _TokenizeBody, completion: CompletionRequest, body_bytes: int
+) -> tuple[list[int], list[str] | None]:
+    """Return the tokens, and the text of each where the client wants it. Raises `InvalidField` PROMPT_TOO_LONG."""
+    admitted.check_characters(completion, body_bytes)
+    tokens = _tokens(admitted, completion, found.add_generation_prompt)
+    decode = partial(admitted.model.tokenizer.decode, with_specials=True)
+    return tokens, [decode([token]) for token in tokens] if found.return_token_strs else None
+
+
+def _tokens(admitted: Admitted, completion: CompletionRequest, generate: bool) -> list[int]:
+    """Return the tokens that a call of these messages, or of this text, would begin with."""
+    model = admitted.model
+    if isinstance(completion.prompt, str) and not completion.chat:
+        return model.tokenizer.encode(completion.prompt)
+    renderer = model.renderer.given(completion.chat_template_kwargs)
+    return renderer.render(renderer.adapted(completion.messages), completion.tools, generate)

@@ -1,0 +1,1 @@
+"""OpenAI's Responses dialect: requests of items, answers of items."""

@@ -1,0 +1,190 @@
+"""Reads the items of a request's `input` into messages. Pure.
+
+One answer of the model comes back as several items, such as reasoning, text and calls: the items of the model between
+two others are one message, unless their ids name different calls.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from bombus.errors import Code
+from bombus_gateway import limits
+from bombus_gateway.call.request import Unsupported
+from bombus_gateway.decoding.json_body import BadParameter, arguments_of_text, checked_arguments
+from bombus_gateway.responses.tools import name_for_model
+from bombus_gateway.text.message import ChatMessage
+
+_Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
+_ROLES = {"user": "user", "system": "developer", "developer": "developer", "assistant": "assistant"}
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_CALLS = ("function_call", "custom_tool_call")
+_ours = re.compile(r"[a-z]+_([0-9a-f]{32})_[0-9]+|bombus:([0-9a-f]{32})")  # what names the call of an item that we sent
+
+
+class InputItem(msgspec.Struct):
+    """An item of any type: a message where it has none. Fields of types that nobody here knows are not looked at."""
+
+    type: str | None = None
+    role: str | None = None
+    content: Any = None
+    id: Any = None
+    call_id: _Name | None = None
+    name: _Name | None = None
+    namespace: _Name | None = None
+    arguments: Any = None
+    input: Any = None
+    output: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class InputReader:
+    """Collects messages from items. `tools` are those that items brought, each with its place in the body.
+
+    `answers` has the calls to which items refer, by the places in `messages` where their answers belong.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self.answers: dict[int, str] = {}
+        self.tools: list[tuple[str, dict[str, Any]]] = []
+        self.unsupported: list[Unsupported] = []
+        self._answer: ChatMessage | None = None  # the model's message that is being put together
+        self._call = ""  # the call that it is an answer of, where an id says so
+        self._referred = ""  # the call whose answer was referred to, until something but results comes after it
+
+    def read(self, items: Sequence[InputItem]) -> None:
+        """Add the messages of items. Raises `BadParameter`."""
+        for index, item in enumerate(items):
+            self._read_item(item, f"input.{index}")
+        for message in self.messages:
+            if message.get("tool_calls") and not message["content"]:
+                message["content"] = None
+
+    def _read_item(self, item: InputItem, place: str) -> None:
+        kind = item.type or ("message" if item.role else "item_reference" if item.id else "")
+        if kind == "message":
+            self._read_message(item, place)
+        elif kind in _CALLS:
+            self._read_call(item, place)
+        elif kind in _OUTPUTS:
+            output = {"role": "tool", "content": self._output(item.output, f"{place}.output")}
+            self._add({**output, "tool_call_id": _required(item.call_id, f"{place}.call_id")})
+        elif kind == "reasoning":
+            answer = self._answer_of(item)
+            texts = item.summary or (item.content if isinstance(item.content, list) else None)
+            reasoning = self._text(texts, f"{place}.summary")
+            if reasoning:
+                answer["reasoning_content"] = answer.get("reasoning_content", "") + reasoning
+        elif kind == "additional_tools":
+            self.tools += [(f"{place}.tools.{at}", tool) for at, tool in enumerate(item.tools or ())]
+        elif kind == "item_reference":
+            self._read_reference(item, place)
+        else:
+            self.unsupported.append(Unsupported(place, f"an item of type {kind[:40]!r} has no meaning here"))
+
+    def _read_message(self, item: InputItem, place: str) -> None:
+        role = _ROLES.get(item.role or "")
+        if role is None:
+            names = ", ".join(_ROLES)
+            raise BadParameter(Code.MALFORMED, f"{place}.role", f"The role of a message is one of {names}.")
+        text = self._text(item.content, f"{place}.content")
+        if role == "assistant":
+            self._answer_of(item)["content"] += text
+        else:
+            self._add({"role": role, "content": text})
+
+    def _read_call(self, item: InputItem, place: str) -> None:
+        if item.type == "custom_tool_call":
+            arguments = arguments_of_text(_text_of(item.input, f"{place}.input"))
+        else:
+            given = _text_of("" if item.arguments is None else item.arguments, f"{place}.arguments")
+            arguments = checked_arguments(given, f"{place}.arguments")
+        name = name_for_model(_required(item.name, f"{place}.name"), item.namespace)
+        calls = self._answer_of(item).setdefault("tool_calls", [])
+        if len(calls) >= limits.CALLS_IN_MESSAGE:
+            why = f"More than {limits.CALLS_IN_MESSAGE} calls in one answer."
+            raise BadParameter(Code.MALFORMED, place, why)
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": _required(item.call_id, f"{place}.call_id"), "type": "function", "function": function})
+
+    def _read_reference(self, item: InputItem, place: str) -> None:
+        """Let the answer of a call stand where its items are referred to.
+
+        It stands there as a whole: no item of it is sent again without the others.
+        """
+        call = _call_of(item)
+        if not call:
+            why = "Only items of answers from here can be referred to: send the item itself, or previous_response_id."
+            raise BadParameter(Code.UNSUPPORTED, place, why)
+        if call != self._referred:
+            self._answer_of(item)
+            self.answers[len(self.messages) - 1] = self._referred = call
+
+    def _answer_of(self, item: InputItem) -> ChatMessage:
+        """Return the model's message that an item belongs to."""
+        call = _call_of(item) or self._call
+        if self._answer is None or (self._call and call != self._call):
+            self._answer, self._referred = {"role": "assistant", "content": ""}, ""
+            self.messages.append(self._answer)
+        self._call = call
+        if call:
+            self._answer["answer_of"] = call, 0
+        return self._answer
+
+    def _add(self, message: ChatMessage) -> None:
+        """Add a message that is not the model's, which ends the one of the model."""
+        self._answer, self._call = None, ""
+        if message["role"] != "tool":
+            self._referred = ""
+        self.messages.append(message)
+
+    def _output(self, output: Any, place: str) -> str:
+        """Return the output of a tool, which is a text or content parts."""
+        return self._text(output, place) if isinstance(output, list) else _text_of(output, place)
+
+    def _text(self, content: Any, place: str) -> str:
+        """Return the text of some content; what is no text is noted as unsupported."""
+        if content is None:
+            return ""
+        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+            return _text_of(content, place)
+        texts: list[str] = []
+        for index, part in enumerate(content):
+            kind = str(part.get("type"))
+            text = part.get("refusal" if kind == "refusal" else "text")
+            if isinstance(text, str):
+                texts.append(text)
+            elif kind.endswith("text"):
+                raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A content part of text has a text.")
+            else:
+                why = f"a content part of type {kind[:40]!r} is not text"
+                self.unsupported.append(Unsupported(f"{place}.{index}", why))
+        return "".join(texts)
+
+
+def _call_of(item: InputItem) -> str:
+    """Return the call whose answer an item was sent in, as its id or its encrypted content says.
+
+    Returns nothing where somebody else made the item.
+    """
+    texts = (text for text in (item.id, item.encrypted_content) if isinstance(text, str))
+    named = next((found for text in texts if (found := _ours.fullmatch(text))), None)
+    return (named.group(1) or named.group(2)) if named else ""
+
+
+def _required(text: str | None, place: str) -> str:
+    if not text:
+        raise BadParameter(Code.MALFORMED, place, f"{place} is missing.")
+    return text
+
+
+def _text_of(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise BadParameter(Code.MALFORMED, place, f"{place} is a text.")
+    return value

@@ -1,0 +1,251 @@
+"""The requests of OpenAI's Responses API: decoded, and turned into a neutral `CompletionRequest`. Pure.
+
+What does not change what is sampled may have any value. How tokens are drawn is a wish, about which the job decides.
+What nobody here can do or knows is listed as `unsupported`: the job says whether that is refused or left out.
+"""
+
+import re
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from bombus.errors import Code
+from bombus_gateway import limits
+from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
+from bombus_gateway.decoding.json_body import (
+    ANY_OBJECT,
+    Asked,
+    BadParameter,
+    decode_body,
+    demand_of_calls,
+    demand_of_json,
+    field_names,
+    split_asked,
+    unknown_fields,
+)
+from bombus_gateway.decoding.json_parts import RememberedParts
+from bombus_gateway.responses.items import InputItem, InputReader
+from bombus_gateway.responses.tools import RequestTools, ToolForm, read_tools
+from bombus_gateway.text.message import ChatMessage
+
+RESPONSE_ID = "resp_"  # and the id of the call
+ENCRYPTED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+
+Ignored = Any  # a known name whose value does not change what is sampled
+_Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
+_response_id = re.compile(RESPONSE_ID + "([0-9a-f]{32})")
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request: the neutral part, and what the response needs.
+
+    `echo` has the fields that a response repeats, and `forms` the tools that are no plain functions, by the name that
+    the model has for them. `encrypted`: whether items of reasoning have content that their client sends back.
+    """
+
+    completion: CompletionRequest
+    model: str
+    echo: dict[str, Any] = {}
+    forms: dict[str, ToolForm] = {}
+    encrypted: bool = False
+
+
+class _ResponsesBody(msgspec.Struct, kw_only=True):
+    model: _Name
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")  # objects, or null
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    stream_options: Ignored = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_logprobs: int | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    previous_response_id: str | None = None
+    include: list[str] | None = None
+    text: dict[str, Any] | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    conversation: Ignored = None
+    prompt: Ignored = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    reasoning: Ignored = None
+    store: Ignored = None
+    metadata: Ignored = None
+    client_metadata: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    user: Ignored = None
+    max_tool_calls: Ignored = None  # of tools that run at the server
+
+
+_body = msgspec.json.Decoder(_ResponsesBody)
+_offered = msgspec.json.Decoder(list[dict[str, Any]] | None)
+_FIELDS = field_names(_ResponsesBody)
+_ECHOED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id", "prompt_cache_key",
+    "reasoning", "safety_identifier", "service_tier", "store", "temperature", "text", "tool_choice", "top_p",
+    "truncation", "user",
+)  # fmt: skip
+ECHO_DEFAULTS: dict[str, Any] = {
+    "metadata": {},
+    "reasoning": {"effort": None, "summary": None},
+    "service_tier": "default",
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "truncation": "disabled",
+}
+
+
+class _ReadTools(NamedTuple):
+    """The tools of a request as they came, and as they were read."""
+
+    given: list[dict[str, Any]]
+    read: RequestTools
+
+
+def _placed(given: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    return [(f"tools.{at}", tool) for at, tool in enumerate(given)]
+
+
+def _read_tools(part: bytes) -> _ReadTools:
+    given = decode_body(_offered, part, "tools") or []
+    return _ReadTools(given, read_tools(_placed(given)))
+
+
+_remembered_tools = RememberedParts(_read_tools)
+
+
+def read_response_request(body: bytes) -> ResponsesRequest:
+    """Decode the body of `POST /v1/responses`. Raises `Refused`, naming the parameter."""
+    found = decode_body(_body, body)
+    _check_form(found)
+    reader = InputReader()
+    if isinstance(found.input, str):
+        reader.messages.append({"role": "user", "content": found.input})
+    else:
+        reader.read(found.input or [])
+    if not reader.messages and not found.instructions and not found.previous_response_id:
+        why = "input is empty: send a text, or items of which at least one is a message."
+        raise BadParameter(Code.MALFORMED, "input", why)
+    given, tools = _remembered_tools(bytes(found.tools))
+    if reader.tools:
+        tools = read_tools([*_placed(given), *reader.tools])
+    unsupported = [*tools.unsupported, *reader.unsupported, *_beyond(found), *unknown_fields(body, _FIELDS)]
+    return ResponsesRequest(
+        completion=_completion(found, reader, tools, unsupported),
+        model=found.model,
+        echo={**ECHO_DEFAULTS, **_echoed(found), "tools": given},
+        forms=tools.forms,
+        encrypted=ENCRYPTED in (found.include or ()),
+    )
+
+
+def _echoed(found: _ResponsesBody) -> dict[str, Any]:
+    return {name: value for name in _ECHOED if (value := getattr(found, name)) is not None}
+
+
+def call_of(response_id: str) -> str:
+    """Return the id of the call that a response is the answer of. Raises `BadParameter` UNKNOWN_CALL."""
+    named = _response_id.fullmatch(response_id)
+    if named is None:
+        why = f"Response {response_id[: limits.NAME_CHARACTERS]!r} does not exist."
+        raise BadParameter(Code.UNKNOWN_CALL, "previous_response_id", why)
+    return named.group(1)
+
+
+def _completion(
+    found: _ResponsesBody, reader: InputReader, tools: RequestTools, unsupported: list[Unsupported]
+) -> CompletionRequest:
+    instructions: list[ChatMessage] = []
+    form = (found.text or {}).get("format")
+    demands, unmet = split_asked([_forced_call(found.tool_choice, tools), _form_of_answer(form)])
+    if found.instructions:
+        instructions.append({"role": "system", "content": found.instructions})
+    return CompletionRequest(
+        chat=True,
+        messages=(*instructions, *reader.messages),
+        tools=tuple(tools.functions),
+        parse_tool_calls=bool(tools.functions) and found.tool_choice != "none",
+        stream=bool(found.stream),
+        wish=SamplingWish(
+            temperature=found.temperature,
+            top_p=wished_top_p(found.top_p),
+            max_tokens=found.max_output_tokens,
+        ),
+        chat_template_kwargs=found.chat_template_kwargs or {},
+        continues=call_of(found.previous_response_id) if found.previous_response_id else "",
+        answers={len(instructions) + at: call for at, call in reader.answers.items()},
+        demands=demands,
+        one_call="parallel_tool_calls" if found.parallel_tool_calls is False else "",
+        unsupported=(*unmet, *unsupported),
+        length_field="max_output_tokens",
+    )
+
+
+def _check_form(found: _ResponsesBody) -> None:
+    """Refuse forms of a request that leave out what is to be answered."""
+    refused = (
+        ("background", bool(found.background), "an answer comes with its request; leave it out"),
+        ("conversation", found.conversation is not None, "send the items, or previous_response_id"),
+        ("prompt", found.prompt is not None, "no prompts are stored; send instructions and input"),
+    )
+    for name, is_asked, why in refused:
+        if is_asked:
+            raise BadParameter(Code.UNSUPPORTED, name, f"{name} is not supported here: {why}.")
+
+
+def _beyond(found: _ResponsesBody) -> list[Unsupported]:
+    """Return what is asked for that would change the answer, in ways that nobody here can."""
+    logprobs = bool(found.top_logprobs) or LOGPROBS in (found.include or ())
+    asked = (
+        ("truncation", found.truncation not in (None, "disabled"), "nothing is left out of the input"),
+        ("top_logprobs", logprobs, "chat completions have logprobs"),
+    )
+    return [Unsupported(name, why) for name, is_asked, why in asked if is_asked]
+
+
+def _forced_call(choice: str | dict[str, Any] | None, tools: RequestTools) -> Asked | None:
+    """Return what a choice of tools asks for; None where the model may answer as it likes."""
+    match choice:
+        case None | "auto" | "none":
+            return None
+        case "required":
+            return demand_of_calls("tool_choice", tools.functions, None)
+        case {"type": "function" | "custom", "name": str(name)}:
+            return demand_of_calls("tool_choice", tools.functions, _known_as(name, tools), once=True)
+        case {"type": "allowed_tools", "mode": "required", "tools": [*allowed]}:
+            given = [str(tool.get("name")) for tool in allowed if isinstance(tool, dict)]
+            names = [known for name in given for known in _known_as(name, tools)]
+            return demand_of_calls("tool_choice", tools.functions, names)
+        case _:
+            return Unsupported("tool_choice", "nobody here knows this choice of tools")
+
+
+def _known_as(name: str, tools: RequestTools) -> list[str]:
+    """Return the names that the model knows for a tool: its own, or else those that it has in namespaces."""
+    if any(function["function"]["name"] == name for function in tools.functions):
+        return [name]
+    return [known for known, form in tools.forms.items() if form.name == name]
+
+
+def _form_of_answer(form: Any) -> Asked | None:
+    """Return what the format of a text asks for; None where it may be any."""
+    match form or None:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return demand_of_json("text.format", ANY_OBJECT)
+        case {"type": "json_schema", "schema": schema}:
+            return demand_of_json("text.format", schema)
+        case _:
+            return Unsupported("text.format", "answers are text, json_object or json_schema")

@@ -1,0 +1,81 @@
+"""OpenAI's Responses routes of one engine, as plain ASGI."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from bombus.errors import Code, Refused
+from bombus_gateway.access import EpisodeGuard, episode_key
+from bombus_gateway.call.calls import Calls
+from bombus_gateway.call.door import ParsedRequest, call_route
+from bombus_gateway.call.http import HeaderMap, Responder, route
+from bombus_gateway.context import Gateway
+from bombus_gateway.harnesses.marks import marks_of
+from bombus_gateway.openai_errors import error_body, error_fields
+from bombus_gateway.responses.output import stored_body
+from bombus_gateway.responses.request import call_of, read_response_request
+from bombus_gateway.responses.response import ResponsesEncoder, event
+
+# What this dialect calls a field of a `CompletionRequest`.
+_PARAMETERS = {"continues": "previous_response_id", "messages": "input"}
+_NO_WEBSOCKET = Refused(Code.UNSUPPORTED, "WebSockets are not spoken here: use POST, with stream for events.")
+
+
+class ResponsesDialect:
+    """The wire format. `check_model` refuses a model's name."""
+
+    name = b"responses"
+
+    def __init__(self, check_model: Callable[[str], None]) -> None:
+        self._check_model = check_model
+
+    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
+        request = read_response_request(body)
+        self._check_model(request.model)
+        marks = marks_of(headers, request.completion)
+        return ParsedRequest(request.completion, partial(ResponsesEncoder, request), marks.role, marks.side_call)
+
+    def error(self, error: Refused) -> bytes:
+        return error_body(error, _PARAMETERS)
+
+    def error_event(self, error: Refused) -> bytes:
+        """Return the event after which nothing comes. The SDK raises what it finds in `error`."""
+        found = error_fields(error, _PARAMETERS)
+        return event("error", {name: found[name] for name in ("code", "message", "param")} | {"error": found})
+
+
+class ResponsesDoor:
+    """The routes of one engine: `create` is an ASGI application, and so is `stored`, for the paths below it.
+
+    At the root (`any_engine`) each key leads to the engine that it was made for.
+    """
+
+    def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:
+        self._calls = calls
+        self._agents = EpisodeGuard(gateway.keys, engine, any_engine)
+        self._dialect = ResponsesDialect(partial(gateway.check_model_name, gateway.engines_at(engine, any_engine)))
+        self._create = call_route(calls, self._dialect, self._agents)
+
+    async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a model call, and send clients that ask for a WebSocket to HTTP."""
+        if scope["method"] == "GET" and dict(scope["headers"]).get(b"upgrade", b"").lower() == b"websocket":
+            upgrade = [(b"upgrade", b"HTTP/1.1")]
+            await Responder(send, self._dialect).whole(self._dialect.error(_NO_WEBSOCKET), upgrade, 426)
+            return
+        await self._create(scope, receive, send)
+
+    async def stored(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Return the response to an earlier call of the key's episode."""
+        response_id = scope["path"].partition("/v1/responses/")[2]
+        app: ASGIApp = route("GET", self._dialect, partial(self._answer_stored, response_id))
+        await app(scope, receive, send)
+
+    async def _answer_stored(self, response_id: str, headers: HeaderMap, receive: Receive, response: Responder) -> None:
+        self._calls.check_ready()
+        claims = self._agents.verify(episode_key(headers), time.time_ns())
+        self._calls.admission.check_episode(claims)
+        records = await self._calls.earlier.records(claims, call_of(response_id))
+        await response.whole(msgspec.json.encode(stored_body(records, claims.engine)))

@@ -1,0 +1,101 @@
+"""The tools of a request: functions to the model, whose calls go out in the form that their client has for them. Pure.
+
+A custom tool takes free text: the model sees a function with one text. The functions of a namespace have its name
+before theirs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bombus.errors import Code
+from bombus_gateway.call.request import Unsupported
+from bombus_gateway.decoding.json_body import FREE_TEXT, BadParameter, check_count_of_tools, function_tool
+
+FREE_TEXT_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {FREE_TEXT: {"type": "string", "description": "The whole input of the tool, as plain text."}},
+    "required": [FREE_TEXT],
+}
+_SHOWN = ("name", "description", "parameters")  # `strict` and the like say nothing to the model
+_SERVER_TOOL = "a tool of type {!r} runs at the server, which has no tools"
+
+
+class ToolForm(msgspec.Struct, frozen=True):
+    """How a client knows a tool: by its name, within a namespace or not, and with arguments or free text."""
+
+    name: str
+    namespace: str = ""
+    is_custom: bool = False
+
+
+class RequestTools(msgspec.Struct, frozen=True):
+    """The tools of a request. `functions` is what the model sees, `forms` has the others than plain functions by name.
+
+    The names are those that the model knows.
+    """
+
+    functions: list[dict[str, Any]] = []
+    forms: dict[str, ToolForm] = {}
+    unsupported: list[Unsupported] = []
+
+
+def name_for_model(name: str, namespace: str | None) -> str:
+    return f"{namespace}__{name}" if namespace else name
+
+
+def read_tools(given: Sequence[tuple[str, Mapping[str, Any]]]) -> RequestTools:
+    """Read tools, each with its place in the body. Raises `BadParameter`."""
+    tools = RequestTools([], {}, [])
+    for place, tool in given:
+        if tool.get("type") != "namespace":
+            _add(tools, tool, place, "")
+            continue
+        namespace, inner = tool.get("name"), tool.get("tools")
+        if not isinstance(namespace, str) or not isinstance(inner, list) or not all(isinstance(t, dict) for t in inner):
+            raise BadParameter(Code.MALFORMED, place, "A namespace has a name and a list of tools.")
+        for index, each in enumerate(inner):
+            _add(tools, each, f"{place}.tools.{index}", namespace)
+    check_count_of_tools(len(tools.functions))
+    return tools
+
+
+def forms_of(functions: Sequence[Mapping[str, Any]]) -> dict[str, ToolForm]:
+    """Return the custom tools among functions as they were recorded. Namespaces cannot be told from names."""
+    named = [tool["function"] for tool in functions]
+    custom = [each["name"] for each in named if each.get("parameters") == FREE_TEXT_PARAMETERS]
+    return {name: ToolForm(name, is_custom=True) for name in custom}
+
+
+def text_of_arguments(arguments: str) -> str:
+    """Return the text that a model gave to a custom tool: all that it wrote, where that has another form."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    text = value.get(FREE_TEXT) if isinstance(value, dict) else value
+    return text if isinstance(text, str) else arguments
+
+
+def _add(tools: RequestTools, tool: Mapping[str, Any], place: str, namespace: str) -> None:
+    kind = tool.get("type", "function")
+    if kind not in ("function", "custom"):
+        tools.unsupported.append(Unsupported(f"{place}.type", _SERVER_TOOL.format(str(kind)[:40])))
+        return
+    is_custom = kind == "custom"
+    shown = {key: tool.get(key) for key in _SHOWN} | (_as_function(tool) if is_custom else {})
+    name = tool.get("name")
+    known = name_for_model(name, namespace) if isinstance(name, str) else name
+    tools.functions.append(function_tool({**shown, "name": known}, place))
+    if isinstance(name, str) and isinstance(known, str) and (is_custom or namespace):
+        tools.forms[known] = ToolForm(name, namespace, is_custom)
+
+
+def _as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a custom tool is described to the model, with the grammar that its text should have."""
+    texts = [tool.get("description") or ""]
+    grammar = tool.get("format")
+    if isinstance(grammar, Mapping) and isinstance(grammar.get("definition"), str):
+        texts.append(f"The input follows this {grammar.get('syntax') or ''} grammar:\n{grammar['definition']}")
+    return {"description": "\n\n".join(filter(None, map(str, texts))) or None, "parameters": FREE_TEXT_PARAMETERS}

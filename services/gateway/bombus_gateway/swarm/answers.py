@@ -1,0 +1,284 @@
+"""The answers of the swarm door, as the OpenAPI page describes them. The routes make them as plain JSON."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from bombus.errors import STATUS, Code
+from bombus.hive.events import Method
+from bombus.hive.state import Phase
+
+
+class SuccessAnswer(BaseModel):
+    success: Literal[True]
+
+
+class SwarmErrorAnswer(BaseModel):
+    """A refusal: a stable code, and a sentence that says what to do next."""
+
+    detail: str
+    code: Code
+
+
+class EngineStatusAnswer(BaseModel):
+    """`global_step` counts optimizer steps. `failure` says why the last run ended, `suspended` why this one waits.
+
+    Calls are answered while there are `serving_replicas`.
+    """
+
+    engine_status: Phase
+    engine_status_detail: str
+    global_step: int
+    policy_version: int
+    run: int
+    failure: str
+    suspended: str
+    model: str
+    serving_replicas: int
+
+
+class ConfiguredAnswer(SuccessAnswer):
+    """`ignored` names keys of the job that mean nothing here."""
+
+    config_digest: str
+    ignored: list[str]
+
+
+class SettingDifference(BaseModel):
+    running: Any
+    wanted: Any
+
+
+class DifferencesAnswer(BaseModel):
+    """The settings that differ, by `group.field`."""
+
+    differences: dict[str, SettingDifference]
+
+
+class StartedAnswer(SuccessAnswer):
+    """`begun` says where the run begins when it goes on from a checkpoint."""
+
+    pid: int
+    run: int
+    begun: str
+
+
+class NotStartedAnswer(BaseModel):
+    success: Literal[False]
+    error: str
+    code: Code
+
+
+class CommandAnswer(SuccessAnswer):
+    failure_reason: Literal[""]
+
+
+class FailedCommandAnswer(BaseModel):
+    success: Literal[False]
+    failure_reason: str
+    code: Code
+
+
+class EpisodeAccess(BaseModel):
+    """What the client and the agent of an episode need. The id has the claim's secret."""
+
+    episode_uuid: str
+    openai_base_url: str
+    openai_api_key: str
+
+
+class ClaimTerms(BaseModel):
+    """The terms of a claim; times are in seconds since the epoch."""
+
+    discard_at: float
+    discard_episode_timeout: float
+    key_expires_at: float
+    policy_version: int
+    model: str
+
+
+class ClaimedEpisodeAnswer(EpisodeAccess, ClaimTerms):
+    success: Literal[True]
+    client_uuid: str
+    fail_cause: Literal[""]
+
+
+class ClaimFailure(BaseModel):
+    success: Literal[False]
+    client_uuid: str
+    fail_cause: str
+    code: Code
+    engine_status: Phase
+    suspended: str
+
+
+class NoEpisodeAnswer(ClaimFailure):
+    """A claim that was not granted; the fields of an episode are empty."""
+
+    episode_uuid: Literal[""]
+    openai_base_url: Literal[""]
+    openai_api_key: Literal[""]
+
+
+class ClaimedEpisodesAnswer(ClaimTerms):
+    success: Literal[True]
+    client_uuid: str
+    claim_id: str
+    fail_cause: Literal[""]
+    episodes: list[EpisodeAccess]
+
+
+class NoEpisodesAnswer(ClaimFailure):
+    claim_id: str
+    episodes: list[EpisodeAccess]
+
+
+class CanContinueAnswer(BaseModel):
+    can_continue: bool
+
+
+class UsedAnswer(BaseModel):
+    """What the recorded calls of an episode have taken so far."""
+
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class TouchedAnswer(BaseModel):
+    """The episodes that are open and of this client, the others, and what the open ones have used."""
+
+    touched: list[str]
+    over: list[str]
+    used: dict[str, UsedAnswer]
+
+
+class BufferedEpisode(BaseModel):
+    """An open episode, without its id, its client's id and its key."""
+
+    episode_uuid: str
+    episode_status: Literal["claimed"]
+    episode_type: Literal["train", "eval"]
+    openai_base_url: str
+    openai_api_key: Literal[""]
+    client_uuid: Literal[""]
+    zmq_listen_result_addr: Literal[""]
+    latest_activity_timestamp: float
+    discard_episode_timeout: float
+    llm_call_count: int
+    debug_log: list[str]
+    optional_task_id: str
+
+
+class BufferAnswer(BaseModel):
+    buffer: list[BufferedEpisode]
+
+
+class RunningEpisode(BaseModel):
+    """An open episode in words, as clients of the swarm contract print it."""
+
+    episode_status: Literal["claimed"]
+    time_since_last_activity: str
+    discard_episode_timeout: str
+    llm_call_count: str
+    client_uuid: str
+    optional_task_id: str
+
+
+class PoolAnswer(BaseModel):
+    """The progress of the next batch. Episodes and other clients are numbered."""
+
+    sample_collection_method: Method
+    completed_episodes: int
+    completed_episode_target: int
+    completed_tasks: int
+    completed_task_target: int
+    completed_non_dummy_tasks: int
+    completed_non_dummy_task_target: int
+    task_expected_num_repeat: int
+    completed_tasks_details: dict[str, list[str]]
+    completed_tasks_rewards: dict[str, list[float]]
+    completed_tasks_client_uuids: dict[str, list[str]]
+    running_episode_details: dict[str, RunningEpisode] | None
+    engine_status: Phase
+    global_step: int
+    booting_start_time: float | None
+
+
+class ReplayedRequest(BaseModel):
+    model: str
+    messages: list[dict[str, Any]]
+    temperature: float
+    max_tokens: int
+    n: int
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+
+
+class ReplayedChoice(BaseModel):
+    index: int
+    message: dict[str, Any]
+    finish_reason: str
+
+
+class ReplayedUsage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ReplayedCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ReplayedChoice]
+    usage: ReplayedUsage
+
+
+class ReplayedCallAnswer(BaseModel):
+    """A recorded call with its earlier turns, in the shape of OpenAI's chat completions."""
+
+    input: ReplayedRequest
+    output: ReplayedCompletion
+
+
+class ExperimentFolderAnswer(BaseModel):
+    server_experiment_dir: str | None
+
+
+class LoggedAnswer(BaseModel):
+    """`success` is false for a line that was dropped, because too many came in one second."""
+
+    success: bool
+
+
+# By path; None where each request is refused.
+ANSWERS: dict[str, Any] = {
+    "/get_engine_status": EngineStatusAnswer,
+    "/sync_train_config": ConfiguredAnswer,
+    "/compare_train_config": DifferencesAnswer,
+    "/start_engine": StartedAnswer | NotStartedAnswer,
+    "/stop_engine": CommandAnswer | FailedCommandAnswer,
+    "/resume_engine": CommandAnswer | FailedCommandAnswer,
+    "/claim_episode": ClaimedEpisodeAnswer | NoEpisodeAnswer,
+    "/end_episode": SuccessAnswer,
+    "/abort_episode": SuccessAnswer,
+    "/can_continue_episode": CanContinueAnswer,
+    "/get_episode_buffer": BufferAnswer,
+    "/get_current_batch_rollout_pool_information": PoolAnswer,
+    "/replay_latest_llm_call": ReplayedCallAnswer,
+    "/agree_sync_weight": CommandAnswer | FailedCommandAnswer,
+    "/get_server_experiment_dir": ExperimentFolderAnswer,
+    "/sync_train_code": None,
+    "/push_verbose_log": LoggedAnswer,
+    "/claim_episodes": ClaimedEpisodesAnswer | NoEpisodesAnswer,
+    "/end_episodes": SuccessAnswer,
+    "/abort_episodes": SuccessAnswer,
+    "/touch_episodes": TouchedAnswer,
+}
+
+# What any route of the door may answer instead, by status. Bugs, which are 500, are not described.
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": SwarmErrorAnswer, "description": "A refusal"} for status in sorted({*STATUS.values()} - {500})
+}

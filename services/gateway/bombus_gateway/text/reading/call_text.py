@@ -1,0 +1,128 @@
+"""Finds out from a chat template how calls are written whose arguments are JSON, so that a call can be forced."""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from bombus_gateway.text.deltas import ToolCallDelta
+from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.reading.finding import PROBE_TOOLS, Reading, RenderText, turn_of
+
+_NAMES = ("qxf_1", "qxg_2", "qxh_3")
+_ARGUMENTS = {"qxk": "qxv"}
+_ID_FORMS = ("callprob{index}", "functions.{name}:{index}")
+_decoder = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class CallText:
+    """The text around calls: what opens them, follows a name, stands between arguments and the next name, and closes.
+
+    Without `between` only one call can be written.
+    """
+
+    opens: str
+    after_name: str
+    between: str
+    closes: str
+
+    def head(self, name: str) -> str:
+        """Return what is before the arguments of a call, from its name on."""
+        return f"{name}{self.after_name}"
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Return the text of calls, each a name and arguments."""
+        return self.opens + self.between.join(self.head(name) + given for name, given in calls) + self.closes
+
+
+def find_call_text(render: RenderText, reading: Reading, ends: Collection[str]) -> CallText | None:
+    """Return how the template writes calls; None where arguments are not JSON, or where a call has an id in its text.
+
+    `ends` are the names of tokens that end a turn. What is found is read back by the reader of the same model.
+    """
+    if reading.syntax is None:
+        return None
+    for empty in ("", None):
+        one = _gaps(render, 1, empty, ends)
+        if one is None:
+            continue
+        opens, after_name, closes = one
+        found = CallText(_without_reasoning(opens, reading), after_name, "", closes)
+        if not _reads_back(reading, found, _NAMES[:1]):
+            continue
+        several = [_gaps(render, count, empty, ends) for count in (2, 3)]
+        between = several[0][2] if several[0] else ""
+        expected = [(opens, after_name, *[between, after_name] * more, closes) for more in (1, 2)]
+        parallel = CallText(found.opens, after_name, between, closes)
+        return parallel if several == expected and between and _reads_back(reading, parallel, _NAMES) else found
+    return None
+
+
+def calls_come_singly(render: RenderText, reading: Reading) -> bool:
+    """Whether a call can be read before the next one begins. In some syntaxes calls are one list, read as a whole."""
+    for count, empty in product((2, 1), ("", None)):
+        written = turn_of(render, _message(count, empty, _ID_FORMS[0]))
+        if written is None:
+            continue
+        before, turn = written
+        reader = reading.reader(before, PROBE_TOOLS)
+        portions = (reader.feed(character) for character in turn)
+        made = (sum(isinstance(delta, ToolCallDelta) for delta in portion) for portion in portions)
+        return next(filter(None, made), 0) == 1
+    return False
+
+
+def _message(count: int, content: str | None, id_form: str) -> ChatMessage:
+    calls: list[dict[str, Any]] = []
+    for index, name in enumerate(_NAMES[:count]):
+        function = {"name": name, "arguments": _ARGUMENTS}
+        calls.append({"id": id_form.format(name=name, index=index), "type": "function", "function": function})
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _gaps(render: RenderText, count: int, content: str | None, ends: Collection[str]) -> tuple[str, ...] | None:
+    """Return the texts before, between and after the names and arguments of a turn of calls.
+
+    Returns None where the template refuses them, writes them otherwise, or writes their ids.
+    """
+    turns = [turn_of(render, _message(count, content, id_form)) for id_form in _ID_FORMS]
+    if turns[0] is None or turns[0] != turns[1]:
+        return None
+    text, at = turns[0][1], 0
+    gaps: list[str] = []
+    for name in _NAMES[:count]:
+        start = text.find(name, at)
+        span = _arguments(text, start + len(name)) if start >= 0 else None
+        if span is None:
+            return None
+        gaps += [text[at:start], text[start + len(name) : span[0]]]
+        at = span[1]
+    places = [place for end in ends if (place := text.find(end, at)) >= 0]
+    return (*gaps, text[at : min(places)]) if places else None
+
+
+def _arguments(text: str, at: int) -> tuple[int, int] | None:
+    """Return where the arguments are that come after a name, as JSON."""
+    start = text.find("{", at)
+    try:
+        value, end = _decoder.raw_decode(text, start) if start >= 0 else (None, 0)
+    except ValueError:
+        return None
+    return (start, end) if value == _ARGUMENTS else None
+
+
+def _without_reasoning(opens: str, reading: Reading) -> str:
+    """Leave out reasoning that the template writes before a call, empty as it is."""
+    close = reading.thinking.close if reading.thinking else ""
+    return opens.rpartition(close)[2].lstrip() if close and close in opens else opens
+
+
+def _reads_back(reading: Reading, text: CallText, names: Sequence[str]) -> bool:
+    """Whether the model's reader finds the calls in their text, and nothing else."""
+    calls = [(f"{name}_x", '{"k": [1, {"l": "m\\"}"}]}') for name in names]
+    reader = reading.reader("", PROBE_TOOLS)
+    deltas = [*reader.feed(text.write(calls)), *reader.finish()]
+    read = [(d.name, json.loads(d.arguments)) for d in deltas if isinstance(d, ToolCallDelta)]
+    return len(deltas) == len(calls) and read == [(name, json.loads(arguments)) for name, arguments in calls]

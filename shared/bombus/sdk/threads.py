@@ -1,0 +1,124 @@
+"""The threads of a client in which agents run, and how they learn that the program is interrupted."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from bombus.sdk.core import BEGUN_MAX
+
+LEAVE_S = 5.0  # for agents' own code, once the program is interrupted
+
+
+class Interruption:
+    """Whether a program is interrupted, and the episodes that its threads have claimed until then."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+        self._lock = threading.Lock()
+        self._claimed: dict[str, None] = {}
+
+    def tell(self) -> None:
+        self._told.set()
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` once the program is interrupted."""
+        if self._told.is_set():
+            raise KeyboardInterrupt
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep until the program is interrupted, and raise `KeyboardInterrupt` then."""
+        self._told.wait(seconds)
+        self.check()
+
+    def claimed(self, episodes: Sequence[str]) -> None:
+        with self._lock:
+            self._claimed |= dict.fromkeys(episodes)
+            while len(self._claimed) > BEGUN_MAX:
+                del self._claimed[next(iter(self._claimed))]
+
+    def take_claimed(self) -> list[str]:
+        """Return what was claimed since the last time."""
+        with self._lock:
+            taken, self._claimed = list(self._claimed), {}
+        return taken
+
+
+class _Here(threading.local):
+    interruption: Interruption | None = None
+
+
+_here = _Here()
+
+
+def check() -> None:
+    """Raise `KeyboardInterrupt` in a thread of `AgentThreads` once the program is interrupted."""
+    if _here.interruption is not None:
+        _here.interruption.check()
+
+
+def sleep(seconds: float) -> None:
+    """Sleep as `time.sleep` does. In a thread of `AgentThreads`, an interruption of the program ends it."""
+    if _here.interruption is not None:
+        _here.interruption.sleep(seconds)
+    else:
+        time.sleep(seconds)
+
+
+def note_claimed(episodes: Sequence[str]) -> None:
+    """Note that this thread has claimed these episodes, which an interrupted program gives back."""
+    if _here.interruption is not None:
+        _here.interruption.claimed(episodes)
+
+
+class AgentThreads:
+    """Threads that each call `attempt(index)` for one index after another.
+
+    They do not keep an interrupted program from ending, unlike those of `ThreadPoolExecutor`: agents' own code may take
+    as long as it likes. Threads that are started in one of these threads are interrupted with it.
+    """
+
+    def __init__(self, indices: Sequence[int], attempt: Callable[[int], None], count: int) -> None:
+        self.is_inner = _here.interruption is not None  # these are started in a thread of others
+        self.interruption = _here.interruption or Interruption()
+        self._left = iter(indices)
+        self._lock = threading.Lock()
+        self._attempt = attempt
+        self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"bombus-episode-{number}", daemon=True) for number in range(count)
+        ]
+
+    def run(self) -> None:
+        """Return when all is done. Raises what an attempt raises, and what interrupts this."""
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            if (error := self._ended.get()) is not None:
+                raise error
+
+    def leave(self, within_s: float = LEAVE_S) -> None:
+        """Wait for the threads, which were told, to end."""
+        deadline = time.monotonic() + within_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        _here.interruption = self.interruption
+        try:
+            for index in self._indices():
+                self._attempt(index)
+        except BaseException as error:  # whatever it is, `run` raises it
+            self._ended.put(error)
+        else:
+            self._ended.put(None)
+
+    def _indices(self) -> Iterator[int]:
+        while True:
+            self.interruption.check()
+            with self._lock:
+                index = next(self._left, None)
+            if index is None:
+                return
+            yield index

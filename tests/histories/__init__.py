@@ -1,0 +1,1 @@
+"""Random histories of simulated harnesses, in three dialects, through real gateways: nothing sampled is lost."""

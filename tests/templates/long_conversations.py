@@ -1,0 +1,87 @@
+"""Extends long random conversations with and without their middle: what follows an answer has to be the same."""
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from bombus.errors import Refused
+from bombus.hive.records import pack_tokens
+from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.shortening import short
+from tests.templates.conversations import TOOLS, developer, system, user
+
+ANSWERS = range(4, 14)
+BRANCH, REFUSED = "a branch", "refused"
+LONG_TEXT = "word after word " * 200
+
+
+def differences(model: TextModel, count: int, seed: int) -> list[str]:
+    """Return which of `count` conversations go on otherwise without their middle. Fails if none was shortened."""
+    pick = random.Random(seed)
+    renderer = model.renderer
+    found: list[str] = []
+    shortened = 0
+    for number in range(count):
+        messages, known, tools = conversation(pick)
+        less = short(messages, known, tools, renderer.looked_for) if renderer.shortens else None
+        ended = pick.random() < 0.8
+        if less is None:
+            continue
+        shortened += 1
+        whole, shorter = (_after(model, *each, ended=ended) for each in ((messages, known, tools), less))
+        if whole != shorter and REFUSED not in (whole, shorter) and shorter != BRANCH:
+            found.append(f"{number}: {whole!r} and {shorter!r}: {json.dumps(messages)[:2000]}")
+    assert shortened > count / 2 or not renderer.shortens
+    return found
+
+
+def conversation(pick: random.Random) -> tuple[list[ChatMessage], int, list[dict[str, Any]]]:
+    """Return messages, how many of them are the history, which ends with an answer, and tools."""
+    reasons, calls = pick.random() < 0.5, pick.random() < 0.7
+    messages: list[ChatMessage] = []
+    if pick.random() < 0.6:
+        messages.append(pick.choice((system, developer))(pick.choice(("Be brief.", LONG_TEXT))))
+    messages.append(user(pick.choice(("Hi.", LONG_TEXT))))
+    for number in range(pick.choice(ANSWERS)):
+        messages.append(_answer(pick, number, reasons, calls))
+        messages += _following(pick, messages[-1])
+    known = max(index for index, message in enumerate(messages) if message["role"] == "assistant") + 1
+    return messages, known, TOOLS if calls else []
+
+
+def _answer(pick: random.Random, number: int, reasons: bool, calls: bool) -> ChatMessage:
+    message: ChatMessage = {"role": "assistant", "content": pick.choice(("Well.", LONG_TEXT, f"Number {number}"))}
+    if reasons and pick.random() < 0.8:
+        message["reasoning_content"] = pick.choice(("Hm.", LONG_TEXT))
+    if calls and pick.random() < 0.7:
+        message["content"] = pick.choice(("", message["content"], None))
+        arguments = json.dumps({"city": pick.choice(("Paris", LONG_TEXT))})
+        message["tool_calls"] = [
+            {"id": f"call{number:04d}{at}", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+            for at in range(pick.choice((1, 1, 1, 2)))
+        ]
+    return message
+
+
+def _following(pick: random.Random, answer: ChatMessage) -> list[ChatMessage]:
+    results: list[ChatMessage] = [
+        {"role": "tool", "tool_call_id": call["id"], "content": pick.choice(("sunny", LONG_TEXT))}
+        for call in answer.get("tool_calls") or ()
+    ]
+    return [*results, user("And now?")] if not results or pick.random() < 0.1 else results
+
+
+def _after(model: TextModel, messages: Sequence[ChatMessage], known: int, tools: Sequence[Any], *, ended: bool) -> str:
+    """Return what is appended to the history, `BRANCH` where the template changes what was before, or `REFUSED`."""
+    renderer = model.renderer
+    try:
+        prompt = renderer.render(renderer.adapted(messages[: known - 1]), tools)
+        said = model.tokenizer.encode(messages[known - 1]["content"] or "x")
+        answer = [*said, *(renderer.stop_token_ids[:1] if ended else ())]
+        history = pack_tokens([*prompt, *answer])
+        after = renderer.extend_as_given(history, len(prompt), renderer.adapted(messages), known, tools)
+    except Refused:
+        return REFUSED
+    return BRANCH if after is None else model.tokenizer.decode(after, with_specials=True)
