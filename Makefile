@@ -13,11 +13,12 @@ SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
 MINUTES ?= 2
+HISTORIES ?= 10000
 TEMPLATES ?=
 MODEL ?=
 OUT ?=
 
-.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates check bench sim chaos fuzz clean
+.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates test-harnesses check bench sim chaos fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it needs (TORCH=cpu or cuda: by default what the machine has)
 
@@ -68,6 +69,12 @@ $(TEMPLATES_STAMP): pyproject.toml constraints.txt
 test-templates: $(TEMPLATES_STAMP)  ## chat templates of TRL's wheel beside transformers (TEMPLATES=folder of more)
 	TEMPLATES=$(TEMPLATES) $(TEMPLATES_VENV)/bin/python -m pytest tests/templates
 
+# Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.
+test-harnesses: $(STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md
+	$(BIN)/python -m tests.harnesses.install
+	BOMBUS_HARNESSES=1 $(BIN)/python -m pytest tests/harnesses
+	$(BIN)/python -m tests.harnesses.table
+
 check: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -88,5 +95,9 @@ chaos: $(STAMP)  ## kill the processes of a real hive at random (KILLS=200)
 fuzz: $(STAMP)  ## send a real hive all that is wrong, then let it train a step (MINUTES=2, SEED=0)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
 
+# Simulated harnesses of three dialects, each history from its number and one seed.
+histories: $(STAMP)  ## play random histories of harnesses, and judge what was recorded (HISTORIES=10000, SEED=0)
+	$(BIN)/python -m tests.histories --histories $(HISTORIES) --seed $(SEED)
+
 clean:  ## remove the environments and what runs left in this folder
-	rm -rf $(VENV) $(TEMPLATES_VENV) .bombus runs
+	rm -rf $(VENV) $(TEMPLATES_VENV) .harnesses .bombus runs

@@ -8,6 +8,7 @@ import sys
 PARTS = {
     "coordinator": ["-m", "bench.coordinator"],
     "gateway": ["-m", "bench.gateway"],
+    "turns": ["-m", "bench.turns"],
     "episodes": ["-m", "bench.episodes"],
     "asynchronous": ["-m", "bench.asynchronous"],
     "bus": ["bench/bus.py"],

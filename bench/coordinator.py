@@ -6,7 +6,6 @@ waiting in the queue, for room that is not there: each command asks for the next
 
 import argparse
 import asyncio
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import uvloop
 
+from bench.processes import cpu_s
 from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.follow import Follower
 from bombus.hive import inbox
@@ -25,13 +25,6 @@ HIVE, ENGINE, FULL = "bench", "main", "full"
 OPEN, WORKERS = 1_000, 32  # episodes that the full engine may have open, and those of them that change hands
 QUEUES = (0, 2_000, 8_000)  # claims that wait
 WAIT_S = 60.0
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_s(pid: int) -> float:
-    """Return the user and system seconds of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 async def boot(bus: Bus, follower: Follower, engine: str, open_max: int) -> None:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.coordinator import cpu_s
+from bench.processes import cpu_s, gateway_process
 from bombus import AsyncSwarmClient, Job
 from bombus.demo.hive import free_port
 from bombus.hive.generation import Generate, encode_request
@@ -49,7 +49,7 @@ async def send_requests(host: str, port: int, requests: list[bytes]) -> list[flo
 
 
 def http(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: bench", f"content-length: {len(body)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", f"content-length: {len(body)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
@@ -111,13 +111,13 @@ async def run(calls: int) -> None:
                     "max_prompt_length": 256, "max_response_length": 128,
                     "max_response_length_in_one_turn": 64, "max_model_len": 512, "max_env_worker": 512,
                 }  # fmt: skip
-                job = Job(model="tiny", batch_size=60_000, num_repeat=1, bombus={"rollout": lengths})
+                job = Job(model="tiny", batch_size=30_000, num_repeat=1, bombus={"rollout": lengths})
                 await client.auto_sync_train_config_and_start_engine(job)
                 log.seek(0)
                 found = re.search(r"listening at http://[\d.]+:(\d+)  engine", log.read())
                 assert found
                 keys = [claimed.api_key for claimed in await client.begin_episodes(256)]
-                bench = Bench(port, int(found[1]), _gateway_pid(up.pid), calls)
+                bench = Bench(port, int(found[1]), gateway_process(up.pid), calls)
                 for stream in (False, True):
                     for concurrency in (1, 32, 256):
                         await bench.at(concurrency, keys, stream)
@@ -125,19 +125,6 @@ async def run(calls: int) -> None:
             up.send_signal(signal.SIGINT)
             up.wait(60)
             log.close()
-
-
-def _gateway_pid(parent: int) -> int:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                above = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            if above == parent and b"gateway" in words:
-                return int(entry.name)
-    raise AssertionError("no gateway among the children")
 
 
 def main() -> None:

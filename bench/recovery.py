@@ -140,7 +140,7 @@ async def _snapshot(bus: Bus, position: int) -> None:
     start = time.perf_counter()
     body = snapshots.encode(snapshot)
     encoded = time.perf_counter() - start
-    await snapshots.save(bus, body, position)
+    await snapshots.store(bus, body, position)
     print(f"(a snapshot of {len(body) / 1e6:.1f} MB, encoded in {encoded * 1e3:.0f} ms)")
 
 

@@ -30,6 +30,8 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "up": Command("bombus.commands.up", "start a whole hive on this machine", "all"),
     "demo": Command("bombus.commands.demo", "train a small model through a hive and watch it learn", "demo"),
+    "rollout": Command("bombus.commands.rollout", "play episodes with any command as the agent", "yaml"),
+    "start": Command("bombus.commands.start", "work with a coding agent on a hive's model, and rate it", "yaml"),
     "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),
     "install": Command("bombus.commands.install", "make an environment for vllm or verl", "yaml"),
     "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
@@ -167,13 +169,12 @@ def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
     """Import a command and run it with its own arguments. Returns the exit code."""
     try:
         module: CommandModule = load(command.module, command.extra)
+        parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
+        module.add_arguments(parser)
+        return module.run(parser.parse_args(given))
     except NotInstalled as error:
         complain(f"{prog} needs {error.package}: {error.remedy}")
         return 1
-    parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
-    module.add_arguments(parser)
-    try:
-        return module.run(parser.parse_args(given))
     except Refused as error:
         complain(f"{prog}: {error.why}")
         return 2

@@ -1,0 +1,121 @@
+"""`bombus rollout`: any command plays episodes, each in a copy of a workspace, and another command rewards it."""
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+
+from bombus.config.flags import add_settings_arguments, settings_from
+from bombus.errors import BombusError, Code, Refused
+from bombus.rollout.display import ProgressDisplay
+from bombus.rollout.plan import RolloutOptions, RolloutPlan, plan_of, shortage_of_tasks
+from bombus.rollout.run import Rollout
+from bombus.sdk.aio import AsyncSwarmClient
+from bombus.sdk.errors import EngineOffline
+from bombus.sdk.job import Job
+from bombus.terminal import complain, say
+
+TERMINATED = 143  # as a shell reports a program that SIGTERM has ended
+EPILOG = """\
+Each episode gets a copy of the workspace. There the agent runs with a model of its own: $OPENAI_BASE_URL,
+$OPENAI_API_KEY, $ANTHROPIC_BASE_URL and the like are set, and $BOMBUS_BASE_URL, $BOMBUS_API_KEY, $BOMBUS_MODEL,
+$BOMBUS_PROMPT, $BOMBUS_TASK (JSON) and $BOMBUS_WORKSPACE. Then the reward command runs in the same folder; it finds
+what the agent printed in the file $BOMBUS_OUTPUT. docs/rollout.md has the rest.
+
+example:
+  bombus rollout --task tasks.jsonl --workspace ./repo --agent 'claude -p {prompt}' \\
+    --reward "$PWD/check.sh" -n 8
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--task",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the tasks, a JSON object in each line: `prompt`, perhaps `task_id`, and fields of your own",
+    )
+    parser.add_argument(
+        "--agent",
+        required=True,
+        metavar="CMD",
+        help="the agent. {prompt}, {task_id}, {workspace} and other fields of the task are put in as single arguments; "
+        "no shell is run unless you write sh -c",
+    )
+    parser.add_argument(
+        "--reward",
+        required=True,
+        metavar="CMD",
+        help="run after the agent: if the last line that it prints is a number, that is the reward, whatever the exit "
+        "code; else it is 1 for the exit code 0 and 0 for any other. Takes the same fields",
+    )
+    parser.add_argument(
+        "-n",
+        type=int,
+        default=None,
+        metavar="N",
+        help="episodes of each task, which are compared with each other (default: the job's num_repeat; 1 with --eval)",
+    )
+    add_settings_arguments(parser, RolloutOptions)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan = plan_of(settings_from(RolloutOptions, arguments, flags={"n": "-n"}))
+    job = Job.build_job_from_yaml(plan.options.job) if plan.options.job is not None else None
+    try:
+        return asyncio.run(_roll_out(plan, job))
+    except EngineOffline as error:
+        complain(f"bombus rollout: {error}", "Start a job first, or name one with --job.")
+    except (BombusError, TimeoutError) as error:
+        complain(*f"bombus rollout: {error}".split("\n"))
+    except asyncio.CancelledError:
+        return TERMINATED
+    return 1
+
+
+async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
+    options = plan.options
+    this = asyncio.current_task()
+    assert this is not None
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) != signal.SIG_IGN:  # as nohup does
+            asyncio.get_running_loop().add_signal_handler(ending, this.cancel)
+    async with AsyncSwarmClient(options.url, verbose=False, engine=options.engine or None) as client:
+        if job is not None:
+            say(
+                f"starting the job of {options.job}, unless it runs; this takes as long as its model to load",
+                flush=True,
+            )
+            await client.auto_sync_train_config_and_start_engine(job)
+        display = ProgressDisplay()
+        rollout = Rollout(plan, client, await _repeat(plan, client), display)
+        try:
+            await rollout.run()
+        finally:
+            display.close(rollout.tally)
+    return 0 if rollout.tally.rewards else 1
+
+
+async def _repeat(plan: RolloutPlan, client: AsyncSwarmClient) -> int:
+    """Return how many episodes each task gets. What does not fit the job is said, and done where that ends.
+
+    Raises `Refused` for steps that would never be made.
+    """
+    given = plan.options.n
+    if plan.options.eval:
+        return given or 1
+    pool = await client.get_rollout_stat()
+    if shortage := shortage_of_tasks(plan, pool):
+        if plan.options.steps is not None:
+            raise Refused(Code.BAD_CONFIG, f"{shortage}; with other clients, give --epochs instead of --steps")
+        complain(f"bombus rollout: {shortage}")
+    wanted = pool.task_expected_num_repeat
+    if given is not None and wanted and given % wanted:
+        complain(
+            f"bombus rollout: the job compares groups of {wanted} episodes (rollout.num_repeat), and -n {given} does "
+            "not fill them"
+        )
+    return given or max(1, wanted)

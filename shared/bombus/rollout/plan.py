@@ -1,0 +1,194 @@
+"""What a rollout is given on its command line, checked before anything is claimed."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from bombus.config.flags import Flag
+from bombus.errors import Code, Refused
+from bombus.hive.collection import BATCH_METHODS
+from bombus.rollout.commands import CommandTemplate, check_fields, check_program, parse_command
+from bombus.rollout.presets import NO_PRESET, PRESETS, ApiDialect, HarnessPreset, preset_of
+from bombus.rollout.tasks import AgentTask, read_tasks
+from bombus.rollout.watch import EpisodeLimits
+from bombus.rollout.workspace import check_out, check_scratch, check_workspace
+from bombus.sdk.transport import address
+from bombus.sdk.types import PoolInformation
+
+URL = "http://127.0.0.1:10086"
+DAY_S = 86_400.0
+COUNT_MAX = 1_000_000
+METHODS_OF_TASKS = {name for name, method in BATCH_METHODS.items() if method.counts_tasks}
+
+
+class RolloutOptions(BaseModel):
+    """The command line of `bombus rollout`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: Annotated[Path, Flag(declared_elsewhere=True)]
+    agent: Annotated[str, Flag(declared_elsewhere=True)]
+    reward: Annotated[str, Flag(declared_elsewhere=True)]
+    n: Annotated[int | None, Flag(declared_elsewhere=True)] = Field(default=None, ge=1, le=4096)
+
+    workspace: Annotated[Path | None, Flag(metavar="DIR", default="an empty folder")] = Field(
+        default=None, description="the folder that each episode gets a copy of, and in which its commands run"
+    )
+    url: Annotated[str, Flag(metavar="URL")] = Field(
+        default=URL, description="the hive; its key comes from $BOMBUS_CLIENT_KEY or $BOMBUS_ADMIN_KEY"
+    )
+    engine: Annotated[str, Flag(metavar="NAME", default="the hive's first")] = Field(
+        default="", description="the engine that plays"
+    )
+    job: Annotated[Path | None, Flag(metavar="FILE")] = Field(
+        default=None, description="start this job first, or join it where it runs; without it, one must be running"
+    )
+    eval: bool = Field(default=False, description="play evaluation episodes, which are not trained")
+
+    preset: Annotated[str, Flag(metavar="NAME", default="the agent's first word, where it is one")] = Field(
+        default="",
+        description=f"the harness whose variables and files are set: {', '.join(PRESETS)}, or {NO_PRESET}",
+    )
+    dialect: Annotated[tuple[ApiDialect, ...], Flag(default="all")] = Field(
+        default=(), description="may be given several times: whose variables an agent without a preset gets"
+    )
+    sandbox: Annotated[str, Flag(metavar="CMD")] = Field(
+        default="", description="a command to put before the agent's and the reward's, such as `bwrap ...`"
+    )
+
+    timeout_s: Annotated[float, Flag(metavar="SECONDS")] = Field(
+        default=1800.0, gt=0, le=DAY_S, description="how long an agent may take"
+    )
+    reward_timeout_s: Annotated[float, Flag(metavar="SECONDS")] = Field(
+        default=300.0, gt=0, le=DAY_S, description="how long the reward command may take"
+    )
+    turns_max: Annotated[int | None, Flag(metavar="N")] = Field(
+        default=None, ge=1, description="stop an agent that has made so many model calls; looked at once a second"
+    )
+    tokens_max: Annotated[int | None, Flag(metavar="N")] = Field(
+        default=None, ge=1, description="stop an agent whose calls have sampled so many tokens; looked at once a second"
+    )
+    on_limit: Literal["reward", "abort"] = Field(
+        default="reward", description="what becomes of an episode whose agent was stopped"
+    )
+    retries: Annotated[int, Flag(metavar="N")] = Field(
+        default=2, ge=0, le=100, description="how often an episode is played again whose infrastructure failed"
+    )
+
+    concurrency: Annotated[int, Flag(metavar="N")] = Field(
+        default=8, ge=1, le=1024, description="agents that run at once"
+    )
+    epochs: Annotated[int | None, Flag(metavar="N", default="1, without end with --steps")] = Field(
+        default=None, ge=1, le=COUNT_MAX, description="how often to go through the tasks"
+    )
+    steps: Annotated[int | None, Flag(metavar="N")] = Field(
+        default=None, ge=1, le=COUNT_MAX, description="go on until the trainer has made so many steps from now"
+    )
+    seed: Annotated[int | None, Flag(metavar="N")] = Field(
+        default=None, description="shuffle the tasks, anew in each epoch; without it they keep their order"
+    )
+    out: Annotated[Path | None, Flag(metavar="DIR")] = Field(
+        default=None, description="keep a line for each episode in episodes.jsonl, and what its agent printed"
+    )
+    scratch: Annotated[Path, Flag(metavar="DIR", default="$TMPDIR or /tmp")] = Field(
+        default_factory=lambda: Path(tempfile.gettempdir()), description="where the copies of the workspace are made"
+    )
+
+    @field_validator("task", "workspace", "job", "out", "scratch")
+    @classmethod
+    def _expanded(cls, path: Path | None) -> Path | None:
+        """Replace a `~`, which a shell leaves alone in `--out=~/runs`."""
+        if path is None:
+            return None
+        try:
+            return path.expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{path} is in the home of a user that is not known here") from error
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> "RolloutOptions":
+        if self.eval and self.steps is not None:
+            raise ValueError("--eval does not go with --steps: evaluation episodes make no steps")
+        return self
+
+
+class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an episode is made from."""
+
+    options: RolloutOptions
+    tasks: list[AgentTask]
+    agent: CommandTemplate
+    reward: CommandTemplate
+    sandbox: CommandTemplate | None
+    preset: HarnessPreset | None
+    dialects: tuple[ApiDialect, ...]
+    workspace: Path | None
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        return EpisodeLimits(turns_max=self.options.turns_max, tokens_max=self.options.tokens_max)
+
+    @property
+    def epochs(self) -> int | None:
+        return self.options.epochs or (None if self.options.steps else 1)
+
+    @property
+    def episode_s(self) -> float:
+        """How long an episode may last, with the time that it takes to stop and report it."""
+        return self.options.timeout_s + self.options.reward_timeout_s + 600.0
+
+
+def check_url(url: str) -> None:
+    """Raise `Refused` for an address that no client can use."""
+    try:
+        address(url, None)
+    except ValueError as error:
+        raise Refused(Code.BAD_CONFIG, f"--url: {error}") from error
+
+
+def plan_of(options: RolloutOptions) -> RolloutPlan:
+    """Read and check all that the command line names. Raises `Refused`."""
+    check_url(options.url)
+    check_scratch(options.scratch)
+    if options.out is not None:
+        check_out(options.out)
+    tasks = read_tasks(options.task)
+    typed = parse_command(options.agent, "--agent")
+    preset = preset_of(typed.words[0], options.preset)
+    if preset is not None and options.dialect:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"--dialect is for agents without a preset, and {typed.words[0]} has one: add --preset none",
+        )
+    plan = RolloutPlan(
+        options=options,
+        tasks=tasks,
+        agent=preset.command(typed) if preset is not None else typed,
+        reward=parse_command(options.reward, "--reward"),
+        sandbox=parse_command(options.sandbox, "--sandbox") if options.sandbox else None,
+        preset=preset,
+        dialects=(preset.dialect,) if preset is not None else options.dialect or tuple(ApiDialect),
+        workspace=check_workspace(options.workspace, options.scratch, options.out) if options.workspace else None,
+    )
+    if preset is not None and "prompt" in typed.fields():
+        preset.check_prompts(tasks)
+    for template in (typed, plan.reward, plan.sandbox):
+        if template is not None:
+            check_fields(template, tasks)
+    for template in (plan.sandbox,) if plan.sandbox is not None else (plan.agent, plan.reward):
+        check_program(template, plan.workspace)
+    return plan
+
+
+def shortage_of_tasks(plan: RolloutPlan, pool: PoolInformation) -> str:
+    """Return why the tasks alone never complete a batch of the job, "" when they do."""
+    wanted = pool.completed_task_target
+    if pool.sample_collection_method not in METHODS_OF_TASKS or len(plan.tasks) >= wanted:
+        return ""
+    return (
+        f"the job's batches have {wanted} different tasks (collection.batch_size), and --task has {len(plan.tasks)}, "
+        "so that the trainer makes no step unless other clients play more tasks"
+    )

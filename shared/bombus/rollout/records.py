@@ -1,0 +1,164 @@
+"""How episodes went: their records, what is kept of them in a folder, and the summary of a rollout."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from bombus.private import private_folder
+from bombus.rollout.process import StopReason
+from bombus.rollout.tasks import AgentTask
+from bombus.sdk.types import EpisodeUsage
+
+RECORDS = "episodes.jsonl"
+OUTPUTS = "outputs"
+FAILURES_IN_A_ROW = 16  # infrastructure that fails so often does not recover by itself
+
+
+class LossReason(StrEnum):
+    """Why an episode has no reward."""
+
+    INFRA = "infrastructure failure"
+    TAKEN_BACK = "taken back by the hive"
+    LIMIT = "over a limit"
+
+
+class PlayedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode that ended with a reward.
+
+    `stopped` says why its agent did not end by itself, `complaint` what a reward command said that failed.
+    """
+
+    episode: str
+    reward: float
+    seconds: float
+    exit_code: int
+    used: EpisodeUsage
+    stopped: StopReason | None = None
+    output: str = ""
+    complaint: str = ""
+
+
+class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode that was aborted, or that was not begun: then it has no name."""
+
+    loss: LossReason
+    why: str
+    episode: str = ""
+    output: str = ""
+
+
+def record_of(task: AgentTask, result: PlayedEpisode | LostEpisode) -> dict[str, object]:
+    """Return what is kept of an episode."""
+    record: dict[str, object] = {"task_id": task.task_id, "episode": result.episode}
+    if isinstance(result, LostEpisode):
+        return {**record, "reward": None, "lost": result.loss, "why": result.why, "output": result.output}
+    return {
+        **record,
+        "reward": result.reward,
+        "seconds": round(result.seconds, 3),
+        "exit_code": result.exit_code,
+        "calls": result.used.calls,
+        "prompt_tokens": result.used.prompt_tokens,
+        "completion_tokens": result.used.completion_tokens,
+        "stopped": result.stopped,
+        "output": result.output,
+    }
+
+
+class RecordFolder:
+    """The folder of `--out`: a line for each episode, and what its programs printed."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = private_folder(path) / RECORDS
+        self._outputs = private_folder(path / OUTPUTS)
+
+    def output(self, episode: str) -> Path:
+        """Return the file for what an agent prints."""
+        return self._outputs / f"{episode}.txt"
+
+    def add(self, task: AgentTask, result: PlayedEpisode | LostEpisode) -> None:
+        with self._lines.open("ab") as lines:
+            lines.write(msgspec.json.encode(record_of(task, result)) + b"\n")
+
+
+def mean_of(rewards: Sequence[float]) -> str:
+    """Return the mean as it is shown."""
+    return f"{sum(rewards) / len(rewards):.3f}" if rewards else "-"
+
+
+class FailuresInARow:
+    """Counts the episodes whose infrastructure failed since one was last played to its end, by task."""
+
+    def __init__(self, tasks: int) -> None:
+        self._is_one_task = tasks == 1
+        self._failed: Counter[str] = Counter()
+
+    def add(self, task: AgentTask, result: PlayedEpisode | LostEpisode) -> str:
+        """Count an episode. Return why the next ones would fail too, "" as long as they may not.
+
+        Half of the failures must be of other tasks than the one that failed most: one bad task says nothing of the
+        others.
+        """
+        if isinstance(result, PlayedEpisode):
+            self._failed.clear()
+        elif result.loss == LossReason.INFRA:
+            self._failed[task.task_id] += 1
+            total, most = self._failed.total(), max(self._failed.values())
+            if total >= FAILURES_IN_A_ROW and (self._is_one_task or total - most >= FAILURES_IN_A_ROW // 2):
+                return f"{total} infrastructure failures in a row, the last: {result.why}"
+        return ""
+
+
+class RolloutTally:
+    """Counts the episodes of a rollout. `total` is None for one that goes on until the trainer has made its steps."""
+
+    def __init__(self, total: int | None) -> None:
+        self.total = total
+        self.rewards: list[float] = []
+        self.running = 0
+        self.stopped: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+        self.steps = 0
+        self._complaint = ""  # the latest of a reward command
+        self._rewards_before = 0  # how many rewards there were when the newest step was made
+
+    def stepped(self, steps: int) -> list[float]:
+        """Note that the trainer has made so many steps, and return the rewards since it had made fewer."""
+        since, self._rewards_before, self.steps = self.rewards[self._rewards_before :], len(self.rewards), steps
+        return since
+
+    def add(self, result: PlayedEpisode | LostEpisode) -> None:
+        if isinstance(result, LostEpisode):
+            self.lost[f"{result.loss}: {result.why}"] += 1
+            return
+        self.rewards.append(result.reward)
+        self._complaint = result.complaint or self._complaint
+        if result.stopped is not None:
+            self.stopped[result.stopped] += 1
+
+    def line(self) -> str:
+        """Return the progress in one line."""
+        done = f"{len(self.rewards)}/{self.total}" if self.total is not None else f"{len(self.rewards)}"
+        lost = f", {self.lost.total()} lost" if self.lost else ""
+        steps = f", {self.steps} steps" if self.steps else ""
+        complaint = f", {self._said()}" if self._said() else ""
+        mean = mean_of(self.rewards)
+        return f"{done} episodes, mean reward {mean}, {self.running} running{lost}{steps}{complaint}"
+
+    def summary(self) -> Iterator[str]:
+        """Yield the lines that close a rollout."""
+        steps = f"; the trainer has made {self.steps} steps" if self.steps else ""
+        yield f"{len(self.rewards)} episodes, mean reward {mean_of(self.rewards)}{steps}"
+        if self._said():
+            yield f"  {self._said()}"
+        for reason, count in self.stopped.most_common():
+            yield f"  {count} were stopped at a limit: {reason}"
+        for why, count in self.lost.most_common():
+            yield f"  {count} lost: {why}"
+
+    def _said(self) -> str:
+        """Return what the reward command complained of, as long as it has rewarded nothing."""
+        return f"the reward command failed: {self._complaint}" if self._complaint and not any(self.rewards) else ""

@@ -1,0 +1,46 @@
+"""Which episode comes next: epochs of tasks, groups of one task, and episodes that are played again."""
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from bombus.rollout.tasks import AgentTask
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """An episode to play. `failed` counts the earlier attempts whose infrastructure failed."""
+
+    task: AgentTask
+    failed: int = 0
+
+
+class Schedule:
+    """Hands out each task `repeat` times, one task after another, for so many epochs; None: without end.
+
+    With a seed each epoch has an order of its own, without one that of the file.
+    """
+
+    def __init__(self, tasks: Sequence[AgentTask], repeat: int, epochs: int | None, seed: int | None) -> None:
+        self.total = None if epochs is None else epochs * len(tasks) * repeat
+        self._again: deque[Attempt] = deque()
+        self._fresh = _attempts(tasks, repeat, epochs, seed)
+
+    def next(self) -> Attempt | None:
+        """Return the next episode to play, None when all have been handed out."""
+        return self._again.popleft() if self._again else next(self._fresh, None)
+
+    def again(self, attempt: Attempt, *, failed: bool) -> None:
+        """Play an episode again before any other, so that its group is soon complete."""
+        self._again.append(Attempt(attempt.task, attempt.failed + failed))
+
+
+def _attempts(tasks: Sequence[AgentTask], repeat: int, epochs: int | None, seed: int | None) -> Iterator[Attempt]:
+    for epoch in itertools.count() if epochs is None else range(epochs):
+        order = list(tasks)
+        if seed is not None:
+            random.Random(f"{seed}/{epoch}").shuffle(order)
+        for task in order:
+            yield from itertools.repeat(Attempt(task), repeat)

@@ -1,0 +1,101 @@
+"""Read the tasks of a rollout from a file of JSON lines."""
+
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bombus.errors import Code, Refused
+
+TASK_ID_CHARACTERS = 512  # what the hive takes
+TASK_BYTES = 100_000  # Linux gives a program no argument or variable over 128 KiB
+PATH_FIELDS = frozenset({"workspace", "folder"})  # fields of a command that every episode has, whatever its task
+
+
+class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent is to do. `fields` has everything that its line holds besides the id and the prompt."""
+
+    task_id: str
+    prompt: str
+    fields: dict[str, Any] = {}
+
+    def as_json(self) -> str:
+        return msgspec.json.encode({"task_id": self.task_id, "prompt": self.prompt, **self.fields}).decode()
+
+    def words(self) -> dict[str, str]:
+        """Return the text that each field of this task puts into a command. Only texts are put in as they are."""
+        values = {"task_id": self.task_id, "prompt": self.prompt, **self.fields}
+        return {name: value if isinstance(value, str) else _json(value) for name, value in values.items()}
+
+
+def read_tasks(path: Path) -> list[AgentTask]:
+    """Return the tasks of a file, one for each line that is not empty.
+
+    A line is an object with the text `prompt`. Unless it has a `task_id`, that has the file's name, the number of the
+    line and its digest, so that other files of the same name have other tasks. Its other fields can be put into
+    commands. Raises `Refused` with the number of the line that is wrong.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(Code.BAD_CONFIG, f"--task {path} cannot be read: {error}") from error
+    tasks = list(_tasks(path, lines))
+    if not tasks:
+        raise Refused(Code.BAD_CONFIG, f"--task {path} has no task: each line is an object with a `prompt`")
+    return tasks
+
+
+def _tasks(path: Path, lines: list[str]) -> Iterator[AgentTask]:
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            task = task_of(line, f"{path.stem}-{number}-{_digest(line)}")
+            if task.task_id in seen:
+                raise ValueError(f"task_id {task.task_id!r} is that of line {seen[task.task_id]} too")
+        except ValueError as error:
+            raise Refused(Code.BAD_CONFIG, f"{path} line {number}: {error}") from error
+        seen[task.task_id] = number
+        yield task
+
+
+def task_of(line: str, default_id: str) -> AgentTask:
+    """Return the task of one line. Raises `ValueError` with what is wrong."""
+    try:
+        values = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"it is not a JSON object: {error}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    prompt, task_id = values.pop("prompt", None), values.pop("task_id", default_id)
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError("it has no `prompt`, which is the text of the task")
+    if not isinstance(task_id, str) or not 1 <= len(task_id) <= TASK_ID_CHARACTERS:
+        raise ValueError(f"`task_id` is a text of 1 to {TASK_ID_CHARACTERS} characters")
+    _check_fields(values)
+    task = AgentTask(task_id=task_id, prompt=prompt, fields=values)
+    if len(task.as_json().encode()) > TASK_BYTES:
+        raise ValueError(
+            f"it has over {TASK_BYTES} bytes, which is more than a program's arguments can hold: put what is long into "
+            "a file of the workspace"
+        )
+    if any("\0" in text for text in task.words().values()):
+        raise ValueError("it has a null character, which no argument of a program can hold")
+    return task
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    for name in fields:
+        if name in PATH_FIELDS:
+            raise ValueError(f"`{name}` is not for tasks: it is the path that each episode has")
+
+
+def _digest(line: str) -> str:
+    return blake2b(line.strip().encode(), digest_size=4).hexdigest()
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,263 @@
+"""The folder of an episode: a copy of the workspace, and a home and a folder for temporary files beside it."""
+
+import asyncio
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.private import private_folder
+from bombus.rollout.process import CannotStart, OutputFile, Program, run_program
+from bombus.sdk.errors import InfraError
+
+log = logging.getLogger("bombus")
+
+# Copies share their blocks with the original where the file system can do that.
+COPY = ("cp", "-a", "--reflink=auto") if sys.platform == "linux" else ("cp", "-a")
+
+# Variables that lead git to a repository other than that of its folder (`git rev-parse --local-env-vars`).
+GIT_ELSEWHERE = frozenset(
+    {
+        "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+        "GIT_COMMON_DIR",
+        "GIT_CONFIG",
+        "GIT_CONFIG_COUNT",
+        "GIT_CONFIG_PARAMETERS",
+        "GIT_DIR",
+        "GIT_GRAFT_FILE",
+        "GIT_IMPLICIT_WORK_TREE",
+        "GIT_INDEX_FILE",
+        "GIT_NAMESPACE",
+        "GIT_OBJECT_DIRECTORY",
+        "GIT_PREFIX",
+        "GIT_REPLACE_REF_BASE",
+        "GIT_SHALLOW_FILE",
+        "GIT_WORK_TREE",
+    }
+)
+
+ROOM_BYTES = 64 << 10  # a disk with less is full
+
+
+class EpisodeFolder(msgspec.Struct, frozen=True):
+    """The folder of one episode. `workspace` has the name that its original has, which some agents show their model.
+
+    Its agent may do what it likes there, so that bombus keeps nothing of its own in it.
+    """
+
+    path: Path
+    workspace: Path
+
+    @property
+    def home(self) -> Path:
+        """Where a harness keeps its configuration and its memory."""
+        return self.path / "home"
+
+    @property
+    def temporary(self) -> Path:
+        return self.path / "tmp"
+
+    @property
+    def outputs(self) -> Path:
+        """Where bombus keeps what the programs of the episode print: beside the folder."""
+        return self.path.with_name(f"{self.path.name}.outputs")
+
+    def words(self) -> dict[str, str]:
+        """Return the fields of commands that are paths."""
+        return {"workspace": str(self.workspace), "folder": str(self.path)}
+
+
+def check_workspace(workspace: Path, scratch: Path, out: Path | None = None) -> Path:
+    """Return the absolute path of a workspace. Raises `Refused` for one that cannot be copied for an agent."""
+    found = workspace.expanduser().resolve()
+    if not found.is_dir():
+        raise Refused(Code.BAD_CONFIG, f"--workspace {workspace} is not a folder")
+    if scratch.resolve().is_relative_to(found):
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"--scratch {scratch} is inside the workspace {found}, so that copies would copy themselves",
+        )
+    if out is not None and out.resolve().is_relative_to(found):
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"--out {out} is inside the workspace {found}, so that agents would read what others have printed",
+        )
+    for git in _git_elsewhere(found):
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"--workspace {workspace} has {git}, which keeps a git repository or its files (core.worktree) elsewhere, "
+            "as a worktree or a submodule does: agents would commit to the original. Give a clone of it",
+        )
+    return found
+
+
+def _git_elsewhere(workspace: Path) -> Iterator[Path]:
+    """Yield each `.git` whose repository is not a part of the workspace, and so of a copy."""
+    for parent, folders, files in os.walk(workspace):
+        if ".git" in folders or ".git" in files:
+            git = Path(parent, ".git")
+            target = _target(git)
+            found = git.parent / target
+            if _leads_out(workspace, git.parent, target) or _leads_out(workspace, found, _work_tree(found)):
+                yield git
+        folders[:] = [name for name in folders if name != ".git"]
+
+
+def _leads_out(workspace: Path, start: Path, path: Path) -> bool:
+    """Return whether a path that is written in `start` would lead from a copy of the workspace to somewhere else."""
+    return path.is_absolute() or not (start / path).resolve().is_relative_to(workspace)
+
+
+def _work_tree(git_folder: Path) -> Path:
+    """Return the `core.worktree` of a repository as it is written there, or its own folder where it has none."""
+    if shutil.which("git") is None:
+        return Path()
+    for name in ("config.worktree", "config"):
+        asked = ("git", "config", "--file", git_folder / name, "--includes", "--get", "core.worktree")
+        written = subprocess.run(asked, capture_output=True, check=False).stdout
+        if written.strip():
+            return Path(os.fsdecode(written.removesuffix(b"\n")))
+    return Path()
+
+
+def _target(git: Path) -> Path:
+    """Return where a `.git` leads, as it is written there."""
+    if git.is_symlink():
+        return git.readlink()
+    if git.is_file():
+        return Path(git.read_text(errors="replace").strip().removeprefix("gitdir:").strip())
+    return Path(".git")
+
+
+def check_scratch(scratch: Path) -> None:
+    """Raise `Refused` when no folder can be made there."""
+    if not scratch.is_dir():
+        raise Refused(Code.BAD_CONFIG, f"--scratch {scratch} is not a folder")
+    _check_writable(scratch, f"--scratch {scratch}")
+
+
+def check_out(out: Path) -> None:
+    """Raise `Refused` when `out` is not a folder in which files can be written, and cannot become one."""
+    there = out.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        raise Refused(Code.BAD_CONFIG, f"--out {out} cannot be made: {there} is not a folder")
+    _check_writable(there, f"--out {out}")
+
+
+def _check_writable(folder: Path, what: str) -> None:
+    try:
+        check_room(folder)
+    except OSError as error:
+        raise Refused(Code.BAD_CONFIG, f"{what} cannot be written: {error.strerror} in {folder}") from error
+
+
+@asynccontextmanager
+async def episode_folder(path: Path, workspace: Path | None) -> AsyncIterator[EpisodeFolder]:
+    """Make the folder of an episode, with a copy of the workspace or an empty one, and remove it afterwards.
+
+    Raises `InfraError` when the workspace cannot be copied, and `OSError` when a folder cannot be made, because there
+    is one already or the disk is full.
+    """
+    # One level deeper than the other folders, because a workspace may be called like one of them.
+    folder = EpisodeFolder(path, path / "copy" / (workspace.name if workspace is not None else "workspace"))
+    made = (path, folder.outputs)
+    for each in made:
+        each.mkdir(mode=0o700)
+    try:
+        for each in (folder.workspace, folder.home, folder.temporary):
+            private_folder(each)
+        if workspace is not None:
+            await _copy(workspace, folder)
+        yield folder
+    finally:
+        for each in made:
+            await asyncio.to_thread(remove_folder, each)
+
+
+def check_room(folder: Path) -> None:
+    """Raise `OSError` when no file can be written there, such as when the disk is full."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(ROOM_BYTES))
+        file.flush()
+
+
+async def _copy(source: Path, folder: EpisodeFolder) -> None:
+    """Copy a workspace into the folder of an episode. Raises `InfraError`.
+
+    What copies has a process group of its own: a Ctrl-C in the terminal reaches bombus alone, which ends it.
+    """
+    with OutputFile(folder.outputs / "copy.txt") as printed:
+        words = (*COPY, "--", f"{source}/.", str(folder.workspace))
+        copying = Program(words=words, folder=folder.path, variables=os.environ, output=printed)
+        try:
+            ended = await run_program(copying, inf)
+        except CannotStart as error:
+            raise InfraError(f"the workspace could not be copied: {error}") from error
+        if ended.exit_code:
+            raise InfraError(f"the workspace could not be copied: {printed.tail().strip()[-300:]}")
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder and everything in it, what an agent has made read-only too. Says so where that fails."""
+    try:
+        _remove(path)
+    except RecursionError:
+        _remove_deep(path)
+    except OSError as error:
+        _complain(path, str(error))
+
+
+def _remove_deep(path: Path) -> None:
+    """Remove a folder with more folders in each other than Python's own functions can follow."""
+    try:
+        removed = subprocess.run(
+            ("rm", "-rf", "--", path), capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as error:
+        _complain(path, str(error))
+    else:
+        if removed.returncode:
+            _complain(path, removed.stderr.strip()[-300:])
+
+
+def _complain(path: Path, why: str) -> None:
+    log.warning("%s could not be removed: %s", path, why)
+
+
+def _remove(path: Path) -> None:
+
+    def retry(remove: Callable[..., Any], name: str, _: object) -> None:
+        if not os.path.lexists(name):
+            return  # the end of a rollout and that of its episode remove the same folder
+        os.chmod(Path(name).parent, 0o700)
+        if os.path.isdir(name) and not os.path.islink(name):
+            os.chmod(name, 0o700)
+            for each in _folders_in(name):
+                with suppress(FileNotFoundError):
+                    each.chmod(0o700)
+            shutil.rmtree(name, ignore_errors=True)
+        else:
+            remove(name)
+
+    if path.exists():
+        shutil.rmtree(path, onerror=retry)
+
+
+def _folders_in(folder: str) -> Iterator[Path]:
+    """Yield the folders below one, each before it is looked into."""
+    for parent, folders, _ in os.walk(folder):
+        for name in folders:
+            if not os.path.islink(each := Path(parent, name)):
+                yield each

@@ -1,0 +1,1 @@
+"""Unmodified agent harnesses against a real hive, with an engine whose tokens are scripted: `make test-harnesses`."""
