@@ -24,7 +24,11 @@ from bombus.hive.records import CallRef
 from bombus_coordinator.shell import Coordinator
 
 LIMITS = StreamLimits(
-    inbox_bytes_max=256 << 20, events_bytes_max=256 << 20, calls_bytes_max=1 << 20, blobs_bytes_max=256 << 20
+    inbox_bytes_max=256 << 20,
+    events_bytes_max=256 << 20,
+    calls_bytes_max=1 << 20,
+    ops_bytes_max=1 << 20,
+    blobs_bytes_max=256 << 20,
 )
 CLIENT = str(uuid.uuid4())
 

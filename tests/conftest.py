@@ -16,7 +16,11 @@ from bombus.config.streams import StreamLimits
 
 MB = 1 << 20
 SMALL_STREAMS = StreamLimits(
-    inbox_bytes_max=64 * MB, events_bytes_max=64 * MB, calls_bytes_max=64 * MB, blobs_bytes_max=64 * MB
+    inbox_bytes_max=64 * MB,
+    events_bytes_max=64 * MB,
+    calls_bytes_max=64 * MB,
+    ops_bytes_max=64 * MB,
+    blobs_bytes_max=64 * MB,
 )
 # Files with the longest tests, in the order in which they start, so that no worker is left alone with one at the end.
 LONGEST = [

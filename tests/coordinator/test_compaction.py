@@ -38,7 +38,11 @@ from tests.patience import PATIENCE_S
 
 EVENTS_BYTES_MAX = 2 * MB
 LIMITS = StreamLimits(
-    inbox_bytes_max=64 * MB, events_bytes_max=EVENTS_BYTES_MAX, calls_bytes_max=MB, blobs_bytes_max=64 * MB
+    inbox_bytes_max=64 * MB,
+    events_bytes_max=EVENTS_BYTES_MAX,
+    calls_bytes_max=MB,
+    ops_bytes_max=MB,
+    blobs_bytes_max=64 * MB,
 )
 METADATA = {"note": "x" * (16 << 10)}
 WAIT_S = 60.0

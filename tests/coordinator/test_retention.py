@@ -23,7 +23,11 @@ MB = 1 << 20
 RECORD_BYTES = 100 << 10
 CALLS_BYTES_MAX = 4 * MB
 LIMITS = StreamLimits(
-    inbox_bytes_max=64 * MB, events_bytes_max=64 * MB, calls_bytes_max=CALLS_BYTES_MAX, blobs_bytes_max=MB
+    inbox_bytes_max=64 * MB,
+    events_bytes_max=64 * MB,
+    calls_bytes_max=CALLS_BYTES_MAX,
+    ops_bytes_max=16 * MB,
+    blobs_bytes_max=MB,
 )
 
 

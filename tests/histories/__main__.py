@@ -20,7 +20,11 @@ PROGRESS_S = 5.0
 SHOWN_MAX = 10
 MB = 1 << 20
 STREAMS = StreamLimits(
-    inbox_bytes_max=64 * MB, events_bytes_max=1024 * MB, calls_bytes_max=8192 * MB, blobs_bytes_max=256 * MB
+    inbox_bytes_max=64 * MB,
+    events_bytes_max=1024 * MB,
+    calls_bytes_max=8192 * MB,
+    ops_bytes_max=MB,
+    blobs_bytes_max=256 * MB,
 )
 
 

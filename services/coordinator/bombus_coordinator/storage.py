@@ -33,6 +33,8 @@ _ADVICE = {
     "events": "It is compacted when it is over 60 % full, unless that is switched off or fails, which `bombus status` "
     "would say; or raise its limit with --events-bytes-max.",
     "calls": "It is trimmed as steps are made; or raise its limit with --calls-bytes-max.",
+    "ops": "It is trimmed as operations are executed and saved, and as sessions end; or raise its limit with "
+    "--ops-bytes-max.",
     "blobs": "Raise its limit with --blobs-bytes-max.",
     DISK: "Make room where the bus keeps its data.",
 }

@@ -213,7 +213,12 @@ def ack_of(body: bytes, what: str) -> PubAck | BombusError:
     return error_of(ack.error, what)
 
 
-_LIMIT_FLAGS = {"inbox": "--inbox-bytes-max", "event": "--events-bytes-max", "call": "--calls-bytes-max"}
+_LIMIT_FLAGS = {
+    "inbox": "--inbox-bytes-max",
+    "event": "--events-bytes-max",
+    "call": "--calls-bytes-max",
+    "op": "--ops-bytes-max",
+}
 
 
 def _limit_flag(subject: str) -> str:
@@ -233,7 +238,7 @@ def error_of(error: ApiError, what: str) -> BombusError:
     if error.err_code == TOO_LITTLE_STORAGE:
         return BusUnavailable(
             f"{what}: the server has too little storage left for the streams' limits; lower them (--inbox-bytes-max, "
-            "--events-bytes-max, --calls-bytes-max, --blobs-bytes-max) or give the server more disk"
+            "--events-bytes-max, --calls-bytes-max, --ops-bytes-max, --blobs-bytes-max) or give the server more disk"
         )
     if error.err_code == NOT_A_CLUSTER:
         return Refused(

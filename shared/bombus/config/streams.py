@@ -49,9 +49,9 @@ class StreamLimits(Part):
     size on its disk.
 
     What is not given stays as it is. A new stream gets 1 replica and 256MiB for `inbox` (messages that are not decided
-    yet), 1GiB for `events` (the log), 4GiB for `calls` (the records of model calls), 2GiB for `blobs` (snapshots,
-    tokenizers, and weights that go by objects). Existing streams are changed when the hive starts. More than one
-    replica needs a cluster of as many NATS servers, at `nats`.
+    yet), 1GiB for `events` (the log), 4GiB for `calls` (the records of model calls), 1GiB for `ops` (training
+    operations and their results), 2GiB for `blobs` (snapshots, tokenizers, and weights that go by objects). Existing
+    streams are changed when the hive starts. More than one replica needs a cluster of as many NATS servers, at `nats`.
     """
 
     replicas: Annotated[
@@ -70,6 +70,9 @@ class StreamLimits(Part):
     calls_bytes_max: Annotated[Size | None, _size_flag("the stream of recorded calls", "4GiB")] = Field(
         default=None, description=_TAKES
     )
+    ops_bytes_max: Annotated[Size | None, _size_flag("the stream of training operations", "1GiB")] = Field(
+        default=None, description=_TAKES
+    )
     blobs_bytes_max: Annotated[Size | None, _size_flag("the stream of large objects", "2GiB")] = Field(
         default=None, description=_TAKES
     )
@@ -84,5 +87,10 @@ class StreamLimits(Part):
 
 AS_THEY_ARE = StreamLimits()
 NEW_STREAMS = StreamLimits(
-    replicas=1, inbox_bytes_max=256 << 20, events_bytes_max=1 << 30, calls_bytes_max=4 << 30, blobs_bytes_max=2 << 30
+    replicas=1,
+    inbox_bytes_max=256 << 20,
+    events_bytes_max=1 << 30,
+    calls_bytes_max=4 << 30,
+    ops_bytes_max=1 << 30,
+    blobs_bytes_max=2 << 30,
 )

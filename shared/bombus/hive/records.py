@@ -15,6 +15,8 @@ from bombus.errors import LogCorrupted
 from bombus.hive.decoding import decoded
 
 DIGEST_BYTES = 16
+BODY_BYTES_MAX = 32 << 20  # of an operation, or of a result
+BODY_PARTS_MAX = 1024
 
 
 def digest(body: bytes) -> bytes:
@@ -44,6 +46,18 @@ class CallRef(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     id: str
     digest: bytes
+
+
+class BodyRef(msgspec.Struct, frozen=True, array_like=True):
+    """The place of a body in the `ops` stream: the sequences of its parts, in order, its size and its digest (R6)."""
+
+    seqs: tuple[int, ...]
+    bytes: int
+    digest: bytes
+
+    @property
+    def first(self) -> int:
+        return self.seqs[0]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

@@ -1,6 +1,7 @@
 """The names on the bus. All of them contain the hive's name, so several hives can share a server (R19)."""
 
 import re
+from hashlib import blake2b
 from zlib import crc32
 
 SHARDS = 64
@@ -31,12 +32,14 @@ class Subjects:
         self.inbox_stream = f"{stem}_inbox"
         self.events_stream = f"{stem}_events"
         self.calls_stream = f"{stem}_calls"
+        self.ops_stream = f"{stem}_ops"
         self.blobs_bucket = f"{stem}_blobs"  # object store: tokenizers, snapshots
         self.secrets_bucket = f"{stem}_secrets"  # key-value: the key that signs episode keys
         self.leases_bucket = f"{stem}_leases"  # key-value: the leader's lease
         self.all_inbox = f"bombus.{hive}.inbox.>"
         self.all_events = f"bombus.{hive}.event.>"
         self.all_calls = f"bombus.{hive}.call.>"
+        self.all_ops = f"bombus.{hive}.op.>"
 
     def inbox(self, kind: str) -> str:
         return f"bombus.{self.hive}.inbox.{kind}"
@@ -57,3 +60,7 @@ class Subjects:
 
     def calls_of(self, engine: str) -> str:
         return f"bombus.{self.hive}.call.{engine}.>"
+
+    def operation(self, engine: str, model: str) -> str:
+        """Return the subject of the bodies of one model's operations, and of their results."""
+        return f"bombus.{self.hive}.op.{engine}.{blake2b(model.encode(), digest_size=8).hexdigest()}"

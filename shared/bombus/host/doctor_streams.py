@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CONNECT_S = 3.0
 NATS_PORT = 4222
 INFO_BYTES_MAX = 64 << 10
-STREAMS = ("inbox", "events", "calls", "blobs")
+STREAMS = ("inbox", "events", "calls", "ops", "blobs")
 NEARLY_FULL = 0.9
 
 
@@ -115,5 +115,7 @@ def _planned(cluster: Cluster) -> Iterator[Finding]:
     room = shutil.disk_usage(place).free * 3 // 4
     total = sum(sizes.values())
     detail = f"1 replica; {byte_size(total)} are reserved, of {byte_size(room)} (three quarters of what is free)"
-    todo = "lower --calls-bytes-max, --blobs-bytes-max or --events-bytes-max, or give another --data-dir"
+    todo = (
+        "lower --calls-bytes-max, --ops-bytes-max, --blobs-bytes-max or --events-bytes-max, or give another --data-dir"
+    )
     yield check("streams", total <= room, detail, todo)

@@ -1,0 +1,1 @@
+"""Bodies that are larger than one message: training operations and their results."""
