@@ -17,7 +17,6 @@ NOT_BUILT = {
     13: "sets of episodes over several engines",
     15: "pinned versions, NCCL",
     16: WHOLE,
-    17: WHOLE,
 }
 
 

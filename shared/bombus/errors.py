@@ -37,6 +37,12 @@ class Code(StrEnum):
     NOT_YOUR_EPISODE = "not_your_episode"
     OTHER_OUTCOME = "other_outcome"
     OTHER_CLAIM = "other_claim"
+    UNKNOWN_SESSION = "unknown_session"
+    SESSION_OVER = "session_over"
+    MODEL_EXISTS = "model_exists"
+    OTHER_BODY = "other_body"
+    BODY_GONE = "body_gone"
+    QUOTA = "quota"
     WRONG_PHASE = "wrong_phase"
     NOT_ACTIVE = "not_active"
     ENGINE_FAILED = "engine_failed"
@@ -72,6 +78,12 @@ STATUS: dict[Code, int] = {
     Code.NOT_YOUR_EPISODE: 404,
     Code.OTHER_OUTCOME: 409,
     Code.OTHER_CLAIM: 409,
+    Code.UNKNOWN_SESSION: 404,
+    Code.SESSION_OVER: 410,
+    Code.MODEL_EXISTS: 409,
+    Code.OTHER_BODY: 409,
+    Code.BODY_GONE: 409,
+    Code.QUOTA: 429,
     Code.WRONG_PHASE: 400,
     Code.NOT_ACTIVE: 409,
     Code.ENGINE_FAILED: 409,

@@ -16,7 +16,7 @@ from bombus.hive.events import (
     NotedCall,
     Outcome,
 )
-from bombus.hive.records import CallRef
+from bombus.hive.records import BodyRef, CallRef
 
 SECOND = 1_000_000_000
 START_NS = 1_767_268_800 * SECOND  # 12:00:00 UTC
@@ -251,7 +251,14 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         found = ev.ConversationFormat(template=template, tool_calls="hermes", reasoning="text")
         tell(ev.ModelRead, gateway="gateway-a", format=found)
 
-    replica = "replica-a"
+    replica, model = "replica-a", "s:train:0"
+    body = BodyRef(seqs=(1,), size=9, digest=b"d" * 16)
+    kept = ev.SavedWeights(use="training", name="w", folder="/w", address="aa")
+
+    def operate() -> None:
+        tell(ev.ModelOpened, model=model, session="s", base="tiny")
+        tell(ev.OperationAccepted, model=model, number=1, key="1", op="optim_step", body=body)
+
     actions: list[Callable[[], object]] = [
         *4 * [lambda: episodes.append(story.claim(0, "t"))],
         *4 * [lambda: story.call(draw.randint(0, 3), some(), some())],
@@ -280,6 +287,18 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: tell(ev.EngineSuspended, reason="out of memory"),
         lambda: tell(ev.EngineResumed, command="r"),
         restart,
+        lambda: story.tell(ev.SessionOpened(**story.at, session="s", idle_s=60.0, owner="ann")),
+        lambda: story.tell(ev.SessionEnded(**story.at, session="s", reason=ev.SessionEnd.IDLE)),
+        lambda: story.tell(ev.SessionForgotten(**story.at, session="s")),
+        operate,
+        lambda: tell(
+            ev.OperationCompleted, model=model, number=1, key="1", op="optim_step", trainer_epoch=1, result=body
+        ),
+        lambda: tell(ev.ModelCovered, model=model, number=1, trainer_epoch=1, folder="/c", digest="d"),
+        lambda: tell(ev.ModelClosed, model=model, reason=ev.ModelEnd.ENDED),
+        lambda: tell(ev.WeightsKept, model=model, session="s", base="tiny", saved=kept),
+        lambda: story.tell(ev.WeightsRemoved(**story.at, model=model, use="training", name="w")),
+        lambda: story.tell(ev.OperationsReleased(below=2, models=(ev.ModelFloor("main", model, 2),))),
     ]
     while len(story.events) < count:
         story.wait(draw.random())

@@ -15,7 +15,18 @@ from bombus.hive import inbox
 from bombus.hive.events import NotedCall
 from bombus.hive.state import EngineState, Hive, evolve
 from bombus_coordinator import storage
-from bombus_coordinator.rules import claims, engines, episodes, log_upkeep, replicas, trainers, transitions
+from bombus_coordinator.rules import (
+    claims,
+    engines,
+    episodes,
+    log_upkeep,
+    operations,
+    replicas,
+    serving,
+    sessions,
+    trainers,
+    transitions,
+)
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.waiting import share_of
@@ -46,6 +57,7 @@ class Core:
         now_ns = self.hive.now_ns
         self.live = Live(now_ns=now_ns, epoch_ns=now_ns, ticked_ns=now_ns, refusing=self.hive.refusing)
         self.live.event_bytes_max = event_bytes_max
+        self.live.released = self.hive.released
         self._noted: dict[tuple[str, int], list[NotedCall]] = {}
         self._noted_seq = 0
 
@@ -121,6 +133,8 @@ class Core:
                 self.live.epoch_ns = event.at_ns
             elif isinstance(event, ev.StorageFilled | ev.StorageFreed):
                 self.live.refusing = self.hive.refusing
+            elif isinstance(event, ev.OperationsReleased):
+                self.live.released = self.hive.released
         for reply in decision.replies:
             self.live.remember(reply.command, reply.answer)
         return PendingDecision(decision, answers, bodies)
@@ -172,11 +186,8 @@ class Core:
             for engine in list(self.hive.engines.values()):
                 yield from self._safely(engine, self._tick(engine))
             return
-        if isinstance(message, inbox.StorageSeen):
-            yield from self._folded(storage.seen(self.hive, self.live, message))
-            return
-        if isinstance(message, inbox.CompactionTried):
-            yield from self._folded(log_upkeep.tried(self.hive, self.live, message))
+        if (rule := _HIVE_RULES.get(type(message))) is not None:
+            yield from self._folded(rule(self.hive, self.live, message))
             return
         engine = self.hive.engine(message.engine)
         if isinstance(message, inbox.Touch):
@@ -208,6 +219,9 @@ class Core:
         yield from episodes.expire(engine, self.live)
         yield from replicas.lapse_replicas(engine, self.live)
         yield from trainers.lapse(engine, self.live)
+        yield from sessions.expire(engine, self.live)
+        yield from sessions.expire_weights(engine, self.live)
+        yield from serving.end_idle_run(engine, self.live)
         yield from self._follow_up(engine)
         yield from claims.lapse(engine, self.live)
 
@@ -217,6 +231,9 @@ class Core:
                 self.live.activity[episode] = self.live.now_ns
         for claim in message.confirmed:
             self.live.unconfirmed.pop(claim, None)
+        for session in message.sessions:
+            if session in engine.tenants.sessions:
+                self.live.session_seen[engine.name, session] = self.live.now_ns
 
 
 def _refused(engine: EngineState, live: Live, message: inbox.AnyMessage, error: Refused) -> Decision:
@@ -232,6 +249,11 @@ def _closed_by(event: ev.EpisodeEnded | ev.EpisodeAborted) -> Iterable[str]:
     return [outcome.episode for outcome in event.outcomes]
 
 
+_HIVE_RULES: dict[type[inbox.Message], Callable[[Hive, Live, Any], Decisions]] = {
+    inbox.StorageSeen: storage.seen,
+    inbox.CompactionTried: log_upkeep.tried,
+    inbox.OperationsStored: serving.release,
+}
 _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]] = {
     inbox.Claim: claims.claim,
     inbox.End: episodes.end,
@@ -255,4 +277,11 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.ReplicaLeaves: replicas.replica_leaves,
     inbox.WeightsLoadedFact: replicas.weights_loaded,
     inbox.LoadBroke: replicas.load_broke,
+    inbox.OpenSession: sessions.open_session,
+    inbox.CloseSession: sessions.close_session,
+    inbox.RemoveWeights: sessions.remove_weights,
+    inbox.Operate: operations.operate,
+    inbox.OperationDone: operations.done,
+    inbox.CoverWritten: operations.covered,
+    inbox.TrainerServes: serving.trainer_serves,
 }

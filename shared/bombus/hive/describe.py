@@ -8,6 +8,8 @@ from bombus.hive.checkpoints import where_begun
 from bombus.hive.events import Event
 from bombus.hive.status import byte_size, format_text, one_line, stall_text
 
+METRICS_SHOWN = 3
+
 
 def line_of(event: Event) -> str:
     """Describe an event in one line that is safe for a terminal. Raises `TypeError` for an unknown kind of event."""
@@ -68,6 +70,8 @@ def _(event: ev.EngineConfigured) -> str:
 
 @_text.register
 def _(event: ev.EngineStarted) -> str:
+    if event.run_kind == ev.RunKind.OPERATIONS:
+        return f"run {event.run} started for training operations on {event.base}"
     text = f"run {event.run} started with configuration {event.config_digest[:8]}"
     begun = where_begun(event)
     return f"{text}, {begun}" if begun else text
@@ -232,3 +236,62 @@ def _(event: ev.ReplicaQuarantined) -> str:
 @_text.register
 def _(event: ev.ReplicaLeft) -> str:
     return f"replica {event.replica} left{': ' + event.reason if event.reason else ''}"
+
+
+@_text.register
+def _(event: ev.SessionOpened) -> str:
+    return f"session {event.session} opened" + (f" by {event.owner}" if event.owner else "")
+
+
+@_text.register
+def _(event: ev.SessionEnded) -> str:
+    return f"session {event.session} ended: {event.detail or event.reason}"
+
+
+@_text.register
+def _(event: ev.SessionForgotten) -> str:
+    return f"the results of session {event.session} can no longer be read"
+
+
+@_text.register
+def _(event: ev.ModelOpened) -> str:
+    return f"model {event.model} opened on {event.base}"
+
+
+@_text.register
+def _(event: ev.ModelClosed) -> str:
+    return f"model {event.model} is gone: {event.why or event.reason}"
+
+
+@_text.register
+def _(event: ev.OperationAccepted) -> str:
+    size = f", {byte_size(event.body.size)}" if event.body is not None else ""
+    return f"{event.op} {event.number} of {event.model} waits{size}"
+
+
+@_text.register
+def _(event: ev.OperationCompleted) -> str:
+    shown = [f"{name} {value:.4g}" for name, value in sorted(event.metrics.items())[:METRICS_SHOWN]]
+    how = "failed" if event.failed else "executed"
+    return ", ".join([f"{event.op} {event.number} of {event.model} {how}", *shown])
+
+
+@_text.register
+def _(event: ev.ModelCovered) -> str:
+    return f"model {event.model} can go on after operation {event.number}"
+
+
+@_text.register
+def _(event: ev.WeightsKept) -> str:
+    saved = event.saved
+    return f"model {event.model} saved as {saved.name} ({saved.use}), {byte_size(saved.size_bytes)}"
+
+
+@_text.register
+def _(event: ev.WeightsRemoved) -> str:
+    return f"{event.name} ({event.use}) of model {event.model} " + ("has expired" if event.expired else "was removed")
+
+
+@_text.register
+def _(event: ev.OperationsReleased) -> str:
+    return f"operations before {event.below} are not needed any more"

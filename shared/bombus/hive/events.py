@@ -11,7 +11,7 @@ import msgspec
 
 from bombus.errors import Code
 from bombus.hive.decoding import decoded
-from bombus.hive.records import CallRef, CallStatus
+from bombus.hive.records import BodyRef, CallRef, CallStatus
 
 HIVE = "_hive"  # the engine token of events that belong to no engine
 
@@ -36,6 +36,29 @@ class DropReason(StrEnum):
     OVERFLOW = "overflow"
 
 
+class RunKind(StrEnum):
+    """What a run is for: episodes, which it makes into batches itself, or training operations, whose callers do."""
+
+    EPISODES = "episodes"
+    OPERATIONS = "operations"
+
+
+class SessionEnd(StrEnum):
+    """Why a session has ended."""
+
+    FINISHED = "finished"  # its client said so
+    IDLE = "idle"  # nothing was heard from its client
+
+
+class ModelEnd(StrEnum):
+    """Why a model has ended."""
+
+    ENDED = "ended"  # by an operation
+    NOT_CREATED = "not_created"  # its first operation failed
+    NOT_SAVED = "not_saved"  # its session ended, and it could not be saved
+    RUN_OVER = "run_over"
+
+
 class Method(StrEnum):
     """The rule for when a batch is complete. A job may name a method without its prefix."""
 
@@ -44,6 +67,20 @@ class Method(StrEnum):
     ENOUGH_NON_DUMMY_TASKS = "rollout_until_finish_enough_non_dummy_tasks"
     ANY_CLIENT_AGREES = "rollout_until_any_client_agree_sync_weight"
     ALL_CLIENTS_AGREE = "rollout_until_all_clients_agree_sync_weight"
+
+
+class Tenancy(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of training operations on an engine, and for how long what nobody uses is kept."""
+
+    sessions_max: int = 256
+    models_max: int = 16
+    waiting_max: int = 256  # operations of one model
+    bodies_bytes_max: int = 512 << 20  # of operations that wait, and of those that no checkpoint covers
+    results_bytes_max: int = 256 << 20  # beyond which the oldest results are dropped
+    results_s: float = 3600.0  # for which results can be read after their session has ended
+    session_idle_s: float = 3600.0  # of a session that names no other time
+    run_idle_s: float = 300.0  # after which a run without a model ends
+    checkpoints_max: int = 1000
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +102,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     replay_steps: int = 1000  # steps whose calls are kept for replay while there is room (R12)
     resume: str = "never"  # which checkpoint a new run begins at: never, auto, or "from VERSION"
     checkpoints_kept: int = 2
+    tenancy: Tenancy = Tenancy()
 
     @property
     def episode_target(self) -> int:
@@ -112,7 +150,8 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.started"):
     """A run has started. It `begins` at a checkpoint, or at the model as loaded.
 
-    `anew` says why it is the latter although an earlier run has left checkpoints.
+    `anew` says why it is the latter although an earlier run has left checkpoints. A run of operations serves models on
+    `base`.
     """
 
     run: int
@@ -120,6 +159,8 @@ class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
     command: str = ""
     begins: Beginning | None = None
     anew: str = ""
+    run_kind: RunKind = RunKind.EPISODES
+    base: str = ""
 
 
 class EngineProgressed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.progressed"):
@@ -443,6 +484,176 @@ class ReplicaQuarantined(Event, frozen=True, kw_only=True, omit_defaults=True, t
     reason: str
 
 
+# ---- training operations --------------------------------------------------------------------------------------
+
+
+class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.opened"):
+    """A client of training operations has come. It is taken for gone after `idle_s` without a sign of life.
+
+    `owner` is the name of its key, "" where it has none; `door` is what the gateway wants to remember of its dialect.
+    """
+
+    session: str
+    idle_s: float
+    owner: str = ""
+    door: str = ""
+    metadata: dict[str, Any] = {}
+
+
+class SessionEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.ended"):
+    """A session takes no more operations. Its models end, each after what waits for it."""
+
+    session: str
+    reason: SessionEnd
+    detail: str = ""
+    save: bool = True
+
+
+class SessionForgotten(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.forgotten"):
+    """The results of a session that has ended can no longer be read."""
+
+    session: str
+
+
+class ModelOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.opened"):
+    """A model takes operations, of which the first one, accepted with this event, makes it from `base`."""
+
+    run: int
+    model: str
+    session: str
+    base: str
+
+
+class ModelClosed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.closed"):
+    """A model is gone. What waits for it will not be executed, for the reason `why`."""
+
+    run: int
+    model: str
+    reason: ModelEnd
+    why: str = ""
+
+
+class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.accepted"):
+    """An operation waits for its model, after all that were accepted before it: it is the `number`th of the model.
+
+    Its body is in the stream `ops`. Without one it ends the model of a session that has ended, and saves it as
+    `save_as` first, unless that is "". One that is `passive` leaves the model as it is, such as a forward pass.
+    """
+
+    run: int
+    model: str
+    number: int
+    key: str
+    op: str
+    body: BodyRef | None = None
+    passive: bool = False
+    save_as: str = ""
+
+    @property
+    def operation(self) -> str:
+        """Return the operation's id."""
+        return f"{self.model}:{self.key}"
+
+
+class AdapterShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The adapter of a model, as lists of models and checkpoints tell it."""
+
+    rank: int
+    alpha: float
+    parts: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was made by the operation that creates a model. Without an adapter all weights are trained."""
+
+    adapter: AdapterShape | None = None
+    parameters: int = 0
+
+
+class OperationCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.completed"):
+    """An operation was executed: this is its one result (R17).
+
+    `step` counts the model's optimizer steps. `made` is what the first operation of a model has made.
+    """
+
+    run: int
+    model: str
+    number: int
+    key: str
+    op: str
+    trainer_epoch: int
+    result: BodyRef
+    failed: bool = False
+    step: int = 0
+    metrics: dict[str, float] = {}
+    made: ModelShape | None = None
+
+
+class ModelCovered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.covered"):
+    """A trainer has written a checkpoint of a model from which it can go on after operation `number`."""
+
+    run: int
+    model: str
+    number: int
+    trainer_epoch: int
+    folder: str
+    digest: str
+
+
+class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A checkpoint that a client asked for by `name`. `use` is what it is for: training, sampler or external.
+
+    `address` is a hash of the weights. It is removed after `ttl_s`, 0 for never.
+    """
+
+    use: str
+    name: str
+    folder: str
+    address: str
+    size_bytes: int = 0
+    ttl_s: float = 0.0
+
+
+class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.kept"):
+    """A model was saved for its client. One of the same use and name is replaced. It outlives its model and its run."""
+
+    run: int
+    model: str
+    session: str
+    base: str
+    saved: SavedWeights
+    step: int = 0
+    adapter: AdapterShape | None = None
+
+
+class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.removed"):
+    """A saved model is not to be used any more, and its folder can go: its client said so, or its time is over."""
+
+    model: str
+    use: str
+    name: str
+    expired: bool = False
+
+
+class ModelFloor(msgspec.Struct, frozen=True, array_like=True):
+    """The sequence of `ops` before which nothing of a model is needed."""
+
+    engine: str
+    model: str
+    below: int
+
+
+class OperationsReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operations.released"):
+    """The messages of `ops` before `below` may be purged, and those of some models before a floor of their own.
+
+    An operation whose body is older is refused: its sender stores the body again.
+    """
+
+    below: int
+    models: tuple[ModelFloor, ...] = ()
+
+
 class MessageSetAside(Event, frozen=True, kw_only=True, omit_defaults=True, tag="message.set_aside"):
     """An inbox message could not be decided, by a fault of bombus, and the next one was read."""
 
@@ -514,6 +725,17 @@ AnyEvent = (
     | ReplicaJoined
     | ReplicaLeft
     | ReplicaQuarantined
+    | SessionOpened
+    | SessionEnded
+    | SessionForgotten
+    | ModelOpened
+    | ModelClosed
+    | OperationAccepted
+    | OperationCompleted
+    | ModelCovered
+    | WeightsKept
+    | WeightsRemoved
+    | OperationsReleased
     | StorageFilled
     | StorageFreed
     | MessageSetAside

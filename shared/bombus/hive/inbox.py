@@ -9,7 +9,17 @@ import msgspec
 
 from bombus.errors import Code
 from bombus.hive.decoding import decoded
-from bombus.hive.events import HIVE, Collection, ConversationFormat, EpisodeType, NotedCall, Weights
+from bombus.hive.events import (
+    HIVE,
+    Collection,
+    ConversationFormat,
+    EpisodeType,
+    ModelShape,
+    NotedCall,
+    SavedWeights,
+    Weights,
+)
+from bombus.hive.records import BodyRef
 from bombus.hive.subjects import is_name
 
 DEPTH_MAX = 128  # of lists and objects within each other in metadata
@@ -101,6 +111,52 @@ class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup
     episode: str
 
 
+class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open_session"):
+    """Open a session of training operations. `idle_s` is 0 where its client names no time.
+
+    `owner` is the name of the key that the client has shown, if it has one.
+    """
+
+    session: str
+    idle_s: float = 0.0
+    owner: str = ""
+    door: str = ""
+    metadata: dict[str, Any] = {}
+
+
+class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="close_session"):
+    """End a session, and its models after what waits for them; with `save` each of them is saved first."""
+
+    session: str
+    detail: str = ""
+    save: bool = True
+
+
+class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operate"):
+    """Accept an operation on a model. `op` says which, and `body` is where all of it is.
+
+    The same `model` and `key` are the same operation, with the same answer, whatever the message's id. The first one
+    of a model is `create_model`, with the name of its `base`. `run` is 0 where the sender knows none.
+    """
+
+    session: str
+    model: str
+    key: str
+    op: str
+    body: BodyRef
+    run: int = 0
+    passive: bool = False
+    base: str = ""
+
+
+class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_weights"):
+    """Remove a saved model. One that is not there is removed already."""
+
+    model: str
+    use: str
+    name: str
+
+
 # ---- facts ----------------------------------------------------------------------------------------------------
 
 
@@ -114,10 +170,14 @@ class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
 
 
 class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch"):
-    """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answer arrived."""
+    """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answer arrived.
+
+    `sessions` are those of training operations whose clients have shown that they live.
+    """
 
     episodes: tuple[str, ...] = ()
     confirmed: tuple[str, ...] = ()  # claim ids
+    sessions: tuple[str, ...] = ()
 
 
 class CallRecorded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="call.recorded"):
@@ -236,6 +296,55 @@ class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
     weights: Weights
 
 
+class TrainerServes(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.serves"):
+    """A trainer has loaded the base of a run of operations, and takes what waits."""
+
+    run: int
+    trainer_epoch: int
+
+
+class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.done"):
+    """A trainer has executed an operation, and its result is durable.
+
+    `closes`: the model is gone after it. `made` is what the first operation of a model has made, `saved` what one that
+    saves has written; `step` counts the model's optimizer steps.
+    """
+
+    run: int
+    trainer_epoch: int
+    model: str
+    number: int
+    key: str
+    result: BodyRef
+    failed: bool = False
+    closes: bool = False
+    step: int = 0
+    metrics: dict[str, float] = {}
+    made: ModelShape | None = None
+    saved: SavedWeights | None = None
+
+
+class CoverWritten(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cover.written"):
+    """A trainer has written a checkpoint of a model, from which it can go on after operation `number`."""
+
+    run: int
+    trainer_epoch: int
+    model: str
+    number: int
+    folder: str
+    digest: str
+
+
+class OperationsStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operations.stored"):
+    """The messages of `ops` before `below` have been there for long: those that nothing needs can go.
+
+    With `overfull` those between needed ones can go too.
+    """
+
+    below: int
+    overfull: bool = False
+
+
 class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="storage.seen"):
     """`used` of the `size` bytes of `what` are in use. The last `reserve` bytes are kept for work in progress."""
 
@@ -276,6 +385,10 @@ AnyMessage = (
     | Abort
     | AgreeSync
     | Lookup
+    | OpenSession
+    | CloseSession
+    | Operate
+    | RemoveWeights
     | Tick
     | Touch
     | CallRecorded
@@ -292,6 +405,10 @@ AnyMessage = (
     | StepBroke
     | WeightsSaved
     | EngineBroke
+    | TrainerServes
+    | OperationDone
+    | CoverWritten
+    | OperationsStored
     | StorageSeen
     | CompactionTried
 )
@@ -326,12 +443,20 @@ class Found(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="found"):
     calls: tuple[NotedCall, ...] = ()
 
 
+class Accepted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="accepted"):
+    """An operation waits or was executed: `operation` is its id, and it is the `number`th of its model."""
+
+    run: int
+    operation: str
+    number: int
+
+
 class Refusal(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="refusal"):
     code: Code
     why: str
 
 
-AnyAnswer = Done | Granted | Found | Refusal
+AnyAnswer = Done | Granted | Found | Accepted | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
 _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

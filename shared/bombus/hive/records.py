@@ -52,12 +52,13 @@ class BodyRef(msgspec.Struct, frozen=True, array_like=True):
     """The place of a body in the `ops` stream: the sequences of its parts, in order, its size and its digest (R6)."""
 
     seqs: tuple[int, ...]
-    bytes: int
+    size: int
     digest: bytes
 
     @property
     def first(self) -> int:
-        return self.seqs[0]
+        """Return the earliest sequence: a part that was sent again may come after the next one."""
+        return min(self.seqs)
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

@@ -13,9 +13,11 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import LeftRun, goes_on, keep, leave, step_of
-from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall
+from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall, RunKind
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.steps import SealedStep, complete, lacking
+from bombus.hive.tenants import state as tenancy
+from bombus.hive.tenants.state import Tenants
 
 FOLD = 5  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
@@ -175,6 +177,17 @@ class EngineState(msgspec.Struct, kw_only=True):
     refused: dict[str, ev.CommandAnswered] = {}  # those that were refused
     evals: dict[int, EvalStats] = {}
     counters: Counters = msgspec.field(default_factory=Counters)
+    tenants: Tenants = msgspec.field(default_factory=Tenants)
+
+    @property
+    def run_kind(self) -> RunKind:
+        """Return what the run is for, or the last one was."""
+        return RunKind.EPISODES if self.started is None else self.started.run_kind
+
+    @property
+    def serves_operations(self) -> bool:
+        """Return whether a run of training operations is on, booting or serving."""
+        return self.phase != Phase.OFFLINE and self.run_kind == RunKind.OPERATIONS
 
     @property
     def collection(self) -> Collection:
@@ -199,7 +212,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     @property
     def granting(self) -> bool:
         """Return whether claims can be granted now."""
-        return self.phase == Phase.ROLLING and not self.suspended
+        return self.phase == Phase.ROLLING and not self.suspended and self.run_kind == RunKind.EPISODES
 
     @property
     def waits_for_operator(self) -> bool:
@@ -208,7 +221,12 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def owes_weights(self) -> bool:
-        """Return whether the run waits for its trainer: for a step, for its weights, or for the first ones."""
+        """Return whether the run waits for its trainer: for a step, for its weights, or for the first ones.
+
+        One of operations waits for it to boot, and for what waits.
+        """
+        if self.serves_operations:
+            return self.phase == Phase.BOOTING or self.tenants.waiting > 0
         return self.batch is not None or self.version < max(self.step, 0)
 
     @property
@@ -254,6 +272,7 @@ class Hive(msgspec.Struct, kw_only=True):
     full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
     aside: list[ev.MessageSetAside] = []  # the newest messages that could not be decided
     uncompacted: str = ""  # why the log is longer than it should be, "" when it is not
+    released: int = 0  # what is before this sequence of the stream `ops` may be purged
 
     @property
     def refusing(self) -> str:
@@ -285,6 +304,9 @@ def evolve(hive: Hive, event: Event) -> None:
     if isinstance(event, ev.MessageSetAside):
         hive.aside = [*hive.aside[1 - ASIDE_KEPT :], event]
         return
+    if isinstance(event, ev.OperationsReleased):
+        _released(hive, event)
+        return
     if isinstance(event, ev.LogCompacted | ev.CompactionFailed):
         hive.uncompacted = event.why if isinstance(event, ev.CompactionFailed) else ""
         return
@@ -292,6 +314,13 @@ def evolve(hive: Hive, event: Event) -> None:
     if engine is None:
         engine = hive.engines[event.engine] = EngineState(name=event.engine)
     _handlers[type(event)](engine, event)
+
+
+def _released(hive: Hive, event: ev.OperationsReleased) -> None:
+    hive.released = event.below
+    for floor in event.models:
+        if floor.engine in hive.engines:
+            tenancy.release(hive.engines[floor.engine].tenants, floor)
 
 
 def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
@@ -363,6 +392,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         steps_from=engine.steps_from,
         left=engine.checkpoints_left(),
         stage=NO_TRAINER,
+        tenants=engine.tenants,
     )
     if event.begins is not None:
         _begin_at(fresh, event.begins)
@@ -401,7 +431,8 @@ def _booted(engine: EngineState, event: ev.EngineBooted) -> None:
     engine.stage = BOOTED
 
 
-def _end_run(engine: EngineState, at_ns: int) -> None:
+def _end_run(engine: EngineState, at_ns: int, why: str) -> None:
+    tenancy.end_run(engine.tenants, engine.run, at_ns, why)
     engine.stage = engine.suspended = ""
     engine.until_served = False
     _enter(engine, Phase.OFFLINE, at_ns)
@@ -409,13 +440,13 @@ def _end_run(engine: EngineState, at_ns: int) -> None:
 
 @_on(ev.EngineStopped)
 def _stopped(engine: EngineState, event: ev.EngineStopped) -> None:
-    _end_run(engine, event.at_ns)
+    _end_run(engine, event.at_ns, "the run was stopped; create the model again, from a checkpoint if it was saved")
     _remember(engine, event.command)
 
 
 @_on(ev.EngineFailed)
 def _failed(engine: EngineState, event: ev.EngineFailed) -> None:
-    _end_run(engine, event.at_ns)
+    _end_run(engine, event.at_ns, f"the run has failed: {event.reason}")
     engine.failure = event.reason
 
 
@@ -720,3 +751,57 @@ def _replica_quarantined(engine: EngineState, event: ev.ReplicaQuarantined) -> N
     replica = engine.replicas.get(event.replica)
     if replica is not None:
         replica.quarantined = event
+
+
+# ---- training operations ----------------------------------------------------------------------------------------
+
+
+@_on(ev.SessionOpened)
+def _session_opened(engine: EngineState, event: ev.SessionOpened) -> None:
+    tenancy.open_session(engine.tenants, event)
+
+
+@_on(ev.SessionEnded)
+def _session_ended(engine: EngineState, event: ev.SessionEnded) -> None:
+    tenancy.end_session(engine.tenants, event)
+
+
+@_on(ev.SessionForgotten)
+def _session_forgotten(engine: EngineState, event: ev.SessionForgotten) -> None:
+    tenancy.forget_session(engine.tenants, event)
+
+
+@_on(ev.ModelOpened)
+def _model_opened(engine: EngineState, event: ev.ModelOpened) -> None:
+    tenancy.open_model(engine.tenants, event)
+
+
+@_on(ev.ModelClosed)
+def _model_closed(engine: EngineState, event: ev.ModelClosed) -> None:
+    tenancy.close_model(engine.tenants, event)
+
+
+@_on(ev.OperationAccepted)
+def _operation_accepted(engine: EngineState, event: ev.OperationAccepted) -> None:
+    tenancy.accept(engine.tenants, event)
+
+
+@_on(ev.OperationCompleted)
+def _operation_completed(engine: EngineState, event: ev.OperationCompleted) -> None:
+    tenancy.execute(engine.tenants, event, engine.collection.tenancy.results_bytes_max)
+    engine.step_failures = engine.trainers_lost = 0
+
+
+@_on(ev.ModelCovered)
+def _model_covered(engine: EngineState, event: ev.ModelCovered) -> None:
+    tenancy.cover(engine.tenants, event)
+
+
+@_on(ev.WeightsKept)
+def _weights_kept(engine: EngineState, event: ev.WeightsKept) -> None:
+    tenancy.keep(engine.tenants, event)
+
+
+@_on(ev.WeightsRemoved)
+def _weights_removed(engine: EngineState, event: ev.WeightsRemoved) -> None:
+    tenancy.remove(engine.tenants, event)

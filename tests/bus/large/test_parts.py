@@ -17,7 +17,7 @@ def subject(bus: Bus, model: str = "s:train:0") -> str:
 async def test_a_body_travels_in_parts_of_a_megabyte_and_is_read_back_whole(bus: Bus) -> None:
     body = os.urandom(2 * PART_BYTES_MAX + 7)
     ref = await Parts(bus).store(subject(bus), body)
-    assert (ref.seqs, ref.bytes, ref.digest) == ((1, 2, 3), 2_000_007, digest(body))
+    assert (ref.seqs, ref.size, ref.digest) == ((1, 2, 3), 2_000_007, digest(body))
     assert ref.first == 1
     assert await Parts(bus).fetch(ref) == body
     sizes = [len(stored.data) for stored in await bus.get_many(bus.subjects.ops_stream, ref.seqs)]
@@ -26,7 +26,7 @@ async def test_a_body_travels_in_parts_of_a_megabyte_and_is_read_back_whole(bus:
 
 async def test_an_empty_body_has_one_part(bus: Bus) -> None:
     ref = await Parts(bus).store(subject(bus), b"")
-    assert (ref.seqs, ref.bytes) == ((1,), 0)
+    assert (ref.seqs, ref.size) == ((1,), 0)
     assert await Parts(bus).fetch(ref) == b""
 
 
@@ -40,8 +40,8 @@ async def test_several_writers_at_once_read_back_what_each_has_stored(bus: Bus) 
 async def test_a_reference_finds_its_own_parts_among_those_of_another_writer(bus: Bus) -> None:
     for part in (b"mi", b"you", b"ne", b"rs"):
         await bus.publisher.publish(subject(bus), part, msg_id=part.decode())
-    assert await Parts(bus).fetch(BodyRef(seqs=(1, 3), bytes=4, digest=digest(b"mine"))) == b"mine"
-    assert await Parts(bus).fetch(BodyRef(seqs=(2, 4), bytes=5, digest=digest(b"yours"))) == b"yours"
+    assert await Parts(bus).fetch(BodyRef(seqs=(1, 3), size=4, digest=digest(b"mine"))) == b"mine"
+    assert await Parts(bus).fetch(BodyRef(seqs=(2, 4), size=5, digest=digest(b"yours"))) == b"yours"
 
 
 async def test_the_same_body_stored_twice_has_two_copies_since_the_first_may_be_purged(bus: Bus) -> None:
@@ -57,7 +57,7 @@ async def test_the_same_body_stored_twice_has_two_copies_since_the_first_may_be_
 async def test_parts_that_are_not_those_that_were_stored_are_refused(bus: Bus) -> None:
     ref = await Parts(bus).store(subject(bus), b"mine")
     other = await Parts(bus).store(subject(bus), b"yours")
-    for wrong in (msgspec.structs.replace(ref, seqs=other.seqs), msgspec.structs.replace(ref, bytes=3)):
+    for wrong in (msgspec.structs.replace(ref, seqs=other.seqs), msgspec.structs.replace(ref, size=3)):
         with pytest.raises(LogCorrupted, match="is not the one that was referenced"):
             await Parts(bus).fetch(wrong)
 

@@ -99,6 +99,16 @@ def check(engine: EngineState, claim: Claim) -> None:
         raise Refused(Code.MALFORMED, f"wait_s is 0 to {WAIT_S_MAX:.0f} seconds, not {claim.wait_s}.")
 
 
+def check_run_kind(engine: EngineState) -> None:
+    """Raise `Refused` for a command about episodes when the run has none, and never will."""
+    if engine.serves_operations:
+        raise Refused(
+            Code.UNSUPPORTED,
+            f"Run {engine.run} of engine {engine.name} serves training operations and has no episodes. Claim them from "
+            "another engine, or stop this one and start it with a job.",
+        )
+
+
 def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
     """Return the earlier grant of this claim id. Raises `Refused` if it is another client's, or if it is over."""
     episodes = engine.claims.get(claim.claim)
@@ -125,6 +135,7 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
     if granted is not None:
         yield Decision(replies=(CommandReply(message.id, granted),))
         return
+    check_run_kind(engine)
     if live.refusing:
         raise no_room(live)
     if engine.phase == Phase.OFFLINE:

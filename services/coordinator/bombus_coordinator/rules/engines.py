@@ -23,7 +23,7 @@ from bombus.hive.inbox import (
 )
 from bombus.hive.state import ACTIVE_S, EngineState, Phase
 from bombus_coordinator.rules.beginning import beginning
-from bombus_coordinator.rules.claims import no_room, why_none
+from bombus_coordinator.rules.claims import check_run_kind, no_room, why_none
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live
@@ -127,6 +127,8 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
 def _why_started(engine: EngineState) -> str:
     if engine.suspended:
         return f"Its run is suspended: {engine.suspended}. `bombus resume` lets it go on, `bombus stop` ends it."
+    if engine.serves_operations:
+        return "It serves training operations until its last model has ended; stop_engine ends them now."
     return "It is started already; call stop_engine to start over."
 
 
@@ -208,6 +210,7 @@ def model_read(engine: EngineState, live: Live, message: ModelReadFact) -> Decis
 
 def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
     """Take a vote to train now. While a batch drains or trains, that is already happening: there is nothing to do."""
+    check_run_kind(engine)
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if engine.phase in (Phase.ROLLING_POST, Phase.WEIGHT_SYNCING) or message.client in engine.agreed:
         yield Decision(replies=reply)
@@ -253,9 +256,11 @@ def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Dec
 
 
 def _why_lost(engine: EngineState) -> str:
-    waited_for = f"version {max(engine.step, 0)}" if engine.batch is None else f"step {engine.batch.step}"
+    waited_for = f"made version {max(engine.step, 0)}" if engine.batch is None else f"made step {engine.batch.step}"
+    if engine.serves_operations:
+        waited_for = "executed an operation"
     return (
-        f"{engine.trainers_lost} trainers in a row ended without a word before they had made {waited_for}. Look for "
+        f"{engine.trainers_lost} trainers in a row ended without a word before they had {waited_for}. Look for "
         "the kernel's out-of-memory killer, and at the ends of their logs"
     )
 

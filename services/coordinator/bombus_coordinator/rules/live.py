@@ -50,12 +50,14 @@ class Live(msgspec.Struct, kw_only=True):
     ahead_ns: int = 0  # of the server's clock
     event_bytes_max: int = 0
     refusing: str = ""  # why the hive takes no new work, "" while it does
+    released: int = 0  # what is before this sequence of the stream `ops` may be purged
     seq: int = 0  # inbox sequence of the message that is being decided
     activity: dict[str, int] = {}  # episode: its last activity, in ns
     unconfirmed: dict[str, Unconfirmed] = {}  # by claim
     queues: dict[str, Queue] = {}  # of waiting claims, by engine
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): its last heartbeat, in ns
     trainers: dict[str, Heard] = {}  # by engine
+    session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was heard from, in ns
     answers: dict[str, Answer] = {}  # by command
     granted: dict[str, None] = {}  # granted claims, also after their episodes have ended; oldest first
 

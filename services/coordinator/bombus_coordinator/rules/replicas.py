@@ -122,7 +122,7 @@ def look_after(engine: EngineState, live: Live) -> Decisions:
         return
     for name in list(_late(engine, live)):
         yield from _quarantine(engine, live, name, f"not loaded within {engine.collection.sync_s:.0f} s")
-    if _none_is_left(engine, live):
+    if not engine.serves_operations and _none_is_left(engine, live):
         yield from suspend(engine, live, _why_none_is_left(engine), until_served=True)
 
 

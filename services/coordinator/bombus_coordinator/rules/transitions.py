@@ -27,7 +27,7 @@ def _all_loaded(engine: EngineState) -> bool:
 
 
 def _booting(engine: EngineState, live: Live) -> Decisions:
-    if _all_loaded(engine):
+    if not engine.serves_operations and _all_loaded(engine):
         if engine.stage != BOOTED:
             yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
         yield _roll(engine, live)
@@ -38,6 +38,8 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling(engine: EngineState, live: Live) -> Decisions:
+    if engine.serves_operations:
+        return
     if engine.collection.max_staleness > 0:
         yield from _rolling_asynchronously(engine, live)
     elif enough(engine, live.now_ns):

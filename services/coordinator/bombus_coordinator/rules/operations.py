@@ -1,0 +1,298 @@
+"""Accept training operations in the order in which they come, and take each one's first result (R17)."""
+
+import re
+
+from bombus.errors import Code, Refused
+from bombus.hive import events as ev
+from bombus.hive.events import Event, ModelEnd, RunKind
+from bombus.hive.inbox import Accepted, CoverWritten, Operate, OperationDone
+from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
+from bombus.hive.state import EngineState, Phase
+from bombus.hive.status import byte_size
+from bombus.hive.tenants.state import Queued, TenantModel
+from bombus_coordinator.rules.claims import no_room
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
+from bombus_coordinator.rules.live import Live
+
+CREATE, END, SAVE = "create_model", "end_model", "save_weights"
+OWN_KEY = "_end-"  # of the operations that end the models of a session that has ended; no client's key begins so
+ENDS_MAX = 3  # attempts to save such a model
+METRICS_MAX = 32
+WHY_CHARS_MAX = 500
+TEXT_CHARS_MAX = 1000  # of a folder, and of a base's name
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
+_OP = re.compile(r"[a-z][a-z_]{0,31}\Z")
+
+
+def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
+    """Accept an operation. One that was accepted before keeps its id, whether it waits or was executed.
+
+    The one that creates a model starts a run on an engine that is offline.
+    """
+    tenants = engine.tenants
+    if message.session in tenants.sessions:
+        live.session_seen[engine.name, message.session] = live.now_ns
+    model = tenants.models.get(message.model)
+    before = None if model is None else model.operations.get(message.key)
+    if before is not None:
+        yield Decision(replies=(CommandReply(message.id, _again(engine, message, before)),))
+        return
+    _check_form(message)
+    session = tenants.sessions.get(message.session)
+    if session is None:
+        raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}: open one.")
+    if session.ended is not None:
+        raise Refused(
+            Code.SESSION_OVER, f"Session {message.session} has ended ({session.ended.reason}): open another one."
+        )
+    if live.refusing and message.op != END:
+        raise no_room(live)
+    if message.body.first < max(live.released, tenants.released.get(message.model, 0)):
+        raise Refused(Code.BODY_GONE, "The body of this operation was stored too long ago: store it again.")
+    events: tuple[Event, ...] = ()
+    run = engine.run
+    if message.op == CREATE:
+        _check_new(engine, message)
+        if engine.phase == Phase.OFFLINE:
+            run += 1
+            events = (_started(engine, live, message.base),)
+        events += (
+            ev.ModelOpened(
+                at_ns=live.now_ns,
+                engine=engine.name,
+                run=run,
+                model=message.model,
+                session=message.session,
+                base=message.base,
+            ),
+        )
+    else:
+        model = _open_model(engine, message, model)
+        _check_room(engine, message, model)
+    number = 1 if model is None else model.numbers + 1
+    accepted = ev.OperationAccepted(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=run,
+        model=message.model,
+        number=number,
+        key=message.key,
+        op=message.op,
+        body=message.body,
+        passive=message.passive,
+    )
+    reply = Accepted(run=run, operation=accepted.operation, number=number)
+    yield Decision(events=(*events, accepted), replies=(CommandReply(message.id, reply),))
+
+
+def _again(engine: EngineState, message: Operate, before: Queued) -> Accepted:
+    """Return the answer to an operation that was accepted before. Raises `Refused` for another one of the same key."""
+    if before.body is None or before.body.digest != message.body.digest:
+        raise Refused(
+            Code.OTHER_BODY,
+            f"Operation {message.key} of model {message.model} was accepted with another body; that one stands. Give "
+            "each operation a key of its own.",
+        )
+    return Accepted(run=engine.run, operation=f"{message.model}:{message.key}", number=before.number)
+
+
+def _check_form(message: Operate) -> None:
+    """Raise `Refused` for names and a body that no door sends."""
+    for what, text, form in (
+        ("session", message.session, NAME),
+        ("model", message.model, NAME),
+        ("key", message.key, _KEY),
+        ("op", message.op, _OP),
+    ):
+        if not form.match(text):
+            raise Refused(
+                Code.MALFORMED, f"{what} {text[:40]!r} is not a name: use letters, digits, dots, dashes and underscores"
+            )
+    if not is_body(message.body):
+        raise Refused(Code.MALFORMED, "The reference to the body names no parts of it, or too many: store it again.")
+    if len(message.base) > TEXT_CHARS_MAX:
+        raise Refused(Code.MALFORMED, f"The name of a base model has at most {TEXT_CHARS_MAX} characters.")
+
+
+def is_body(body: BodyRef) -> bool:
+    """Return whether a reference can be one to a body."""
+    seqs = body.seqs
+    return (
+        0 < len(seqs) <= BODY_PARTS_MAX
+        and all(seq > 0 for seq in seqs)
+        and 0 <= body.size <= BODY_BYTES_MAX
+        and len(body.digest) == DIGEST_BYTES
+    )
+
+
+def _check_new(engine: EngineState, message: Operate) -> None:
+    """Raise `Refused` when this engine cannot serve another model now."""
+    if engine.phase != Phase.OFFLINE and engine.run_kind != RunKind.OPERATIONS:
+        raise wrong_phase(
+            "create a model",
+            engine.phase,
+            f"Engine {engine.name} plays episodes in run {engine.run}; stop it first, or use another engine.",
+        )
+    if not message.base:
+        raise Refused(Code.MALFORMED, "A model is created on a base: name it.")
+    base = "" if engine.started is None else engine.started.base
+    if engine.phase != Phase.OFFLINE and message.base != base:
+        raise Refused(
+            Code.UNKNOWN_MODEL,
+            f"Engine {engine.name} serves models on {base} in run {engine.run}, not on {message.base}. Use that base, "
+            "or another engine.",
+        )
+    known = engine.tenants.models.get(message.model)
+    if known is not None and known.closed is None:
+        raise Refused(Code.MODEL_EXISTS, f"Model {message.model} exists: end it first, or give another name.")
+    limit = engine.collection.tenancy.models_max
+    if len(engine.tenants.open_models) >= limit:
+        raise Refused(
+            Code.QUOTA, f"Engine {engine.name} serves at most {limit} models at once: end one, or try again later."
+        )
+
+
+def _started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
+    return ev.EngineStarted(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run + 1,
+        config_digest="" if engine.configured is None else engine.configured.config_digest,
+        run_kind=RunKind.OPERATIONS,
+        base=base,
+    )
+
+
+def _open_model(engine: EngineState, message: Operate, model: TenantModel | None) -> TenantModel:
+    """Return the model of an operation. Raises `Refused` when it takes none."""
+    if model is None or (message.run and message.run != model.run):
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no model {message.model}: create it first.")
+    if model.closed is not None:
+        why = model.closed.why or f"({model.closed.reason})"
+        raise Refused(Code.UNKNOWN_MODEL, f"Model {message.model} has ended: {why}. Create another one.")
+    if model.session != message.session:
+        raise Refused(Code.UNKNOWN_MODEL, f"Model {message.model} belongs to another session.")
+    return model
+
+
+def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> None:
+    """Raise `Refused` for more than the limits allow. What ends a model always has room."""
+    limits = engine.collection.tenancy
+    if message.op == END:
+        return
+    if model.waiting >= limits.waiting_max:
+        raise Refused(
+            Code.QUOTA,
+            f"{model.waiting} operations of model {model.name} wait, of at most {limits.waiting_max}: send this one "
+            "again when one of them was executed.",
+        )
+    if engine.tenants.held_bytes + message.body.size > limits.bodies_bytes_max:
+        raise Refused(
+            Code.QUOTA,
+            f"Operations of {byte_size(engine.tenants.held_bytes)} are kept for the trainer, of at most "
+            f"{byte_size(limits.bodies_bytes_max)}: send this one again when some were executed and saved.",
+        )
+    if message.op == SAVE and len(engine.tenants.kept) >= limits.checkpoints_max:
+        raise Refused(Code.QUOTA, f"{limits.checkpoints_max} saved models are kept: remove some that nobody needs.")
+
+
+# ---- facts from trainers --------------------------------------------------------------------------------------
+
+
+def _is_current(engine: EngineState, message: OperationDone | CoverWritten) -> bool:
+    return (
+        message.run == engine.run
+        and engine.serves_operations
+        and engine.trainer != ""
+        and message.trainer_epoch == engine.trainer_epoch
+    )
+
+
+def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
+    """Take the first result of an operation, from the current trainer; any other is ignored."""
+    model = engine.tenants.models.get(message.model)
+    if not _is_current(engine, message) or model is None or model.closed is not None or not is_body(message.result):
+        return
+    queued = model.operations.get(message.key)
+    if queued is None or not queued.waits or queued.number != message.number:
+        return
+    events: list[Event] = [
+        ev.OperationCompleted(
+            at_ns=live.now_ns,
+            engine=engine.name,
+            run=engine.run,
+            model=model.name,
+            number=queued.number,
+            key=queued.key,
+            op=queued.op,
+            trainer_epoch=message.trainer_epoch,
+            result=message.result,
+            failed=message.failed,
+            step=message.step,
+            metrics=dict(list(message.metrics.items())[:METRICS_MAX]),
+            made=message.made,
+        )
+    ]
+    if message.saved is not None and not message.failed:
+        events.append(_kept(engine, live, model, message, message.saved))
+    events += _closed(engine, live, model, queued, message)
+    yield Decision(events=tuple(events))
+
+
+def _kept(
+    engine: EngineState, live: Live, model: TenantModel, message: OperationDone, saved: ev.SavedWeights
+) -> ev.WeightsKept:
+    return ev.WeightsKept(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=model.name,
+        session=model.session,
+        base=model.base,
+        saved=saved,
+        step=message.step,
+        adapter=model.adapter,
+    )
+
+
+def _closed(engine: EngineState, live: Live, model: TenantModel, queued: Queued, message: OperationDone) -> list[Event]:
+    """Return the end of a model whose operation ended it, or was to create it and failed, or could not save it."""
+    if queued.number == model.begun and message.failed:
+        reason, why = ModelEnd.NOT_CREATED, "it could not be created; the result of its first operation says why"
+    elif message.closes and not message.failed:
+        reason, why = ModelEnd.ENDED, ""
+    elif queued.body is None and message.failed and model.failures_to_end + 1 >= ENDS_MAX:
+        reason, why = ModelEnd.NOT_SAVED, "its session ended, and it could not be saved"
+    else:
+        return []
+    closed = ev.ModelClosed(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=model.name,
+        reason=reason,
+        why=why[:WHY_CHARS_MAX],
+    )
+    return [closed]
+
+
+def covered(engine: EngineState, live: Live, message: CoverWritten) -> Decisions:
+    """Note a checkpoint from which the current trainer, or its successor, can go on."""
+    model = engine.tenants.models.get(message.model)
+    if not _is_current(engine, message) or model is None or model.closed is not None:
+        return
+    executed = all(not each.waits for each in model.operations.values() if each.number <= message.number)
+    if not model.covered < message.number <= model.numbers or not executed:
+        return
+    event = ev.ModelCovered(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=model.name,
+        number=message.number,
+        trainer_epoch=message.trainer_epoch,
+        folder=message.folder[:TEXT_CHARS_MAX],
+        digest=message.digest[:TEXT_CHARS_MAX],
+    )
+    yield Decision(events=(event,))

@@ -1,0 +1,61 @@
+"""The life of a run of training operations, and which messages of the stream `ops` it needs no more."""
+
+from bombus.hive import events as ev
+from bombus.hive.events import ModelFloor
+from bombus.hive.inbox import OperationsStored, TrainerServes
+from bombus.hive.state import EngineState, Hive, Phase
+from bombus.hive.tenants.state import TenantModel
+from bombus_coordinator.rules.decision import Decision, Decisions
+from bombus_coordinator.rules.live import Live, ns
+
+FLOORS_MAX = 1000  # in one event
+
+
+def trainer_serves(engine: EngineState, live: Live, message: TrainerServes) -> Decisions:
+    """Let the run begin to serve: its trainer has loaded the base."""
+    if message.run != engine.run or not engine.serves_operations or message.trainer_epoch != engine.trainer_epoch:
+        return
+    if engine.phase != Phase.BOOTING or not engine.trainer:
+        return
+    yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+    yield Decision(
+        events=(ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run, version=engine.version),)
+    )
+
+
+def end_idle_run(engine: EngineState, live: Live) -> Decisions:
+    """End a run that has had no model for a while."""
+    if not engine.serves_operations or engine.suspended or engine.tenants.open_models:
+        return
+    since_ns = live.since(max(engine.phase_since_ns, engine.tenants.model_closed_ns))
+    if since_ns + ns(engine.collection.tenancy.run_idle_s) <= live.now_ns:
+        yield Decision(events=(ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+
+
+# ---- what is not needed any more (R12, R17) -----------------------------------------------------------------------
+
+
+def floor_of(model: TenantModel, below: int) -> int:
+    """Return the sequence of `ops` before which nothing of a model is needed, at most `below`."""
+    return min([below, *(body.first for body in model.needed())])
+
+
+def release(hive: Hive, live: Live, message: OperationsStored) -> Decisions:
+    """Say which messages may be purged, of those before `below`: the senders of the others may still name them.
+
+    Once this is on the log, an operation with an older body is refused, so what is purged is never needed later.
+    """
+    floors = {
+        (engine.name, model.name): floor_of(model, message.below)
+        for engine in hive.engines.values()
+        for model in engine.tenants.models.values()
+    }
+    below = max(hive.released, min(floors.values(), default=message.below))
+    models: list[ModelFloor] = []
+    if message.overfull:
+        for (name, model), floor in floors.items():
+            if floor > max(below, hive.engine(name).tenants.released.get(model, 0)):
+                models.append(ModelFloor(name, model, floor))
+    if below > max(hive.released, 1) or models:
+        event = ev.OperationsReleased(at_ns=live.now_ns, below=below, models=tuple(models[:FLOORS_MAX]))
+        yield Decision(events=(event,))

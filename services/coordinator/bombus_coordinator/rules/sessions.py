@@ -1,0 +1,193 @@
+"""The sessions of training clients: they open, show that they live, and end with their models."""
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.hive import events as ev
+from bombus.hive.events import Event, SessionEnd
+from bombus.hive.inbox import CloseSession, Done, OpenSession, RemoveWeights
+from bombus.hive.state import EngineState
+from bombus.hive.tenants.state import Tenant, TenantModel, kept_id
+from bombus_coordinator.rules.claims import no_room
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
+from bombus_coordinator.rules.live import Live, ns
+from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MAX
+
+METADATA_BYTES_MAX = 64 << 10
+TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
+IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
+AGAIN_S = 60.0  # until a model that could not be saved is tried again
+ENDED_KEPT = 2  # times as many sessions as may be open: beyond it, those that have ended are forgotten early
+
+
+def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decisions:
+    sessions = engine.tenants.sessions
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    before = sessions.get(message.session)
+    if before is not None:
+        if before.ended is not None:
+            raise Refused(Code.SESSION_OVER, f"Session {message.session} has ended ({before.ended.reason}).")
+        yield Decision(replies=reply)
+        return
+    limits = engine.collection.tenancy
+    idle_s = message.idle_s or limits.session_idle_s
+    _check_form(message, idle_s)
+    if live.refusing:
+        raise no_room(live)
+    if sum(each.ended is None for each in sessions.values()) >= limits.sessions_max:
+        raise Refused(
+            Code.QUOTA, f"Engine {engine.name} has at most {limits.sessions_max} sessions: end one, or try again later."
+        )
+    if len(sessions) >= ENDED_KEPT * limits.sessions_max:
+        oldest = next((each for each in sessions.values() if _is_over(engine, each)), None)
+        if oldest is not None:
+            yield _forgotten(engine, live, oldest)
+    opened = ev.SessionOpened(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        session=message.session,
+        idle_s=idle_s,
+        owner=message.owner,
+        door=message.door,
+        metadata=message.metadata,
+    )
+    yield Decision(events=(opened,), replies=reply)
+
+
+def _check_form(message: OpenSession, idle_s: float) -> None:
+    if not NAME.match(message.session):
+        raise Refused(Code.MALFORMED, f"{message.session[:40]!r} is not the name of a session.")
+    if not IDLE_S_MIN <= idle_s <= IDLE_S_MAX:
+        raise Refused(
+            Code.MALFORMED,
+            f"A session's idle time is {IDLE_S_MIN:.0f} to {IDLE_S_MAX:.0f} seconds, not {message.idle_s}.",
+        )
+    if len(message.owner) > TEXT_CHARS_MAX or len(message.door) > TEXT_CHARS_MAX:
+        raise Refused(Code.MALFORMED, f"The name of a key or a door has at most {TEXT_CHARS_MAX} characters.")
+    if len(msgspec.msgpack.encode(message.metadata)) > METADATA_BYTES_MAX:
+        raise Refused(Code.TOO_LARGE, f"Metadata of a session is over {METADATA_BYTES_MAX} bytes.")
+
+
+def close_session(engine: EngineState, live: Live, message: CloseSession) -> Decisions:
+    """End a session, and its models. The first reason stands."""
+    session = engine.tenants.sessions.get(message.session)
+    if session is None:
+        raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}.")
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    if session.ended is not None:
+        yield Decision(replies=reply)
+        return
+    ended = ev.SessionEnded(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        session=message.session,
+        reason=SessionEnd.FINISHED,
+        detail=message.detail[:WHY_CHARS_MAX],
+        save=message.save,
+    )
+    yield Decision(events=_ended(engine, live, session, ended), replies=reply)
+
+
+def _ended(engine: EngineState, live: Live, session: Tenant, ended: ev.SessionEnded) -> tuple[Event, ...]:
+    """Return the end of a session, with the operations that end its models after what waits for them."""
+    live.session_seen.pop((engine.name, session.session), None)
+    return (ended, *(_end(engine, live, model, ended.save) for model in _to_end(engine, session)))
+
+
+def _open_models(engine: EngineState, session: Tenant) -> list[TenantModel]:
+    return [model for model in engine.tenants.open_models if model.session == session.session]
+
+
+def _to_end(engine: EngineState, session: Tenant) -> list[TenantModel]:
+    """Return the models of a session that no operation that waits will end."""
+    return [
+        model
+        for model in _open_models(engine, session)
+        if not (model.waiting and any(each.waits and each.op == END for each in model.operations.values()))
+    ]
+
+
+def _end(engine: EngineState, live: Live, model: TenantModel, save: bool) -> ev.OperationAccepted:
+    number = model.numbers + 1
+    return ev.OperationAccepted(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=model.name,
+        number=number,
+        key=f"{OWN_KEY}{number}",
+        op=END,
+        save_as=f"ended-{number}" if save else "",
+    )
+
+
+def expire(engine: EngineState, live: Live) -> Decisions:
+    """End idle sessions, end their models, and forget those whose results were kept for long enough.
+
+    Nothing of it happens while the run is suspended.
+    """
+    if engine.suspended:
+        return
+    for session in list(engine.tenants.sessions.values()):
+        if session.ended is None:
+            if _is_idle(engine, live, session):
+                ended = ev.SessionEnded(
+                    at_ns=live.now_ns, engine=engine.name, session=session.session, reason=SessionEnd.IDLE
+                )
+                yield Decision(events=_ended(engine, live, session, ended))
+            continue
+        again = [model for model in _to_end(engine, session) if live.since(model.last_ns) + ns(AGAIN_S) <= live.now_ns]
+        if again:
+            yield Decision(events=tuple(_end(engine, live, model, session.ended.save) for model in again))
+        elif _is_over(engine, session) and _is_old(engine, live, session):
+            yield _forgotten(engine, live, session)
+
+
+def _is_idle(engine: EngineState, live: Live, session: Tenant) -> bool:
+    seen_ns = live.session_seen.get((engine.name, session.session), 0)
+    return live.since(max(session.opened_ns, seen_ns)) + ns(session.idle_s) <= live.now_ns
+
+
+def _is_over(engine: EngineState, session: Tenant) -> bool:
+    return session.ended is not None and not _open_models(engine, session)
+
+
+def _is_old(engine: EngineState, live: Live, session: Tenant) -> bool:
+    assert session.ended is not None
+    models = (model for model in engine.tenants.models.values() if model.session == session.session)
+    last_ns = max((model.closed.at_ns for model in models if model.closed is not None), default=0)
+    return max(session.ended.at_ns, last_ns) + ns(engine.collection.tenancy.results_s) <= live.now_ns
+
+
+def _forgotten(engine: EngineState, live: Live, session: Tenant) -> Decision:
+    forgotten = ev.SessionForgotten(at_ns=live.now_ns, engine=engine.name, session=session.session)
+    return Decision(events=(forgotten,))
+
+
+# ---- saved models ---------------------------------------------------------------------------------------------
+
+
+def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> Decisions:
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    if kept_id(message.model, message.use, message.name) not in engine.tenants.kept:
+        yield Decision(replies=reply)
+        return
+    removed = ev.WeightsRemoved(
+        at_ns=live.now_ns, engine=engine.name, model=message.model, use=message.use, name=message.name
+    )
+    yield Decision(events=(removed,), replies=reply)
+
+
+def expire_weights(engine: EngineState, live: Live) -> Decisions:
+    for each in list(engine.tenants.kept.values()):
+        if each.until_ns and each.until_ns <= live.now_ns:
+            saved = each.noted.saved
+            removed = ev.WeightsRemoved(
+                at_ns=live.now_ns,
+                engine=engine.name,
+                model=each.noted.model,
+                use=saved.use,
+                name=saved.name,
+                expired=True,
+            )
+            yield Decision(events=(removed,))

@@ -1,0 +1,308 @@
+"""The part of an engine's state that is about training operations, and its fold.
+
+A model is a queue: its operations have numbers in the order of the log, and are executed in that order. What is kept of
+one that was executed is its result, for its client, and its body, for a trainer that has to make the model again from
+the checkpoint before it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from bombus.hive import events as ev
+from bombus.hive.records import BodyRef
+
+COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
+MODELS_KEPT = 256  # that have ended, with their results
+
+
+class Queued(msgspec.Struct, kw_only=True):
+    """An operation. It waits until it has a result, or an `error` where it will never be executed."""
+
+    number: int
+    arrival: int  # among all operations of the engine
+    key: str
+    op: str
+    accepted_ns: int
+    body: BodyRef | None = None
+    passive: bool = False
+    save_as: str = ""
+    result: BodyRef | None = None  # None when it waits, and after it was dropped
+    failed: bool = False
+    completed_ns: int = 0
+    error: str = ""
+
+    @property
+    def waits(self) -> bool:
+        return not self.completed_ns
+
+
+class Tenant(msgspec.Struct, kw_only=True):
+    """A client of training operations: its session."""
+
+    session: str
+    opened_ns: int
+    idle_s: float
+    owner: str = ""
+    door: str = ""
+    metadata: dict[str, Any] = {}
+    ended: ev.SessionEnded | None = None
+
+
+class TenantModel(msgspec.Struct, kw_only=True):
+    """A model of a session. `cover` is the newest checkpoint from which a trainer can go on."""
+
+    name: str
+    session: str
+    base: str
+    run: int
+    opened_ns: int
+    numbers: int = 0  # of operations accepted
+    begun: int = 0  # the number of the operation that made it
+    operations: dict[str, Queued] = {}  # by key, in order
+    waiting: int = 0
+    held_bytes: int = 0  # of the bodies that a trainer may still have to read
+    cover: ev.ModelCovered | None = None
+    closed: ev.ModelClosed | None = None
+    adapter: ev.AdapterShape | None = None
+    parameters: int = 0
+    step: int = 0
+    executed: int = 0
+    failures_to_end: int = 0  # of the operations that end it because its session has ended
+    last_ns: int = 0  # when an operation was accepted or executed last
+
+    @property
+    def covered(self) -> int:
+        """Return the number of the last operation that need not be executed again."""
+        return max(self.begun - 1, 0 if self.cover is None else self.cover.number)
+
+    def again(self) -> list[Queued]:
+        """Return the operations that a trainer executes after `cover`, in order.
+
+        Those that do not wait have a result already, which stays (R17).
+        """
+        return [each for each in self.operations.values() if self.needs(each)]
+
+    def needs(self, queued: Queued) -> bool:
+        """Return whether an operation is executed, or may have to be executed again."""
+        if self.closed is not None or queued.error:
+            return False
+        return queued.waits or (queued.number > self.covered and not queued.passive)
+
+    def bodies(self) -> Iterator[BodyRef]:
+        """Yield the bodies that a trainer may still have to read."""
+        return (each.body for each in self.operations.values() if each.body is not None and self.needs(each))
+
+    def needed(self) -> Iterator[BodyRef]:
+        """Yield what must stay in the stream `ops`: these bodies, and the results that can be read."""
+        yield from self.bodies()
+        yield from (each.result for each in self.operations.values() if each.result is not None)
+
+
+class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """A saved model, and when it is removed: 0 for never."""
+
+    noted: ev.WeightsKept
+    until_ns: int
+
+
+class Tenants(msgspec.Struct, kw_only=True):
+    sessions: dict[str, Tenant] = {}
+    models: dict[str, TenantModel] = {}
+    kept: dict[str, KeptWeights] = {}  # saved models by `kept_id`, oldest first
+    results: dict[str, int] = {}  # the bytes of each result that can be read, oldest first, by operation id
+    result_bytes: int = 0
+    accepted: int = 0
+    executed: int = 0
+    failed: int = 0
+    model_closed_ns: int = 0  # when a model ended last
+    released: dict[str, int] = {}  # by model: sequences of `ops` before which its bodies may be purged
+
+    @property
+    def open_models(self) -> list[TenantModel]:
+        return [model for model in self.models.values() if model.closed is None]
+
+    @property
+    def waiting(self) -> int:
+        """Return how many operations wait, of all models."""
+        return sum(model.waiting for model in self.models.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of all bodies that may still have to be read."""
+        return sum(model.held_bytes for model in self.models.values())
+
+    def operation(self, operation: str) -> Queued | None:
+        """Return an operation by its id, None when it is not known any more."""
+        name, _, key = operation.rpartition(":")
+        model = self.models.get(name)
+        return None if model is None else model.operations.get(key)
+
+
+def kept_id(model: str, use: str, name: str) -> str:
+    return f"{model}/{use}/{name}"
+
+
+# ---- the fold -------------------------------------------------------------------------------------------------
+
+
+def open_session(tenants: Tenants, event: ev.SessionOpened) -> None:
+    tenants.sessions[event.session] = Tenant(
+        session=event.session,
+        opened_ns=event.at_ns,
+        idle_s=event.idle_s,
+        owner=event.owner,
+        door=event.door,
+        metadata=event.metadata,
+    )
+
+
+def end_session(tenants: Tenants, event: ev.SessionEnded) -> None:
+    session = tenants.sessions.get(event.session)
+    if session is not None:
+        session.ended = event
+
+
+def forget_session(tenants: Tenants, event: ev.SessionForgotten) -> None:
+    tenants.sessions.pop(event.session, None)
+    for model in [each for each in tenants.models.values() if each.session == event.session and each.closed]:
+        _forget_model(tenants, model)
+
+
+def _forget_model(tenants: Tenants, model: TenantModel) -> None:
+    for queued in model.operations.values():
+        _drop_result(tenants, model, queued)
+    del tenants.models[model.name]
+    tenants.released.pop(model.name, None)
+
+
+def open_model(tenants: Tenants, event: ev.ModelOpened) -> None:
+    """Open a model. One of this name that has ended is there already: its results can still be read."""
+    for old in [each for each in tenants.models.values() if each.closed is not None][: 1 - MODELS_KEPT]:
+        _forget_model(tenants, old)
+    before = tenants.models.pop(event.model, None)
+    model = TenantModel(
+        name=event.model,
+        session=event.session,
+        base=event.base,
+        run=event.run,
+        opened_ns=event.at_ns,
+        last_ns=event.at_ns,
+    )
+    if before is not None:
+        model.numbers = before.numbers
+        model.operations = before.operations
+    model.begun = model.numbers + 1
+    tenants.models[event.model] = model
+
+
+def close_model(tenants: Tenants, event: ev.ModelClosed) -> None:
+    """Close a model. What waits for it will never be executed."""
+    model = tenants.models.get(event.model)
+    if model is None:
+        return
+    model.closed = event
+    tenants.model_closed_ns = event.at_ns
+    for queued in model.operations.values():
+        if queued.waits:
+            queued.error = event.why or f"the model has ended ({event.reason})"
+            queued.completed_ns = event.at_ns
+            tenants.failed += 1
+    model.waiting = model.held_bytes = 0
+
+
+def end_run(tenants: Tenants, run: int, at_ns: int, why: str) -> None:
+    """Close all models of a run that is over."""
+    for model in tenants.open_models:
+        closed = ev.ModelClosed(at_ns=at_ns, run=run, model=model.name, reason=ev.ModelEnd.RUN_OVER, why=why)
+        close_model(tenants, closed)
+
+
+def accept(tenants: Tenants, event: ev.OperationAccepted) -> None:
+    model = tenants.models.get(event.model)
+    if model is None:
+        return
+    tenants.accepted += 1
+    model.numbers = event.number
+    model.waiting += 1
+    model.held_bytes += 0 if event.body is None else event.body.size
+    model.last_ns = event.at_ns
+    model.operations[event.key] = Queued(
+        number=event.number,
+        arrival=tenants.accepted,
+        key=event.key,
+        op=event.op,
+        accepted_ns=event.at_ns,
+        body=event.body,
+        passive=event.passive,
+        save_as=event.save_as,
+    )
+
+
+def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: int) -> None:
+    """Note a result, and drop the oldest ones beyond the limit: of all models in bytes, of each in number."""
+    model = tenants.models.get(event.model)
+    queued = None if model is None else model.operations.get(event.key)
+    if model is None or queued is None or not queued.waits:
+        return
+    queued.result, queued.failed, queued.completed_ns = event.result, event.failed, event.at_ns
+    model.waiting -= 1
+    if queued.passive and queued.body is not None:
+        model.held_bytes -= queued.body.size
+    model.executed += 1
+    model.step = event.step
+    model.last_ns = event.at_ns
+    if event.made is not None:
+        model.adapter, model.parameters = event.made.adapter, event.made.parameters
+    tenants.executed += 1
+    tenants.failed += event.failed
+    if queued.body is None and event.failed:
+        model.failures_to_end += 1
+    tenants.results[f"{event.model}:{event.key}"] = event.result.size
+    tenants.result_bytes += event.result.size
+    while tenants.result_bytes > results_bytes_max and len(tenants.results) > 1:
+        name, _, key = next(iter(tenants.results)).rpartition(":")
+        old = tenants.models[name]
+        _drop_result(tenants, old, old.operations[key])
+    _trim_operations(tenants, model)
+
+
+def _drop_result(tenants: Tenants, model: TenantModel, queued: Queued) -> None:
+    queued.result = None
+    tenants.result_bytes -= tenants.results.pop(f"{model.name}:{queued.key}", 0)
+
+
+def _trim_operations(tenants: Tenants, model: TenantModel) -> None:
+    """Forget the oldest operations of a model that nothing needs: many at a time, as in `bounded.trim`."""
+    if len(model.operations) <= COMPLETED_KEPT + COMPLETED_KEPT // 8:
+        return
+    unneeded = [each for each in model.operations.values() if not each.waits and not model.needs(each)]
+    for queued in unneeded[: max(0, len(model.operations) - COMPLETED_KEPT)]:
+        _drop_result(tenants, model, queued)
+        del model.operations[queued.key]
+
+
+def cover(tenants: Tenants, event: ev.ModelCovered) -> None:
+    model = tenants.models.get(event.model)
+    if model is None:
+        return
+    model.cover = event
+    model.held_bytes = sum(body.size for body in model.bodies())
+    _trim_operations(tenants, model)
+
+
+def keep(tenants: Tenants, event: ev.WeightsKept) -> None:
+    saved = event.saved
+    name = kept_id(event.model, saved.use, saved.name)
+    tenants.kept.pop(name, None)
+    until_ns = event.at_ns + int(saved.ttl_s * 1e9) if saved.ttl_s else 0
+    tenants.kept[name] = KeptWeights(noted=event, until_ns=until_ns)
+
+
+def remove(tenants: Tenants, event: ev.WeightsRemoved) -> None:
+    tenants.kept.pop(kept_id(event.model, event.use, event.name), None)
+
+
+def release(tenants: Tenants, floor: ev.ModelFloor) -> None:
+    tenants.released[floor.model] = floor.below

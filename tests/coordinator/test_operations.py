@@ -1,0 +1,299 @@
+"""Training operations in the core: accepted once, in order, completed by their first result (R17)."""
+
+import msgspec
+import pytest
+
+from bombus.errors import Code
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import ModelEnd, RunKind
+from bombus.hive.inbox import Accepted
+from bombus.hive.records import BodyRef
+from bombus.hive.state import Phase
+from bombus.hive.tenants.state import COMPLETED_KEPT
+from bombus.operations import kinds
+from bombus_coordinator.rules.operations import CREATE, END, SAVE
+from tests.coordinator.core_in_memory import ENGINE
+from tests.coordinator.tenants_in_memory import BASE, MODEL, SESSION, TenantHarness, saved
+from tests.coordinator.test_suspending import refused
+
+
+def test_the_operations_that_the_coordinator_knows_are_called_as_their_bodies_are() -> None:
+    named = (kinds.CreateModel, kinds.EndModel, kinds.SaveWeights)
+    assert [each.__struct_config__.tag for each in named] == [CREATE, END, SAVE]
+
+
+def test_r17_operations_have_numbers_in_the_order_in_which_they_came_whatever_their_keys_are() -> None:
+    harness = TenantHarness().serving()
+    keys = ["3", "1", "2"]
+    answers = [harness.operate(key) for key in keys]
+    assert answers == [
+        Accepted(run=1, operation=f"{MODEL}:{key}", number=number) for number, key in enumerate(keys, start=2)
+    ]
+    assert [(each.number, each.key) for each in harness.model.again()] == [(1, "0"), (2, "3"), (3, "1"), (4, "2")]
+    assert harness.model.waiting == 3
+
+
+def test_r17_the_same_operation_keeps_its_id_while_it_waits_and_after_it_was_executed() -> None:
+    harness = TenantHarness().serving()
+    first = harness.operate("1", text="a")
+    assert harness.operate("1", text="a") == first
+    harness.done("1")
+    assert harness.operate("1", text="a") == first
+    assert harness.create() == Accepted(run=1, operation=f"{MODEL}:0", number=1)
+    assert harness.tenants.accepted == 2
+    assert harness.kinds().count("operation.accepted") == 2
+
+
+def test_another_body_under_the_same_key_is_refused_with_a_code_of_its_own() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", text="a")
+    why = refused(harness.operate("1", text="b"), Code.OTHER_BODY)
+    assert why.startswith(f"Operation 1 of model {MODEL} was accepted with another body; that one stands.")
+
+
+def test_r17_the_first_result_counts_and_executing_again_never_replaces_it() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+    message = harness.done_message("1", step=1, metrics={"loss": 2.5})
+    (completed,) = harness.send(message)
+    assert completed == ev.OperationCompleted(
+        at_ns=harness.now_ns,
+        engine=ENGINE,
+        run=1,
+        model=MODEL,
+        number=2,
+        key="1",
+        op="forward_backward",
+        trainer_epoch=1,
+        result=message.result,
+        step=1,
+        metrics={"loss": 2.5},
+    )
+    assert harness.done("1") == []
+    harness.serve()  # another trainer, which executes it again
+    assert harness.done("1") == []
+    assert harness.op("1").result == message.result
+
+
+def test_r17_only_the_current_trainer_of_the_run_completes_an_operation() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+    assert harness.done("1", run=2) == []
+    assert harness.done("1", trainer_epoch=0) == []
+    assert harness.done("1", number=7) == []
+    assert harness.done("1", result=BodyRef(seqs=(), size=0, digest=b"")) == []
+    assert harness.op("1").waits
+    harness.open_trainer()
+    assert harness.done("1", trainer_epoch=1) == [], "its epoch is over"
+    assert len(harness.done("1")) == 1
+
+
+def test_r17_a_trainer_goes_on_from_the_newest_cover_and_repeats_what_came_after_it() -> None:
+    harness = TenantHarness().serving()
+    for key in ("1", "2", "3", "4"):
+        harness.operate(key, passive=key == "3")
+    for key in ("1", "2", "3"):
+        harness.done(key)
+    assert [each.key for each in harness.model.again()] == ["0", "1", "2", "4"], "a forward pass changes nothing"
+    assert len(harness.cover(2)) == 1
+    assert harness.model.cover is not None
+    assert [each.key for each in harness.model.again()] == ["2", "4"]
+    assert [each.waits for each in harness.model.again()] == [False, True]
+
+
+def test_a_cover_is_taken_once_from_the_current_trainer_and_only_of_what_was_executed() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+    assert harness.cover(2) == [], "operation 2 waits"
+    harness.done("1")
+    assert harness.cover(2, trainer_epoch=0) == []
+    assert len(harness.cover(2)) == 1
+    assert harness.cover(2) == []
+    assert harness.cover(1) == []
+    assert harness.cover(3) == [], "there is no operation 3"
+
+
+def test_a_model_that_could_not_be_created_is_gone_with_what_waits_for_it() -> None:
+    harness = TenantHarness()
+    harness.open_session()
+    harness.create()
+    harness.operate("1")
+    harness.serve()
+    _, closed = harness.done("0", failed=True)
+    assert isinstance(closed, ev.ModelClosed)
+    assert closed.reason == ModelEnd.NOT_CREATED
+    assert harness.op("1").error.startswith("it could not be created")
+    assert not harness.op("1").waits
+    assert harness.tenants.waiting == 0
+    why = refused(harness.operate("2"), Code.UNKNOWN_MODEL)
+    assert why == (
+        f"Model {MODEL} has ended: it could not be created; the result of its first operation says why. Create another "
+        "one."
+    )
+
+
+def test_a_model_ends_by_its_operation_and_can_be_created_again_under_its_name() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", END)
+    harness.operate("2")
+    harness.done("1", closes=True, saved=saved("last"))
+    assert harness.op("2").error == "the model has ended (ended)"
+    assert harness.op("1").result is not None
+    answer = harness.operate("again", CREATE, base=BASE)
+    assert answer == Accepted(run=1, operation=f"{MODEL}:again", number=4)
+    assert harness.op("1").result is not None, "the results of the one before can still be read"
+    assert [each.key for each in harness.model.again()] == ["again"]
+
+
+def test_a_model_of_full_weights_that_begins_again_from_its_base_stays() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", END)
+    assert len(harness.done("1", closes=False)) == 1
+    assert harness.model.closed is None
+
+
+def test_what_is_not_known_is_refused_in_words() -> None:
+    harness = TenantHarness()
+    assert refused(harness.create(), Code.UNKNOWN_SESSION) == f"There is no session {SESSION}: open one."
+    harness.open_session()
+    refused(harness.operate("1"), Code.UNKNOWN_MODEL)
+    refused(harness.create(base=""), Code.MALFORMED)
+    harness.serving()
+    refused(harness.operate("1", run=7), Code.UNKNOWN_MODEL)
+    refused(harness.operate("9", CREATE, base=BASE), Code.MODEL_EXISTS)
+    refused(harness.create("s:train:1", base="org/other"), Code.UNKNOWN_MODEL)
+    harness.open_session("t")
+    assert (
+        refused(harness.operate("1", session="t"), Code.UNKNOWN_MODEL) == f"Model {MODEL} belongs to another session."
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"key": "_end-1"},
+        {"key": "a:b"},
+        {"key": ""},
+        {"key": "x" * 65},
+        {"model": "a/b"},
+        {"model": "m" * 129},
+        {"op": "Forward Backward"},
+        {"body": BodyRef(seqs=(), size=1, digest=b"d" * 16)},
+        {"body": BodyRef(seqs=(0,), size=1, digest=b"d" * 16)},
+        {"body": BodyRef(seqs=(1,), size=-1, digest=b"d" * 16)},
+        {"body": BodyRef(seqs=(1,), size=(32 << 20) + 1, digest=b"d" * 16)},
+        {"body": BodyRef(seqs=(1,), size=1, digest=b"short")},
+        {"base": "b" * 1001},
+    ],
+)
+def test_names_and_bodies_that_no_door_sends_are_malformed(wrong: dict[str, object]) -> None:
+    harness = TenantHarness().serving()
+    message = msgspec.structs.replace(harness.operate_message("1"), **wrong)
+    refused(harness.request(message), Code.MALFORMED)
+
+
+def test_r20_operations_that_wait_models_and_saved_models_have_limits() -> None:
+    harness = TenantHarness()
+    harness.limits(waiting_max=2, models_max=1, checkpoints_max=1)
+    harness.serving()
+    harness.operate("1", SAVE)
+    harness.operate("2")
+    why = refused(harness.operate("3"), Code.QUOTA)
+    assert why.startswith(f"2 operations of model {MODEL} wait, of at most 2: send this one again")
+    assert isinstance(harness.operate("4", END), Accepted), "what ends a model always has room"
+    refused(harness.create("s:train:1"), Code.QUOTA)
+    harness.done("1", saved=saved("a"))
+    harness.done("2")
+    assert refused(harness.operate("5", SAVE), Code.QUOTA).startswith("1 saved models are kept: remove some")
+
+
+def test_r20_the_bytes_of_operations_have_a_limit_until_a_cover_makes_room() -> None:
+    harness = TenantHarness()
+    harness.limits(bodies_bytes_max=1000)
+    harness.serving()  # whose first body has 100 bytes
+    big = harness.body("big", size=850)
+    harness.operate("1", body=big)
+    assert harness.tenants.held_bytes == 950
+    refused(harness.operate("2"), Code.QUOTA)
+    harness.done("1")
+    refused(harness.operate("2"), Code.QUOTA)
+    harness.cover(2)
+    assert harness.tenants.held_bytes == 0
+    assert isinstance(harness.operate("2"), Accepted)
+    harness.operate("3", passive=True)
+    harness.done("2")
+    harness.done("3")
+    assert harness.tenants.held_bytes == 100, "of operation 2: a forward pass is not executed again"
+
+
+def test_the_oldest_results_are_dropped_beyond_their_limit_and_their_operations_are_still_recognised() -> None:
+    harness = TenantHarness()
+    harness.limits(results_bytes_max=250)
+    harness.serving()
+    answers = [harness.operate(key, text="x") for key in ("1", "2", "3")]
+    for key in ("1", "2", "3"):
+        harness.done(key)
+    assert [harness.op(key).result is None for key in ("0", "1", "2", "3")] == [True, True, False, False]
+    assert harness.tenants.result_bytes == 200
+    assert harness.operate("1", text="x") == answers[0]
+    assert harness.done("1") == []
+
+
+def test_what_is_remembered_of_a_model_is_bounded_but_for_what_a_trainer_needs() -> None:
+    harness = TenantHarness().serving()
+    for number in range(1, COMPLETED_KEPT + 300):
+        harness.operate(str(number))
+        harness.done(str(number))
+    assert len(harness.model.operations) == COMPLETED_KEPT + 300, "no cover has them"
+    harness.cover(COMPLETED_KEPT)
+    assert len(harness.model.operations) == COMPLETED_KEPT
+    assert next(iter(harness.model.operations)) == "300"
+    assert set(harness.tenants.results) == {f"{MODEL}:{key}" for key in harness.model.operations}
+    assert harness.tenants.result_bytes == 100 * COMPLETED_KEPT
+
+
+def test_a_hive_without_room_takes_no_operation_but_one_that_ends_a_model() -> None:
+    harness = TenantHarness().serving()
+    harness.send(inbox.StorageSeen(id="full", what="ops", used=95, size=100, reserve=10))
+    why = refused(harness.operate("1"), Code.STORAGE_FULL)
+    assert "It is trimmed as operations are executed and saved" in why
+    assert isinstance(harness.operate("2", END), Accepted)
+
+
+def test_saved_models_are_listed_replaced_removed_and_expire() -> None:
+    harness = TenantHarness().serving()
+    for key, written in (("1", saved("a")), ("2", saved("a")), ("3", saved("b", "sampler", ttl_s=60.0))):
+        harness.operate(key, SAVE)
+        harness.done(key, saved=written, step=3)
+    assert list(harness.tenants.kept) == [f"{MODEL}/training/a", f"{MODEL}/sampler/b"]
+    noted = harness.tenants.kept[f"{MODEL}/training/a"].noted
+    assert (noted.base, noted.step, noted.adapter) == (BASE, 3, ev.AdapterShape(rank=8, alpha=16.0))
+    (event,) = harness.tick(after_s=61)
+    assert event == ev.WeightsRemoved(
+        at_ns=harness.now_ns, engine=ENGINE, model=MODEL, use="sampler", name="b", expired=True
+    )
+    for _ in range(2):
+        remove = inbox.RemoveWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name="a")
+        assert isinstance(harness.request(remove), inbox.Done)
+    assert harness.kinds().count("weights.removed") == 2
+    assert harness.tenants.kept == {}
+
+
+def test_saved_models_outlive_their_run_their_session_and_an_episode_run() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", SAVE)
+    harness.done("1", saved=saved("a"))
+    harness.send(inbox.Stop(id=harness.id(), engine=ENGINE))
+    harness.boot()
+    assert harness.engine.run_kind == RunKind.EPISODES
+    assert harness.phase() == Phase.ROLLING
+    assert list(harness.tenants.kept) == [f"{MODEL}/training/a"]
+
+
+def test_a_failed_save_notes_nothing() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", SAVE)
+    assert len(harness.done("1", failed=True, saved=saved("a"))) == 1
+    assert harness.tenants.kept == {}
+    assert harness.tenants.failed == 1

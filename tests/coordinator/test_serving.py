@@ -1,0 +1,209 @@
+"""A run of training operations in the core: how it starts, serves and ends, and what of `ops` it releases."""
+
+import msgspec
+
+from bombus.errors import Code
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import Collection, ModelEnd, ModelFloor, RunKind
+from bombus.hive.inbox import Accepted
+from bombus.hive.records import BodyRef
+from bombus.hive.state import Phase
+from bombus_coordinator.core import Core
+from tests.coordinator.core_in_memory import ENGINE, CoreHarness
+from tests.coordinator.tenants_in_memory import BASE, MODEL, TenantHarness
+from tests.coordinator.test_suspending import refused, suspend
+
+
+def stored(harness: TenantHarness, below: int, overfull: bool = False) -> list[ev.AnyEvent]:
+    return harness.send(inbox.OperationsStored(id=harness.id(), below=below, overfull=overfull))
+
+
+def test_the_first_model_starts_a_run_on_an_engine_that_is_offline() -> None:
+    harness = TenantHarness()
+    harness.open_session()
+    assert harness.create() == Accepted(run=1, operation=f"{MODEL}:0", number=1)
+    assert harness.kinds()[-3:] == ["engine.started", "model.opened", "operation.accepted"]
+    assert (harness.phase(), harness.engine.run_kind) == (Phase.BOOTING, RunKind.OPERATIONS)
+    assert harness.engine.started is not None
+    assert harness.engine.started.base == BASE
+
+
+def test_it_rolls_once_its_trainer_has_loaded_the_base_without_any_replica() -> None:
+    harness = TenantHarness()
+    harness.open_session()
+    harness.create()
+    epoch = harness.open_trainer()
+    assert harness.phase() == Phase.BOOTING
+    old = inbox.TrainerServes(id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch - 1)
+    assert harness.send(old) == []
+    serves = inbox.TrainerServes(id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch)
+    assert [ev.kind_of(event) for event in harness.send(serves)] == ["engine.booted", "rolling.started"]
+    assert harness.phase() == Phase.ROLLING
+    assert harness.send(serves) == []
+
+
+def test_the_rules_of_episodes_leave_such_a_run_alone() -> None:
+    harness = TenantHarness().serving()
+    harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
+    for _ in range(20):
+        assert harness.tick(after_s=9) == []
+        harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
+    assert harness.phase() == Phase.ROLLING
+    assert harness.engine.batch is None
+
+
+def test_a_replica_that_cannot_load_its_base_suspends_no_run_of_operations() -> None:
+    harness = TenantHarness()
+    harness.open_session()
+    harness.create()
+    harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
+    epoch = harness.open_trainer()
+    harness.save_weights(0)
+    harness.send(inbox.TrainerServes(id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch))
+    broke = inbox.LoadBroke(id=harness.id(), engine=ENGINE, run=1, version=0, replica="r1", reason="no disk")
+    assert [ev.kind_of(event) for event in harness.send(broke)] == ["replica.quarantined"]
+    assert not harness.engine.suspended
+
+
+def test_claims_and_votes_there_are_refused_in_words() -> None:
+    harness = TenantHarness().serving()
+    why = refused(harness.request(harness.claim_message(wait_s=2.0)), Code.UNSUPPORTED)
+    assert why.startswith("Run 1 of engine main serves training operations and has no episodes.")
+    refused(harness.request(inbox.AgreeSync(id=harness.id(), engine=ENGINE, client="c1")), Code.UNSUPPORTED)
+    refused(harness.request(inbox.Start(id=harness.id(), engine=ENGINE)), Code.WRONG_PHASE)
+    refused(harness.configure(Collection()), Code.WRONG_PHASE)
+
+
+def test_an_engine_that_plays_episodes_takes_no_model() -> None:
+    harness = TenantHarness()
+    harness.boot()
+    harness.open_session()
+    why = refused(harness.create(), Code.WRONG_PHASE)
+    assert why.endswith("Engine main plays episodes in run 1; stop it first, or use another engine.")
+    assert harness.engine.run == 1
+
+
+def test_it_ends_by_itself_some_time_after_its_last_model_has_ended() -> None:
+    harness = TenantHarness().serving()
+    assert harness.tick(after_s=301) == []
+    harness.operate("1", "end_model")
+    harness.done("1", closes=True)
+    assert harness.tick(after_s=299) == []
+    (stopped,) = harness.tick(after_s=1)
+    assert stopped == ev.EngineStopped(at_ns=harness.now_ns, engine=ENGINE, run=1)
+    assert harness.create(MODEL + "2") == Accepted(run=2, operation=f"{MODEL}2:0", number=1)
+
+
+def test_a_run_that_is_stopped_or_fails_tells_every_operation_that_waits() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+    harness.done("1")
+    harness.operate("2")
+    harness.send(inbox.Stop(id=harness.id(), engine=ENGINE))
+    assert harness.op("2").error.startswith("the run was stopped; create the model again")
+    assert harness.op("1").result is not None
+    assert harness.model.closed is not None
+    assert harness.model.closed.reason == ModelEnd.RUN_OVER
+    refused(harness.operate("3"), Code.UNKNOWN_MODEL)
+    assert harness.done("2") == []
+    harness.operate("again", "create_model", base=BASE)
+    epoch = harness.open_trainer()
+    harness.send(inbox.EngineBroke(id=harness.id(), engine=ENGINE, run=2, reason="no such model", trainer_epoch=epoch))
+    assert harness.op("again").error == "the run has failed: no such model"
+
+
+def test_a_suspended_run_takes_operations_and_results_and_does_not_end() -> None:
+    harness = TenantHarness().serving()
+    suspend(harness)
+    assert isinstance(harness.operate("1"), Accepted)
+    assert len(harness.done("1")) == 1
+    assert harness.tick(after_s=1e5) == []
+
+
+def test_a_boot_that_takes_too_long_suspends_the_run_and_its_operations_wait() -> None:
+    harness = TenantHarness()
+    harness.open_session()
+    harness.create()
+    (suspended,) = harness.tick(after_s=1801)
+    assert isinstance(suspended, ev.EngineSuspended)
+    assert harness.op("0").waits
+
+
+def test_trainers_that_end_without_a_word_count_only_while_something_waits() -> None:
+    harness = TenantHarness().serving()
+    for _ in range(30):
+        harness.open_trainer()
+    assert not harness.engine.suspended
+    harness.operate("1")
+    for _ in range(21):
+        harness.open_trainer()
+    assert harness.engine.suspended.startswith("20 trainers in a row ended without a word before they had executed an")
+
+
+# ---- what is released ---------------------------------------------------------------------------------------------
+
+
+def test_r17_bodies_stay_until_they_were_executed_and_covered_and_results_until_they_cannot_be_read() -> None:
+    harness = TenantHarness().serving()  # the body at 1, its result at 2
+    harness.operate("1")  # 3
+    harness.done("1")  # 4
+    harness.operate("2", passive=True)  # 5
+    assert stored(harness, 3) == [], "operation 1 is not covered"
+    harness.cover(2)
+    assert stored(harness, 3) == [ev.OperationsReleased(at_ns=harness.now_ns, below=2)], "the result at 2 can be read"
+    harness.close_session()
+    harness.done("2")  # 6
+    harness.done("_end-4", closes=True)  # 7
+    harness.tick(after_s=3600)
+    assert harness.tenants.models == {}
+    assert [type(event) for event in stored(harness, 6)] == [ev.OperationsReleased]
+    assert harness.core.hive.released == 6, "no further than what has been there for long"
+    assert stored(harness, 6) == []
+
+
+def test_an_operation_whose_body_may_be_purged_is_refused_and_stored_again() -> None:
+    harness = TenantHarness().serving()
+    late = harness.operate_message("1")  # its body is at 3
+    harness.cover(1)
+    harness.engine.tenants.models[MODEL].operations["0"].result = None
+    stored(harness, 4)
+    assert harness.core.hive.released == 4
+    assert refused(harness.request(late), Code.BODY_GONE).endswith("store it again.")
+    assert isinstance(harness.operate("1"), Accepted)
+    assert Core(harness.core.hive).live.released == 4, "another leader refuses it too"
+
+
+def test_an_overfull_stream_is_purged_between_what_idle_models_hold() -> None:
+    harness = TenantHarness().serving()  # of which 1 and 2 stay
+    harness.create("s:train:1")  # 3
+    harness.done("0", "s:train:1")  # 4
+    for key in range(1, 4):
+        harness.operate(str(key), model="s:train:1")  # 5, 7, 9
+        harness.done(str(key), "s:train:1")  # 6, 8, 10
+    harness.cover(3, "s:train:1")
+    for dropped in ("0", "1"):
+        harness.tenants.models["s:train:1"].operations[dropped].result = None
+    assert stored(harness, 11) == []
+    (released,) = stored(harness, 11, overfull=True)
+    assert isinstance(released, ev.OperationsReleased)
+    assert (released.below, released.models) == (1, (ModelFloor(ENGINE, "s:train:1", 8),))
+    assert stored(harness, 11, overfull=True) == []
+    late = msgspec.structs.replace(
+        harness.operate_message("9", model="s:train:1"), body=BodyRef(seqs=(7,), size=1, digest=b"d" * 16)
+    )
+    refused(harness.request(late), Code.BODY_GONE)
+
+
+def test_without_models_everything_old_is_released() -> None:
+    harness = TenantHarness()
+    assert [type(event) for event in stored(harness, 50)] == [ev.OperationsReleased]
+    assert harness.core.hive.released == 50
+
+
+def test_an_older_hive_has_neither_sessions_nor_another_kind_of_run() -> None:
+    harness = CoreHarness()
+    harness.boot()
+    assert harness.engine.run_kind == RunKind.EPISODES
+    assert (harness.engine.tenants.sessions, harness.engine.tenants.models) == ({}, {})
+    assert not harness.engine.serves_operations

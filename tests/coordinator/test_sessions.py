@@ -1,0 +1,147 @@
+"""Sessions of training clients in the core: how they open, live, end with their models, and are forgotten."""
+
+import pytest
+
+from bombus.errors import Code
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import ModelEnd, SessionEnd
+from bombus.hive.inbox import Done
+from bombus.hive.state import Phase
+from tests.coordinator.core_in_memory import ENGINE
+from tests.coordinator.tenants_in_memory import MODEL, SESSION, TenantHarness, saved
+from tests.coordinator.test_suspending import refused, suspend
+
+OWN_END = "_end-2"
+
+
+def test_a_session_is_opened_once_whatever_its_command_is_and_remembers_what_its_door_said() -> None:
+    harness = TenantHarness()
+    for _ in range(2):
+        assert isinstance(harness.open_session(owner="ann", door="tinker", metadata={"a": 1}), Done)
+    assert harness.kinds().count("session.opened") == 1
+    tenant = harness.tenants.sessions[SESSION]
+    assert (tenant.owner, tenant.door, tenant.metadata, tenant.idle_s) == ("ann", "tinker", {"a": 1}, 3600.0)
+    assert harness.phase() == Phase.OFFLINE, "a session alone starts nothing"
+
+
+def test_an_idle_session_ends_and_its_models_are_saved_after_what_waits_for_them() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+    harness.touch(after_s=3000)
+    assert harness.tick(after_s=3599) == []
+    ended, end = harness.tick(after_s=1)
+    assert ended == ev.SessionEnded(at_ns=harness.now_ns, engine=ENGINE, session=SESSION, reason=SessionEnd.IDLE)
+    assert end == ev.OperationAccepted(
+        at_ns=harness.now_ns,
+        engine=ENGINE,
+        run=1,
+        model=MODEL,
+        number=3,
+        key="_end-3",
+        op="end_model",
+        save_as="ended-3",
+    )
+    assert [each.key for each in harness.model.again()] == ["0", "1", "_end-3"]
+    refused(harness.operate("2"), Code.SESSION_OVER)
+    harness.done("1")
+    harness.done("_end-3", closes=True, saved=saved("ended-3"))
+    assert harness.model.closed is not None
+    assert list(harness.tenants.kept) == [f"{MODEL}/training/ended-3"]
+
+
+def test_operations_and_signs_of_life_keep_a_session() -> None:
+    harness = TenantHarness().serving()
+    for number in range(5):
+        harness.operate(str(number + 1))
+        assert harness.tick(after_s=3000) == []
+    for _ in range(5):
+        harness.touch(after_s=1000)
+        assert harness.tick(after_s=2000) == []
+    harness.touch("another", after_s=1000)
+    assert len(harness.tick(after_s=1000)) == 2
+
+
+def test_no_session_ends_while_the_run_is_suspended_or_for_the_time_without_a_leader() -> None:
+    harness = TenantHarness().serving()
+    suspend(harness)
+    assert harness.tick(after_s=7200) == []
+    harness.send(inbox.Resume(id=harness.id(), engine=ENGINE))
+    harness.core.live.epoch_ns = harness.now_ns  # as after another leader has taken over
+    assert harness.tick(after_s=3599) == []
+    assert len(harness.tick(after_s=1)) == 2
+
+
+def test_a_session_is_closed_once_with_its_first_reason_and_saves_unless_it_says_not_to() -> None:
+    harness = TenantHarness().serving()
+    assert isinstance(harness.close_session(detail="done training", save=False), Done)
+    assert isinstance(harness.close_session(detail="again"), Done)
+    assert harness.op(OWN_END).save_as == ""
+    ended = harness.tenants.sessions[SESSION].ended
+    assert ended is not None
+    assert (ended.reason, ended.detail) == (SessionEnd.FINISHED, "done training")
+    refused(harness.close_session("other"), Code.UNKNOWN_SESSION)
+    refused(harness.open_session(), Code.SESSION_OVER)
+
+
+def test_a_model_that_its_client_ends_anyway_is_not_ended_twice() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", "end_model")
+    harness.close_session()
+    assert harness.model.numbers == 2
+
+
+def test_a_model_that_cannot_be_saved_is_tried_three_times_a_minute_apart_and_then_let_go() -> None:
+    harness = TenantHarness().serving()
+    harness.close_session()
+    for key in (OWN_END, "_end-3"):
+        harness.done(key, failed=True)
+        assert harness.tick(after_s=59) == []
+        assert [type(event) for event in harness.tick(after_s=1)] == [ev.OperationAccepted]
+    _, closed = harness.done("_end-4", failed=True)
+    assert isinstance(closed, ev.ModelClosed)
+    assert (closed.reason, closed.why) == (ModelEnd.NOT_SAVED, "its session ended, and it could not be saved")
+
+
+def test_results_can_be_read_until_an_hour_after_the_session_has_ended() -> None:
+    harness = TenantHarness()
+    harness.limits(run_idle_s=1e6)
+    harness.serving()
+    harness.operate("1")
+    harness.close_session()
+    harness.done("1")
+    harness.done("_end-3", closes=True)
+    assert harness.tick(after_s=3599) == []
+    assert harness.tenants.operation(f"{MODEL}:1") is not None
+    (forgotten,) = harness.tick(after_s=1)
+    assert forgotten == ev.SessionForgotten(at_ns=harness.now_ns, engine=ENGINE, session=SESSION)
+    assert harness.tenants.operation(f"{MODEL}:1") is None
+    assert (harness.tenants.sessions, harness.tenants.models, harness.tenants.results) == ({}, {}, {})
+    assert harness.tenants.result_bytes == 0
+
+
+def test_r20_sessions_have_a_limit_and_those_that_ended_are_forgotten_early_where_there_are_many() -> None:
+    harness = TenantHarness()
+    harness.limits(sessions_max=2)
+    harness.open_session("a")
+    harness.open_session("b")
+    refused(harness.open_session("c"), Code.QUOTA)
+    for number, name in enumerate("abcdefg"):
+        if number > 1:
+            assert isinstance(harness.open_session(name), Done)
+        harness.close_session(name)
+    assert list(harness.tenants.sessions) == ["d", "e", "f", "g"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"session": "a b"}, Code.MALFORMED),
+        ({"idle_s": 5.0}, Code.MALFORMED),
+        ({"idle_s": float("nan")}, Code.MALFORMED),
+        ({"owner": "o" * 257}, Code.MALFORMED),
+        ({"metadata": {"a": "x" * 70_000}}, Code.TOO_LARGE),
+    ],
+)
+def test_a_session_that_makes_no_sense_is_refused(wrong: dict[str, object], code: Code) -> None:
+    refused(TenantHarness().open_session(**wrong), code)  # type: ignore[arg-type]
