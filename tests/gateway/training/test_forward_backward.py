@@ -1,5 +1,6 @@
 """Tinker's forward_backward, with bytes put together by hand."""
 
+import re
 import struct
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from bombus.errors import Code, Refused
 from bombus.operations import Array, Category, DType, Failed, ForwardBackward, LossSpec, Scores
 from bombus_gateway import limits
-from bombus_gateway.training.forward_backward import read_forward_backward, write_scores
+from bombus_gateway.training.data.forward_backward import read_forward_backward, write_scores
 from tests.gateway.training.wire import (
     BFLOAT16,
     DATUM,
@@ -179,8 +180,7 @@ UNKNOWN = part(1, part(7, b""))
     ],
 )
 def test_what_cannot_be_done_is_an_operation_that_has_failed(body: bytes, why: str) -> None:
-    with pytest.raises(AssertionError, match=why):
-        raise AssertionError(failure(body))
+    assert re.search(why, failure(body))
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 from array import array
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bombus.errors import Refused
 from bombus.operations import Array, DType
 from bombus_gateway import limits
-from bombus_gateway.training.sparse import SparseTensor, checked, written_out
-from bombus_gateway.training.tensors import NumberRoom
+from bombus_gateway.training.data.sparse import SparseTensor, checked, written_out
+from bombus_gateway.training.data.tensors import NumberRoom
 
 
 def tensor(values: list[float], starts: list[int], at: list[int], columns: int, code: str = "q") -> SparseTensor:
@@ -107,6 +107,7 @@ matrices = st.integers(0, 4).flatmap(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(matrices, st.booleans())
 def test_no_number_is_lost_in_either_form(matrix: tuple[list[list[int]], int], compact: bool) -> None:
     rows, columns = matrix

@@ -15,7 +15,7 @@ import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.operations import Array
-from bombus_gateway.training.tensors import TARGET_TOKENS, WEIGHTS, NumberRoom, Numbers, as_input
+from bombus_gateway.training.data.tensors import TARGET_TOKENS, WEIGHTS, NumberRoom, Numbers, as_input
 
 MAY_BE_SPARSE = (TARGET_TOKENS, WEIGHTS)
 

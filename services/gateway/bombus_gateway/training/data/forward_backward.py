@@ -7,7 +7,10 @@ from itertools import groupby
 from bombus.errors import Code, Refused
 from bombus.operations import Array, Datum, DType, ForwardBackward, Scores
 from bombus_gateway import limits
-from bombus_gateway.training.losses import loss_spec
+from bombus_gateway.training.data.losses import loss_spec
+from bombus_gateway.training.data.metrics import metrics_of
+from bombus_gateway.training.data.sparse import MAY_BE_SPARSE, SparseTensor, Tensors, checked, written_out
+from bombus_gateway.training.data.tensors import NumberRoom, Numbers, as_input, as_tokens, numbers_of, whole, widened
 from bombus_gateway.training.messages import (
     ARRAY_RECORD,
     FORWARD_BACKWARD_OUTPUT,
@@ -16,12 +19,10 @@ from bombus_gateway.training.messages import (
     WireDType,
     parsed,
 )
-from bombus_gateway.training.metrics import metrics_of
-from bombus_gateway.training.sparse import MAY_BE_SPARSE, SparseTensor, Tensors, checked, written_out
 from bombus_gateway.training.submission import Submission, attempted, checked_id
-from bombus_gateway.training.tensors import NumberRoom, Numbers, as_input, as_tokens, numbers_of, whole, widened
 
 OUTPUT_TYPE = "ArrayRecord"
+ELEMENTWISE = "elementwise_loss"
 _CODES = {WireDType.FLOAT32: "f", WireDType.INT64: "q", WireDType.INT32: "i"}
 _WIRE_TYPES = {DType.FLOAT32: WireDType.FLOAT32, DType.INT32: WireDType.INT32, DType.INT64: WireDType.INT64}
 
@@ -39,10 +40,11 @@ def write_scores(scores: Scores) -> bytes:
     """Return the answer of a forward_backward, with the arrays of all data one after the other.
 
     A new record begins where the type or the shape of an array changes in another dimension than the first. Only
-    arrays that all data have are sent, since the client counts the data by each of them.
+    arrays that all data have are sent, since the client counts the data by each of them. `elementwise_loss` would
+    double the answer and is not in this client's contract.
     """
     answer = FORWARD_BACKWARD_OUTPUT(loss_fn_output_type=OUTPUT_TYPE)
-    names = sorted(set.intersection(*map(set, scores.outputs))) if scores.outputs else []
+    names = sorted(set.intersection(*map(set, scores.outputs)) - {ELEMENTWISE}) if scores.outputs else []
     shared = [{name: _with_rows(output[name]) for name in names} for output in scores.outputs]
     for _, alike in groupby(shared, key=_form):
         answer.loss_fn_outputs.append(_record(list(alike)))
