@@ -98,6 +98,7 @@ def test_the_client_alone_needs_httpx_msgspec_and_pydantic() -> None:
         ("nats-py", "bus"),
         ("fastapi", "gateway"),
         ("uvicorn", "gateway"),
+        ("protobuf", "gateway"),
         ("torch", "trainer"),
         ("torch", "inference"),
         ("vllm", "vllm"),
@@ -295,7 +296,7 @@ def imports_of_room(room: str, others: tuple[str, ...]) -> list[str]:
 
 def test_every_door_of_the_gateway_is_named_here() -> None:
     rooms = {folder.name for folder in GATEWAY.iterdir() if (folder / "__init__.py").exists()}
-    assert rooms == {"call", "decoding", "harnesses", "history", "text", *DOORS}
+    assert rooms == {"call", "decoding", "harnesses", "history", "text", "training", *DOORS}
 
 
 def test_calls_know_no_door_and_no_harness() -> None:
@@ -304,6 +305,25 @@ def test_calls_know_no_door_and_no_harness() -> None:
 
 def test_what_is_known_of_harnesses_knows_no_door() -> None:
     assert not imports_of_room("harnesses", DOORS)
+
+
+def test_the_wire_of_training_clients_knows_no_clock_no_network_and_no_other_room() -> None:
+    forbidden = {
+        "time",
+        "datetime",
+        "random",
+        "secrets",
+        "uuid",
+        "asyncio",
+        "socket",
+        "os",
+        "nats",
+        "fastapi",
+        "starlette",
+    }
+    for path in sources(GATEWAY / "training"):
+        assert not imports(path) & forbidden, path
+    assert not imports_of_room("training", ("call", "harnesses", "history", "text", *DOORS))
 
 
 @pytest.mark.parametrize("door", DOORS)

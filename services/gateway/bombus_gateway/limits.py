@@ -33,7 +33,21 @@ WAIT_S = 60.0
 METADATA_BYTES = 64 << 10  # of an episode, as the log has it
 METRICS = 1024
 
-# Both.
+# Training operations.
+TRAINING_BODY_BYTES = 32 << 20  # after it was decompressed, too
+TRAINING_NUMBERS = 8 << 20  # tokens and numbers of all arrays of one request
+TRAINING_FIELDS = 1 << 18  # fields of protobuf, or names of JSON
+DATA = 4096  # sequences of one request
+LOSS_INPUTS = 32  # arrays of one sequence
+LOSS_SETTINGS = 64
+LOSS_TEXT_CHARACTERS = 1024  # of a setting of a loss that is a text
+SAMPLES = 256  # of one prompt
+TOP_LOGPROBS = 20  # alternatives to report for one token
+TRAINING_ID_CHARACTERS = 256  # of a model, a session, a request, a path
+ADAPTER_RANK = 4096
+ADAPTER_TARGETS = 64
+
+# All.
 DEPTH = DEPTH_MAX  # of lists and objects within each other, in tools, in arguments of calls, in metadata
 QUOTED_CHARACTERS = 1000  # of a refusal, which may quote what it refuses
 

@@ -1,0 +1,37 @@
+"""Bodies that a client compressed with zstd."""
+
+import sys
+
+from bombus.errors import Code, Refused
+from bombus_gateway import limits
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+# A frame may ask for a window of 2 GiB. What Tinker's client sends fits the 8 MiB that every decoder has by RFC 8878.
+_OPTIONS: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
+
+
+def decompressed(encoding: str, body: bytes, bytes_max: int = limits.TRAINING_BODY_BYTES) -> bytes:
+    """Return a body without its `Content-Encoding`. Never makes more than `bytes_max` of it.
+
+    Raises `Refused`: UNSUPPORTED for another encoding than zstd, MALFORMED for what is not one whole frame, TOO_LARGE.
+    """
+    named = encoding.strip().lower()
+    if named in ("", "identity"):
+        return body
+    if named != "zstd":
+        raise Refused(Code.UNSUPPORTED, f"The body has the Content-Encoding {encoding[:40]!r}; send zstd or none.")
+    decoder = zstd.ZstdDecompressor(options=_OPTIONS)
+    try:
+        content = decoder.decompress(body, max_length=bytes_max + 1)
+    except zstd.ZstdError as error:
+        raise Refused(Code.MALFORMED, f"The body is not zstd: {error}.") from None
+    if len(content) > bytes_max:
+        why = f"The body has more than {bytes_max} bytes when it is decompressed; send fewer data in one request."
+        raise Refused(Code.TOO_LARGE, why)
+    if not decoder.eof or decoder.unused_data:
+        raise Refused(Code.MALFORMED, "The body is not one whole frame of zstd: it was cut, or more comes after it.")
+    return content

@@ -1,0 +1,46 @@
+"""The losses that clients may name, and their settings."""
+
+import math
+from collections.abc import Mapping
+
+from bombus.errors import Code, Refused
+from bombus.operations import LossSpec
+from bombus_gateway import limits
+
+# Our names of losses, by the clients'.
+LOSSES = {
+    "cross_entropy": "cross_entropy",
+    "causallm_loss": "cross_entropy",
+    "importance_sampling": "importance_sampling",
+    "ppo": "ppo",
+    "cispo": "cispo",
+    "dro": "dro",
+    "gspo": "gspo",
+    "policy_loss": "policy_loss",
+    "drgrpo": "drgrpo",
+    "per_token_ce": "per_token_ce",
+}
+PER_TOKEN = "per_token_ce"
+CROSS_ENTROPIES = ("cross_entropy", PER_TOKEN)
+_REFUSED = {
+    "custom": "losses that run on the server are not built; forward_backward_custom takes a function of yours",
+    "stable_reinforce": "what it needs to know of each sample is not recorded here; importance_sampling or ppo may do",
+    "opd_loss": "this server has no teacher model; cross_entropy takes the teacher's tokens and weights as [N, K]",
+}
+
+
+def loss_spec(name: str, settings: Mapping[str, float | str]) -> LossSpec:
+    """Return the loss that a client names. Raises `Refused` for one that there is not, and for wrong settings."""
+    if name in _REFUSED:
+        raise Refused(Code.UNSUPPORTED, f"The loss {name!r} is not offered: {_REFUSED[name]}.")
+    if name not in LOSSES:
+        raise Refused(Code.UNSUPPORTED, f"There is no loss {name!r}; there are {', '.join(LOSSES)}.")
+    if len(settings) > limits.LOSS_SETTINGS:
+        raise Refused(Code.TOO_LARGE, f"A loss has up to {limits.LOSS_SETTINGS} settings, and not {len(settings)}.")
+    for key, value in settings.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Refused(Code.MALFORMED, f"The setting {key!r} of the loss is {value}, and not a finite number.")
+        if max(len(key), len(value) if isinstance(value, str) else 0) > limits.LOSS_TEXT_CHARACTERS:
+            why = f"The settings of a loss have up to {limits.LOSS_TEXT_CHARACTERS} characters."
+            raise Refused(Code.TOO_LARGE, why)
+    return LossSpec(LOSSES[name], dict(settings))

@@ -1,0 +1,22 @@
+"""What a forward_backward reports in numbers. Clients combine those of several requests by their names."""
+
+from bombus.operations import Scores
+
+# The reductions that both clients know, after the colon in a metric's name.
+REDUCTIONS = ("mean", "sum", "min", "max", "slack", "unique")
+
+
+def metrics_of(scores: Scores) -> dict[str, float]:
+    """Return the metrics, each named `name:reduction`: Tinker's client crashes on a name without exactly one colon.
+
+    A metric without a reduction is a mean. `loss:sum` is always there, with how many tokens counted in it.
+    """
+    named = {_named(name): value for name, value in scores.metrics.items()}
+    return named | {"loss:sum": scores.loss, "valid_tokens:sum": float(scores.tokens)}
+
+
+def _named(name: str) -> str:
+    first, _, reduction = name.rpartition(":")
+    if first and reduction in REDUCTIONS:
+        return f"{first.replace(':', '_')}:{reduction}"
+    return f"{name.replace(':', '_')}:mean"

@@ -1,0 +1,225 @@
+"""Tinker's `asample`, and the sessions of sampling that both clients begin: what they ask of an engine."""
+
+import math
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from bombus.errors import Code, Refused
+from bombus.hive.records import SamplingParams
+from bombus.operations import Failed
+from bombus_gateway import limits
+from bombus_gateway.decoding.json_body import decode_body, stop_strings
+from bombus_gateway.training.data.json_numbers import check_size, numbers_in
+from bombus_gateway.training.data.tensors import INT32_MAX, NumberRoom, as_tokens, whole
+from bombus_gateway.training.dialects import TrainingDialect, sampling_session
+from bombus_gateway.training.paths import CheckpointPath, read_path
+from bombus_gateway.training.submission import NOT_GIVEN, attempted, checked_id, is_given
+
+TOKENS_MAX = 1 << 24  # of one sample; what a model has room for is the engine's affair
+
+
+class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be sampled. `prompt` is int32 token ids.
+
+    A `max_tokens` of 0 is as many as the model's length allows. Without `ends_at_eos` a sample ends only at one of
+    `stops` or at a stop token of `sampling`. The last `scored` tokens of the prompt are scored, and for each of them
+    the `top_prompt` likeliest are told.
+    """
+
+    prompt: bytes
+    sampling: SamplingParams
+    samples: int = 1
+    stops: tuple[str, ...] = ()
+    ends_at_eos: bool = True
+    scored: int = 0
+    top_prompt: int = 0
+
+
+class SampleSubmission(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of a session of sampling, with its number; the same again is a repeat, and has the same answer."""
+
+    session: str
+    seq: int
+    asked: SampleRequest | Failed
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.session}:{self.seq}"
+
+
+class SamplingSession(msgspec.Struct, frozen=True):
+    """A new session of sampling: of a base model, or of a checkpoint."""
+
+    id: str
+    base: str = ""
+    checkpoint: CheckpointPath | None = None
+
+
+class _Params(msgspec.Struct):
+    max_tokens: int | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class _PromptChunk(msgspec.Struct):
+    tokens: msgspec.Raw = NOT_GIVEN
+    type: str = "encoded_text"
+
+
+class _Prompt(msgspec.Struct):
+    chunks: list[_PromptChunk]
+
+
+class _Sample(msgspec.Struct):
+    prompt: _Prompt
+    sampling_params: _Params
+    num_samples: int = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    prompt_alt_tokens_k: int = 0
+    target_prompt_logprobs: msgspec.Raw = NOT_GIVEN
+    record_stability_info: bool | None = None
+
+
+class _SampleAddress(msgspec.Struct):
+    sampling_session_id: str
+    seq_id: int
+
+
+class _Session(msgspec.Struct):
+    session_id: str = ""
+    sampling_session_seq_id: int | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    model_id: str | None = None
+
+
+_samples = msgspec.json.Decoder(_Sample)
+_addresses = msgspec.json.Decoder(_SampleAddress)
+_sessions = msgspec.json.Decoder(_Session)
+
+
+def read_sampling_session(dialect: TrainingDialect, body: bytes) -> SamplingSession:
+    """Read a `create_sampling_session`. Raises `Refused`: it has a direct answer."""
+    given = decode_body(_sessions, body)
+    checkpoint = read_path(given.model_path, given.model_id or "") if given.model_path else None
+    if checkpoint is None and not given.base_model:
+        raise Refused(Code.MALFORMED, "Neither model_path nor base_model is given: one of them says what is sampled.")
+    if dialect == TrainingDialect.XORL:
+        return SamplingSession(given.model_path or "", given.base_model or "", checkpoint)
+    if given.sampling_session_seq_id is None:
+        raise Refused(Code.MALFORMED, "sampling_session_seq_id is missing: it numbers the sessions of sampling.")
+    session = sampling_session(checked_id(given.session_id, "session_id"), given.sampling_session_seq_id)
+    return SamplingSession(session, given.base_model or "", checkpoint)
+
+
+def read_sample(body: bytes) -> SampleSubmission:
+    """Raises `Refused` for a body that is not JSON, or does not say of which session and number it is."""
+    check_size(body)
+    given = decode_body(_addresses, body)
+    session = checked_id(given.sampling_session_id, "sampling_session_id")
+    if given.seq_id < 0:
+        raise Refused(Code.MALFORMED, f"seq_id is {given.seq_id}, and samples are numbered from 0.")
+    return SampleSubmission(session=session, seq=given.seq_id, asked=attempted(lambda: _asked(body)))
+
+
+def sample_accepted(submission: SampleSubmission) -> dict[str, object]:
+    """Return the answer to an `asample`, with an id for each of its samples, as the client demands."""
+    asked = submission.asked
+    count = asked.samples if isinstance(asked, SampleRequest) else 1
+    ids = [f"{submission.request_id}:{index}" for index in range(count)]
+    return {"request_id": submission.request_id, "sample_sequence_ids": ids}
+
+
+def _asked(body: bytes) -> SampleRequest:
+    given = decode_body(_samples, body)
+    _refuse_the_rest(given)
+    prompt = _prompt(given.prompt)
+    params = given.sampling_params
+    stops, stop_ids = _stops(params.stop)
+    sampling = SamplingParams(
+        max_tokens=_count("max_tokens", params.max_tokens or 0, 0, TOKENS_MAX),
+        temperature=_real("temperature", params.temperature, 0.0, 100.0),
+        top_p=_real("top_p", params.top_p, 0.0, 1.0),
+        top_k=max(_count("top_k", params.top_k, -1, INT32_MAX), 0),
+        seed=params.seed,
+        stop_token_ids=stop_ids,
+        top_logprobs=_count("topk_sample_logprobs", given.topk_sample_logprobs, 0, limits.TOP_LOGPROBS),
+    )
+    if sampling.top_p == 0.0:
+        raise Refused(Code.MALFORMED, "top_p is 0, and has to be above it: no token is within none of them.")
+    length = len(prompt) // 4
+    return SampleRequest(
+        prompt=prompt,
+        sampling=sampling,
+        samples=_count("num_samples", given.num_samples, 1, limits.SAMPLES),
+        stops=stops,
+        ends_at_eos=params.stop is None,
+        scored=_scored(given, length),
+        top_prompt=_count("topk_prompt_logprobs", given.topk_prompt_logprobs, 0, limits.TOP_LOGPROBS),
+    )
+
+
+def _refuse_the_rest(given: _Sample) -> None:
+    """Raises `Refused` for what the client may ask for and no engine here does."""
+    for name, is_wanted in (
+        ("target_prompt_logprobs", is_given(given.target_prompt_logprobs)),
+        ("prompt_alt_tokens_k", given.prompt_alt_tokens_k > 0),
+        ("record_stability_info", bool(given.record_stability_info)),
+    ):
+        if is_wanted:
+            raise Refused(Code.UNSUPPORTED, f"{name} is not offered here: leave it out.")
+
+
+def _prompt(given: _Prompt) -> bytes:
+    room = NumberRoom()
+    parts = []
+    for chunk in given.chunks:
+        if not is_given(chunk.tokens):
+            why = f"The prompt has a chunk of type {chunk.type[:40]!r}, and the models here read only text."
+            raise Refused(Code.UNSUPPORTED, why)
+        parts.append(as_tokens(whole(numbers_in(chunk.tokens, room, "prompt")[0], "prompt"), "prompt"))
+    prompt = b"".join(parts)
+    if not prompt:
+        raise Refused(
+            Code.MALFORMED, "The prompt has no tokens: begin with the token that the model's texts begin with."
+        )
+    return prompt
+
+
+def _stops(given: str | list[str | int] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the texts and the tokens that end a sample."""
+    stops = [given] if isinstance(given, str) else given or []
+    texts = stop_strings([each for each in stops if isinstance(each, str)], "stop")
+    tokens = tuple(each for each in stops if isinstance(each, int))
+    if len(tokens) > limits.STOPS or any(not 0 <= token <= INT32_MAX for token in tokens):
+        raise Refused(Code.MALFORMED, f"stop takes up to {limits.STOPS} ids of tokens, which are not negative.")
+    return texts, tokens
+
+
+def _scored(given: _Sample, length: int) -> int:
+    """Return how many of the prompt's last tokens are scored. The first never is: nothing comes before it."""
+    if not given.prompt_logprobs and not given.topk_prompt_logprobs:
+        return 0
+    if given.prompt_logprobs_last_n is None:
+        return length - 1
+    return _count("prompt_logprobs_last_n", given.prompt_logprobs_last_n, 1, length - 1)
+
+
+def _count(name: str, value: int, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise Refused(Code.MALFORMED, f"{name} is {value}, and has to be {least} to {most}.")
+    return value
+
+
+def _real(name: str, value: float, least: float, most: float) -> float:
+    if not math.isfinite(value) or not least <= value <= most:
+        raise Refused(Code.MALFORMED, f"{name} is {value}, and has to be {least:g} to {most:g}.")
+    return value
