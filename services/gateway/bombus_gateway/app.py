@@ -24,6 +24,7 @@ from bombus_gateway.refusals import ERROR_HEADERS, RETRY_AFTER
 from bombus_gateway.responses.docs import add_responses_paths
 from bombus_gateway.responses.routes import ResponsesDoor
 from bombus_gateway.swarm.routes import swarm_router
+from bombus_gateway.tenants.routes import training_router
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
             responses={503: {"model": HealthAnswer, "description": "It still reads the log, or is stopping"}},
         )
         app.include_router(swarm_router(gateway, engine), prefix=prefix)
+        app.include_router(training_router(gateway, engine), prefix=prefix)
     return app
 
 

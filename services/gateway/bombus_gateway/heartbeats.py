@@ -26,11 +26,16 @@ class Heartbeats:
         self._bus = bus
         self._open: dict[str, Counter[str]] = {}
         self._seen: dict[str, set[str]] = {}
+        self._sessions: dict[str, set[str]] = {}
         self._confirmed: dict[str, list[str]] = {}
 
     def touch(self, engine: str, episode: str) -> None:
         """Report that this episode is alive now."""
         self._seen.setdefault(engine, set()).add(episode)
+
+    def touch_session(self, engine: str, session: str) -> None:
+        """Report that the client of this session of training operations is alive now."""
+        self._sessions.setdefault(engine, set()).add(session)
 
     def confirm(self, engine: str, claim: str) -> None:
         """Report that the answer to this claim was written to a live connection."""
@@ -60,15 +65,18 @@ class Heartbeats:
                 await self.flush()
 
     async def flush(self) -> None:
-        for engine in {*self._open, *self._seen, *self._confirmed}:
+        for engine in {*self._open, *self._seen, *self._sessions, *self._confirmed}:
             episodes = tuple(self._seen.pop(engine, set()).union(self._open.get(engine, ())))
+            sessions = tuple(self._sessions.pop(engine, ()))
             confirmed = tuple(self._confirmed.pop(engine, ()))
-            for start in range(0, max(len(episodes), len(confirmed)), TOUCHES_MAX):
-                end = start + TOUCHES_MAX
-                await self._send(engine, episodes[start:end], confirmed[start:end])
+            for start in range(0, max(map(len, (episodes, sessions, confirmed))), TOUCHES_MAX):
+                part = slice(start, start + TOUCHES_MAX)
+                await self._send(engine, episodes[part], sessions[part], confirmed[part])
 
-    async def _send(self, engine: str, episodes: tuple[str, ...], confirmed: tuple[str, ...]) -> None:
-        touch = Touch(id=uuid.uuid4().hex, engine=engine, episodes=episodes, confirmed=confirmed)
+    async def _send(
+        self, engine: str, episodes: tuple[str, ...], sessions: tuple[str, ...], confirmed: tuple[str, ...]
+    ) -> None:
+        touch = Touch(id=uuid.uuid4().hex, engine=engine, episodes=episodes, sessions=sessions, confirmed=confirmed)
         try:
             await self._bus.inbox.send(touch, timeout_s=_SEND_S)
         except (BusUnavailable, Refused) as error:

@@ -148,7 +148,19 @@ class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     reset_weights: bool = False
 
 
-Operation: TypeAlias = CreateModel | ForwardBackward | OptimStep | AbortEpoch | SaveWeights | LoadWeights | EndModel
+class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected", tag_field="kind"):
+    """Give this failure, for a request that was refused before it became an operation.
+
+    With `counts` it was to add to the gradient, which lacks it: the next step fails.
+    """
+
+    failure: "Failed"
+    counts: bool = False
+
+
+Operation: TypeAlias = (
+    CreateModel | ForwardBackward | OptimStep | AbortEpoch | SaveWeights | LoadWeights | EndModel | Rejected
+)
 
 
 class ModelReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="model_ready", tag_field="kind"):

@@ -11,6 +11,7 @@ from bombus_gateway.training.paths import CheckpointPath, checked_name, read_pat
 from bombus_gateway.training.submission import NOT_GIVEN, Submission, addressed, attempted, submitted
 
 INFLIGHT, SNAPSHOT = "inflight", "snapshot"
+UNNAMED_SAMPLE = "sample-"  # begins the name of a checkpoint that a session of sampling was made with
 TTL_S_MAX = 10 * 365 * 86_400  # ten years, the longest that Tinker's client speaks of
 
 
@@ -76,7 +77,7 @@ def _saved(
     given = decode_body(_samplers, body)
     session, number = "", given.sampling_session_seq_id
     if dialect == TrainingDialect.TINKER and kind == CheckpointKind.SAMPLER and number is not None:
-        session, unnamed = sampling_session(session_of(model), number), f"sample-{number}"
+        session, unnamed = sampling_session(session_of(model), number), f"{UNNAMED_SAMPLE}{number}"
     return Submission(
         model=model,
         seq=seq,

@@ -1,0 +1,290 @@
+"""Puts operations of training clients on the log, and answers with their results."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from bombus.bus.large.parts import Parts
+from bombus.errors import Code, LogCorrupted, Refused
+from bombus.hive import inbox
+from bombus.hive.bounded import trim
+from bombus.hive.records import digest
+from bombus.hive.state import EngineState, Phase
+from bombus.hive.tenants.state import Queued, Tenants
+from bombus.operations import (
+    Category,
+    CheckpointKind,
+    CreateModel,
+    EndModel,
+    Failed,
+    ForwardBackward,
+    Operation,
+    Rejected,
+    SaveWeights,
+    decode_operation,
+    decode_result,
+    encode_operation,
+)
+from bombus_gateway.context import Gateway
+from bombus_gateway.training.checkpoints import UNNAMED_SAMPLE
+from bombus_gateway.training.dialects import TrainingDialect, is_tinkers, sampling_session, session_of
+from bombus_gateway.training.futures import (
+    FutureAnswer,
+    FutureRequest,
+    QueueState,
+    failed,
+    ready,
+    try_again,
+    unknown,
+)
+from bombus_gateway.training.results import write_result
+from bombus_gateway.training.submission import Submission
+
+log = logging.getLogger(__name__)
+
+HOLD_S = 30.0  # a request for a result that is not there yet is held for so long
+NEWS_S = 1.0  # for an operation that another gateway has just accepted
+POSITION_S = 5.0
+ATTEMPTS_MAX = 4
+REPEAT_S = 10.0  # within which xorl's client may send a request again; it has no other mark
+REMEMBERED = 10_000
+DECODING_MAX = 2  # bodies at once: one takes many times its size while it is read
+
+_T = TypeVar("_T")
+
+# What is refused for a while only. The clients send it again by themselves, which they do not after a failed future.
+_PASSING = (Code.QUOTA, Code.OVERLOADED, Code.STORAGE_FULL, Code.BUS_DOWN)
+
+
+class OperationDesk:
+    """The operations of one engine, as its training clients see them.
+
+    The id of a request is that of its operation on the log, `MODEL:KEY`, so every gateway can answer for it. What could
+    not be put on the log is remembered here alone, as the failure that it is.
+    """
+
+    def __init__(self, gateway: Gateway, engine: str) -> None:
+        self._gateway = gateway
+        self.engine = engine
+        self._parts = Parts(gateway.bus)
+        self._decoding = asyncio.Semaphore(DECODING_MAX)
+        self._failures: dict[str, Failed] = {}
+        self._submitted: dict[str, Submission] = {}  # without their data
+
+    @property
+    def state(self) -> EngineState:
+        return self._gateway.follower.hive.engines.get(self.engine) or EngineState(name=self.engine)
+
+    @property
+    def tenants(self) -> Tenants:
+        return self.state.tenants
+
+    async def read(self, decode: Callable[[bytes], _T], body: bytes) -> _T:
+        """Return what `decode` makes of a body that may be large, while other requests go on."""
+        async with self._decoding:
+            return await asyncio.to_thread(decode, body)
+
+    async def carry_out(self, command: inbox.Message) -> inbox.AnyAnswer:
+        """Carry out a command. After it, this gateway's own reads show its effect.
+
+        Raises `Refused` and `BusUnavailable`.
+        """
+        answer = await self._gateway.bus.inbox.request(command, self._gateway.settings.bus_timeout_s)
+        try:
+            await self._gateway.follower.wait_position(answer.position, POSITION_S)
+        except TimeoutError:
+            log.warning("a command was carried out, but its event has not come back yet", extra={"command": command.id})
+        return answer
+
+    # ---- operations -----------------------------------------------------------------------------------------------
+
+    async def submit(self, session: str, submission: Submission, base: str = "") -> str:
+        """Put an operation on the log, and return the id of its future. It is durable then.
+
+        What cannot be done becomes a future that has failed. Raises `Refused` for what only has to wait, and
+        `BusUnavailable`.
+        """
+        model, failure = submission.model, submission.operation
+        if isinstance(failure, Failed) and not self._is_open(model):
+            return self._remember_failure(f"{model}:{submission.seq}", failure)
+        operation = _on_the_log(submission)
+        body = encode_operation(operation)
+        try:
+            name = await self._accepted(session, submission, operation, body, base)
+        except Refused as refusal:
+            if refusal.code in _PASSING and not isinstance(operation, CreateModel):
+                raise
+            name = f"{model}:{submission.seq}:{digest(body).hex()[:8]}"  # not that of one that was accepted
+            return self._remember_failure(name, Failed(error=refusal.why, category=Category.USER))
+        self._remember(name, msgspec.structs.replace(submission, operation=_without_data(operation)))
+        return name
+
+    async def _accepted(
+        self, session: str, submission: Submission, operation: Operation, body: bytes, base: str
+    ) -> str:
+        """Store the body, and have the operation accepted under a key that is its own."""
+        model = submission.model
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            ref = await self._parts.store(self._gateway.bus.subjects.operation(self.engine, model), body)
+            message = inbox.Operate(
+                id=uuid.uuid4().hex,
+                engine=self.engine,
+                session=session,
+                model=model,
+                key=self._key(submission, ref.digest),
+                op=_kind(operation),
+                body=ref,
+                passive=_is_passive(operation),
+                base=base,
+            )
+            try:
+                answer = await self.carry_out(message)
+            except Refused as refusal:
+                is_xorls = refusal.code == Code.OTHER_BODY and not is_tinkers(model)  # the key was taken meanwhile
+                if attempt == ATTEMPTS_MAX or not (is_xorls or refusal.code == Code.BODY_GONE):
+                    raise
+                continue
+            assert isinstance(answer, inbox.Accepted)
+            return answer.operation
+        raise AssertionError("the last attempt has returned or raised")
+
+    def _key(self, submission: Submission, body_digest: bytes) -> str:
+        """Return the key of an operation: requests with equal keys are one.
+
+        Tinker's clients number the requests to a model. Those of xorl number the requests of an object of theirs, of
+        which several may share a model, so an equal number is a repeat only with an equal body, within seconds.
+        """
+        if is_tinkers(submission.model):
+            return str(submission.seq)
+        model = self.tenants.models.get(submission.model)
+        stem = f"{submission.seq}."
+        before = [] if model is None else [each for each in model.operations.values() if each.key.startswith(stem)]
+        if not before:
+            return f"{stem}1"
+        newest = before[-1]
+        is_recent = time.time_ns() - newest.accepted_ns <= REPEAT_S * 1e9
+        if is_recent and newest.body is not None and newest.body.digest == body_digest:
+            return newest.key
+        return f"{stem}{int(newest.key.removeprefix(stem)) + 1}"
+
+    def _is_open(self, name: str) -> bool:
+        model = self.tenants.models.get(name)
+        return model is not None and model.closed is None
+
+    def _remember(self, name: str, submission: Submission) -> None:
+        self._submitted[name] = submission
+        trim(self._submitted, REMEMBERED)
+
+    def _remember_failure(self, name: str, failure: Failed) -> str:
+        self._failures[name] = failure
+        trim(self._failures, REMEMBERED)
+        return name
+
+    # ---- results --------------------------------------------------------------------------------------------------
+
+    async def result(self, asked: FutureRequest, hold_s: float = HOLD_S) -> FutureAnswer:
+        """Return what has become of an operation. Where it waits, the answer is held for a while."""
+        failure = self._failures.get(asked.id)
+        if failure is not None:
+            return failed(failure)
+        queued = await self._found(asked.id)
+        if queued is None:
+            return unknown(asked.id)
+        if queued.waits and not await self._is_over(asked.id, hold_s):
+            return try_again(asked, *self._why_it_waits(asked.id))
+        queued = self.tenants.operation(asked.id)
+        if queued is None or (queued.result is None and not queued.error):
+            return unknown(asked.id)
+        if queued.result is None:
+            return failed(Failed(error=queued.error, category=Category.SERVER))
+        model = asked.id.rpartition(":")[0]
+        result = decode_result(await self._parts.fetch(queued.result))
+        dialect = TrainingDialect.TINKER if is_tinkers(model) else TrainingDialect.XORL
+        submission = await self._submission(model, queued)
+        return ready(await asyncio.to_thread(write_result, dialect, submission, result), asked)
+
+    async def _found(self, name: str) -> Queued | None:
+        """Return an operation. One of a model that is known may be news that this gateway has not read yet."""
+        if self.tenants.operation(name) is None and name.rpartition(":")[0] in self.tenants.models:
+            await self._until(lambda: self.tenants.operation(name) is not None, NEWS_S)
+        return self.tenants.operation(name)
+
+    async def _is_over(self, name: str, hold_s: float) -> bool:
+        def over() -> bool:
+            queued = self.tenants.operation(name)
+            return queued is None or not queued.waits
+
+        return await self._until(over, hold_s)
+
+    async def _until(self, holds: Callable[[], bool], limit_s: float) -> bool:
+        try:
+            await self._gateway.follower.wait_for(lambda _: holds(), limit_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _why_it_waits(self, name: str) -> tuple[str, QueueState]:
+        """Return in words what an operation waits for, and the state of its queue in Tinker's."""
+        engine = self.state
+        if engine.suspended:
+            return f"The run is suspended: {engine.suspended}", "paused_capacity"
+        if engine.phase == Phase.BOOTING:
+            base = "" if engine.started is None else engine.started.base
+            return f"The trainer is loading {base}.", "paused_capacity"
+        queued, model = self.tenants.operation(name), self.tenants.models.get(name.rpartition(":")[0])
+        if queued is None or model is None:
+            return "", "active"
+        before = sum(each.waits and each.number < queued.number for each in model.operations.values())
+        others = self.tenants.waiting - model.waiting
+        return f"{before} operations of this model come first, and {others} of other models wait too.", "active"
+
+    async def _submission(self, model: str, queued: Queued) -> Submission:
+        """Return what was submitted, without its data, as far as it is needed to write the result."""
+        name = f"{model}:{queued.key}"
+        known = self._submitted.get(name)
+        if known is not None or queued.body is None:
+            return known or Submission(model=model, seq=0, operation=EndModel())
+        try:
+            operation = decode_operation(await self._parts.fetch(queued.body))
+        except LogCorrupted:  # bodies are kept for less long than results
+            return Submission(model=model, seq=0, operation=EndModel())
+        known = Submission(
+            model=model, seq=0, operation=_without_data(operation), sampling_session=_sampling_session(model, operation)
+        )
+        self._remember(name, known)
+        return known
+
+
+def _on_the_log(submission: Submission) -> Operation:
+    """Return the operation as it is put on the log: one that was refused here still has its place among the others."""
+    operation = submission.operation
+    return Rejected(failure=operation) if isinstance(operation, Failed) else operation
+
+
+def _kind(operation: Operation) -> str:
+    kind = operation.__struct_config__.tag
+    assert isinstance(kind, str)
+    return kind
+
+
+def _is_passive(operation: Operation) -> bool:
+    """Return whether an operation leaves its model as it is."""
+    return isinstance(operation, SaveWeights) or (isinstance(operation, ForwardBackward) and operation.forward_only)
+
+
+def _without_data(operation: Operation) -> Operation:
+    return msgspec.structs.replace(operation, data=()) if isinstance(operation, ForwardBackward) else operation
+
+
+def _sampling_session(model: str, operation: Operation) -> str:
+    """Return the session of sampling that begins with a checkpoint, by the name that it was given then."""
+    if not isinstance(operation, SaveWeights) or not is_tinkers(model):
+        return ""
+    number = operation.name.removeprefix(UNNAMED_SAMPLE)
+    is_unnamed = operation.checkpoint == CheckpointKind.SAMPLER and number != operation.name and number.isdigit()
+    return sampling_session(session_of(model), int(number)) if is_unnamed else ""

@@ -1,0 +1,113 @@
+"""Models and checkpoints as the clients list them, from the folded state."""
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from bombus.errors import Code, Refused
+from bombus.hive.events import AdapterShape
+from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants, kept_id
+from bombus.operations import AdapterPart, CheckpointKind
+from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
+from bombus_gateway.training.paths import CheckpointPath
+
+PAGE_MAX = 1000
+
+_T = TypeVar("_T")
+
+
+def path_of(kept: KeptWeights) -> CheckpointPath:
+    saved = kept.noted.saved
+    return CheckpointPath(kept.noted.model, CheckpointKind(saved.use), saved.name)
+
+
+def found_checkpoint(tenants: Tenants, path: CheckpointPath) -> KeptWeights:
+    """Return a saved model. Raises `Refused` UNKNOWN_MODEL."""
+    kept = tenants.kept.get(kept_id(path.model, path.kind, path.name))
+    if kept is None:
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {path.id} of {path.model}, or not any longer.")
+    return kept
+
+
+def found_model(tenants: Tenants, name: str) -> TenantModel:
+    """Return a model, which may have ended. Raises `Refused` UNKNOWN_MODEL."""
+    model = tenants.models.get(name)
+    if model is None:
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no model {name[:100]} here, or not any longer.")
+    return model
+
+
+def checkpoint_entry(kept: KeptWeights) -> dict[str, object]:
+    noted, path = kept.noted, path_of(kept)
+    dialect = TrainingDialect.TINKER if is_tinkers(noted.model) else TrainingDialect.XORL
+    return {
+        "checkpoint_id": path.id,
+        "checkpoint_type": noted.saved.use,
+        "time": _time(noted.at_ns),
+        "tinker_path": path.uri(TrainingDialect.TINKER),
+        "path": path.uri(dialect),
+        "size_bytes": noted.saved.size_bytes,
+        "public": False,
+        "expires_at": _time(kept.until_ns) if kept.until_ns else None,
+    }
+
+
+def checkpoints_of(tenants: Tenants, model: str = "") -> list[dict[str, object]]:
+    """Return the saved models, of one model or of all, the newest first."""
+    wanted = [kept for kept in tenants.kept.values() if model in ("", kept.noted.model)]
+    return [checkpoint_entry(kept) for kept in reversed(wanted)]
+
+
+def run_entry(tenants: Tenants, model: TenantModel) -> dict[str, object]:
+    """Return a model as a training run of Tinker's."""
+    session = tenants.sessions.get(model.session)
+    newest = {kept.noted.saved.use: kept for kept in tenants.kept.values() if kept.noted.model == model.name}
+    training, sampler = newest.get(CheckpointKind.TRAINING), newest.get(CheckpointKind.SAMPLER)
+    return {
+        "training_run_id": model.name,
+        "base_model": model.base,
+        "model_owner": "" if session is None else session.owner,
+        "is_lora": model.adapter is not None,
+        "lora_rank": None if model.adapter is None else model.adapter.rank,
+        "corrupted": False,
+        "last_request_time": _time(model.last_ns),
+        "last_checkpoint": checkpoint_entry(training) if training else None,
+        "last_sampler_checkpoint": checkpoint_entry(sampler) if sampler else None,
+    }
+
+
+def weights_entry(kept: KeptWeights) -> dict[str, object]:
+    adapter = kept.noted.adapter
+    return {"base_model": kept.noted.base, "optimizer_config": {"type": "adamw"}, **lora_fields(adapter)}
+
+
+def lora_fields(adapter: AdapterShape | None) -> dict[str, object]:
+    if adapter is None:
+        return {"is_lora": False}
+    return {
+        "is_lora": True,
+        "lora_rank": adapter.rank,
+        "lora_config": {"rank": adapter.rank, "alpha": adapter.alpha, "target_modules": list(adapter.targets) or None},
+        "train_attn": AdapterPart.ATTENTION in adapter.parts,
+        "train_mlp": AdapterPart.MLP in adapter.parts,
+        "train_unembed": AdapterPart.UNEMBEDDING in adapter.parts,
+    }
+
+
+def page(entries: Iterable[_T], query: Mapping[str, str]) -> tuple[list[_T], dict[str, int]]:
+    """Return the entries that `limit` and `offset` of a query ask for, and Tinker's cursor."""
+    every = list(entries)
+    limit, offset = _number(query, "limit", 100), _number(query, "offset", 0)
+    limit = min(limit, PAGE_MAX)
+    return every[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(every)}
+
+
+def _number(query: Mapping[str, str], name: str, otherwise: int) -> int:
+    given = query.get(name, str(otherwise))
+    if not given.isascii() or not given.isdigit():
+        raise Refused(Code.MALFORMED, f"{name} is {given[:40]!r}, and has to be a number from 0 on.")
+    return int(given[:9])
+
+
+def _time(at_ns: int) -> str:
+    return datetime.fromtimestamp(at_ns / 1e9, UTC).isoformat()

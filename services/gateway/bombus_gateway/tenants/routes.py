@@ -1,0 +1,305 @@
+"""The routes of training clients, below `/api/v1`, in the dialects of Tinker and xorl.
+
+A request for an operation is answered at once with the id of its future, once it is durable. What is wrong with it is
+said by the future, as a failure: its number is used up, and its client goes on with the next one.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+
+from bombus.errors import BusUnavailable, Code, Refused
+from bombus.hive import inbox
+from bombus.operations import Category, CheckpointKind, CreateModel, Failed
+from bombus_gateway.access import Access, Guard
+from bombus_gateway.context import Gateway
+from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.tenants.bodies import answered, in_json, names_in, read_body
+from bombus_gateway.tenants.desk import OperationDesk
+from bombus_gateway.tenants.listings import (
+    checkpoints_of,
+    found_checkpoint,
+    found_model,
+    lora_fields,
+    page,
+    run_entry,
+    weights_entry,
+)
+from bombus_gateway.tenants.sessions import Sessions, base_names
+from bombus_gateway.training.checkpoints import read_load, read_save, read_weights_info
+from bombus_gateway.training.data.forward_backward import read_forward_backward
+from bombus_gateway.training.data.json_data import read_json_data
+from bombus_gateway.training.dialects import TrainingDialect, dialect_of, session_of
+from bombus_gateway.training.futures import accepted, read_retrieve
+from bombus_gateway.training.models import AdapterDefaults, read_create_by_load, read_create_model, read_end_model
+from bombus_gateway.training.paths import path_of_operation, read_path
+from bombus_gateway.training.steps import read_abort_epoch, read_optim_step
+from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
+
+# Chunks of one request in their order: then a run is the same to the bit whenever it is repeated.
+CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": True}
+DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class _Asked(msgspec.Struct):
+    model_id: str | None = None
+    checkpoint_id: str | None = None
+
+
+_asked = msgspec.json.Decoder(_Asked)
+
+
+def training_router(gateway: Gateway, engine: str) -> APIRouter:
+    """Return the routes of training clients of one engine, to be mounted under its prefix."""
+    routes = TrainingRoutes(gateway, engine)
+    guard = Depends(Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url))
+    router = APIRouter(prefix="/api/v1", dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
+    table: tuple[tuple[str, str, Handler], ...] = (
+        ("POST", "/client/config", routes.client_config),
+        ("POST", "/client/dynamic_config", routes.dynamic_config),
+        ("POST", "/telemetry", routes.telemetry),
+        ("GET", "/healthz", routes.healthz),
+        ("GET", "/get_server_capabilities", routes.capabilities),
+        ("POST", "/create_session", routes.create_session),
+        ("POST", "/session_heartbeat", routes.session_heartbeat),
+        ("POST", "/sessions/{session}/finish", routes.finish_session),
+        ("GET", "/sessions", routes.list_sessions),
+        ("GET", "/sessions/{session}", routes.show_session),
+        ("POST", "/create_model", routes.create_model),
+        ("POST", "/forward_backward", routes.forward_backward),
+        ("POST", "/forward", routes.forward),
+        ("POST", "/optim_step", routes.optim_step),
+        ("POST", "/abort_gradient_epoch", routes.abort_epoch),
+        ("POST", "/save_weights", routes.save_weights),
+        ("POST", "/save_weights_for_sampler", routes.save_for_sampler),
+        ("POST", "/save_weights_external", routes.save_external),
+        ("POST", "/load_weights", routes.load_weights),
+        ("POST", "/unload_model", routes.unload_model),
+        ("POST", "/retrieve_future", routes.retrieve_future),
+        ("POST", "/get_info", routes.get_info),
+        ("POST", "/weights_info", routes.weights_info),
+        ("GET", "/training_runs", routes.training_runs),
+        ("GET", "/training_runs/{model}", routes.training_run),
+        ("GET", "/training_runs/{model}/checkpoints", routes.run_checkpoints),
+        ("DELETE", "/training_runs/{model}/checkpoints/{kind}/{name}", routes.delete_named),
+        ("GET", "/checkpoints", routes.all_checkpoints),
+        ("POST", "/list_checkpoints", routes.list_checkpoints),
+        ("POST", "/delete_checkpoint", routes.delete_checkpoint),
+    )
+    for method, path, handler in table:
+        router.add_api_route(path, handler, methods=[method])
+    return router
+
+
+class TrainingRoutes:
+    def __init__(self, gateway: Gateway, engine: str) -> None:
+        self._gateway = gateway
+        self._desk = OperationDesk(gateway, engine)
+        self._sessions = Sessions(gateway, self._desk)
+        self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
+        self._defaults = AdapterDefaults()
+
+    async def ready(self) -> None:
+        """Raise `BusUnavailable` until this gateway has folded the log (R18)."""
+        if not self._gateway.ready:
+            raise BusUnavailable("this gateway is still reading the log")
+
+    # ---- the client and its session -------------------------------------------------------------------------------
+
+    async def client_config(self, request: Request) -> Response:
+        return in_json(CLIENT_CONFIG)
+
+    async def dynamic_config(self, request: Request) -> Response:
+        return in_json(DYNAMIC_CONFIG)
+
+    async def telemetry(self, request: Request) -> Response:
+        """Take what a client says of itself, and keep nothing of it."""
+        await read_body(request)
+        return in_json({"status": "accepted"})
+
+    async def healthz(self, request: Request) -> Response:
+        return in_json({"status": "ok"})
+
+    async def capabilities(self, request: Request) -> Response:
+        names = base_names(self._desk.state)
+        return in_json({"supported_models": [{"model_name": name, "trainable": True} for name in names]})
+
+    async def create_session(self, request: Request) -> Response:
+        body = await read_body(request)
+        key = request.headers.get("x-idempotency-key", "")
+        session = await self._sessions.open(body, self._owner(request), key)
+        return in_json({"type": "create_session", "session_id": session})
+
+    async def session_heartbeat(self, request: Request) -> Response:
+        self._sessions.beat(await read_body(request))
+        return in_json({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: Request) -> Response:
+        await self._sessions.finish(request.path_params["session"], await read_body(request))
+        return in_json({})
+
+    async def list_sessions(self, request: Request) -> Response:
+        sessions, _ = page(self._desk.tenants.sessions, request.query_params)
+        return in_json({"sessions": sessions})
+
+    async def show_session(self, request: Request) -> Response:
+        name = request.path_params["session"]
+        known = self._desk.tenants.sessions.get(name)
+        if known is None:
+            raise Refused(Code.UNKNOWN_SESSION, f"There is no session {name[:100]} here, or not any longer.")
+        runs = [model.name for model in self._desk.tenants.models.values() if model.session == name]
+        metadata = known.metadata.get("user_metadata") or {}
+        return in_json({"training_run_ids": runs, "sampler_ids": [], "user_metadata": metadata})
+
+    # ---- operations -----------------------------------------------------------------------------------------------
+
+    async def create_model(self, request: Request) -> Response:
+        body = await read_body(request)
+        dialect = dialect_of("create_model", "", names_in(body))
+        return await self._create(request, read_create_model(dialect, body, self._defaults), dialect)
+
+    async def forward_backward(self, request: Request) -> Response:
+        return await self._forward(request, forward_only=False)
+
+    async def forward(self, request: Request) -> Response:
+        return await self._forward(request, forward_only=True)
+
+    async def _forward(self, request: Request, forward_only: bool) -> Response:
+        body = await read_body(request)
+        is_tinkers = dialect_of("forward_backward", request.headers.get("content-type", ""), ()) == "tinker"
+        read = read_forward_backward if is_tinkers else partial(read_json_data, forward_only=forward_only)
+        return await self._submitted(await self._desk.read(read, body))
+
+    async def optim_step(self, request: Request) -> Response:
+        body = await read_body(request)
+        return await self._submitted(read_optim_step(_dialect("optim_step", body), body))
+
+    async def abort_epoch(self, request: Request) -> Response:
+        return await self._submitted(read_abort_epoch(await read_body(request)))
+
+    async def save_weights(self, request: Request) -> Response:
+        return await self._save(request, CheckpointKind.TRAINING)
+
+    async def save_for_sampler(self, request: Request) -> Response:
+        return await self._save(request, CheckpointKind.SAMPLER)
+
+    async def save_external(self, request: Request) -> Response:
+        return await self._save(request, CheckpointKind.EXTERNAL)
+
+    async def _save(self, request: Request, kind: CheckpointKind) -> Response:
+        body = await read_body(request)
+        unnamed = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        return await self._submitted(read_save(_dialect("save_weights", body), kind, body, unnamed))
+
+    async def load_weights(self, request: Request) -> Response:
+        body = await read_body(request)
+        if "model_seq_id" in names_in(body):
+            return await self._create(request, read_create_by_load(body), TrainingDialect.TINKER)
+        return await self._submitted(read_load(_dialect("load_weights", body), body))
+
+    async def unload_model(self, request: Request) -> Response:
+        return await self._submitted(read_end_model(await read_body(request)))
+
+    async def retrieve_future(self, request: Request) -> Response:
+        return answered(await self._desk.result(read_retrieve(await read_body(request))))
+
+    async def _create(self, request: Request, submission: Submission, dialect: TrainingDialect) -> Response:
+        """Put a new model on the log. Its base is the one that the engine has under that name."""
+        operation, base = submission.operation, ""
+        if isinstance(operation, CreateModel):
+            try:
+                wanted = operation.base or self._base_of(operation.checkpoint)
+                base = await self._sessions.base(wanted)
+                operation = msgspec.structs.replace(operation, base=base)
+            except Refused as refusal:
+                operation = Failed(error=refusal.why, category=Category.USER)
+            submission = msgspec.structs.replace(submission, operation=operation)
+        is_tinkers = dialect == TrainingDialect.TINKER
+        owner = self._owner(request)
+        session = session_of(submission.model) if is_tinkers else await self._sessions.open_for_model(owner)
+        return await self._submitted(submission, session, base)
+
+    def _base_of(self, checkpoint: str) -> str:
+        return found_checkpoint(self._desk.tenants, path_of_operation(checkpoint)).noted.base
+
+    async def _submitted(self, submission: Submission, session: str = "", base: str = "") -> Response:
+        session = session or self._sessions.of_model(submission.model)
+        name = await self._desk.submit(session, submission, base)
+        return answered(accepted(name, submission.model))
+
+    # ---- models and checkpoints -----------------------------------------------------------------------------------
+
+    async def get_info(self, request: Request) -> Response:
+        given = decode_body(_asked, await read_body(request))
+        model = found_model(self._desk.tenants, given.model_id or DEFAULT_MODEL)
+        answer = {
+            "type": "get_info",
+            "model_id": model.name,
+            "model_name": model.base,
+            "optimizer_config": {"type": "adamw"},
+            "model_data": {"model_name": model.base, "tokenizer_id": model.base},
+        }
+        return in_json(answer | lora_fields(model.adapter))
+
+    async def weights_info(self, request: Request) -> Response:
+        path = read_weights_info(await read_body(request))
+        return in_json(weights_entry(found_checkpoint(self._desk.tenants, path)))
+
+    async def training_runs(self, request: Request) -> Response:
+        tenants = self._desk.tenants
+        runs, cursor = page(tenants.models.values(), request.query_params)
+        return in_json({"training_runs": [run_entry(tenants, model) for model in runs], "cursor": cursor})
+
+    async def training_run(self, request: Request) -> Response:
+        tenants = self._desk.tenants
+        return in_json(run_entry(tenants, found_model(tenants, request.path_params["model"])))
+
+    async def run_checkpoints(self, request: Request) -> Response:
+        return in_json({"checkpoints": checkpoints_of(self._desk.tenants, request.path_params["model"])})
+
+    async def all_checkpoints(self, request: Request) -> Response:
+        found, cursor = page(checkpoints_of(self._desk.tenants), request.query_params)
+        return in_json({"checkpoints": found, "cursor": cursor})
+
+    async def list_checkpoints(self, request: Request) -> Response:
+        given = decode_body(_asked, await read_body(request))
+        return in_json({"checkpoints": checkpoints_of(self._desk.tenants, given.model_id or DEFAULT_MODEL)})
+
+    async def delete_named(self, request: Request) -> Response:
+        params = request.path_params
+        await self._remove(f"{params['kind']}/{params['name']}", params["model"])
+        return Response(status_code=204)
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        given = decode_body(_asked, await read_body(request))
+        try:
+            uri = await self._remove(given.checkpoint_id or "", given.model_id or DEFAULT_MODEL)
+        except Refused as refusal:
+            return in_json({"success": False, "error": refusal.why})
+        return in_json({"success": True, "deleted_path": uri})
+
+    async def _remove(self, name: str, model: str) -> str:
+        path = read_path(name, model)
+        found_checkpoint(self._desk.tenants, path)
+        remove = inbox.RemoveWeights(
+            id=f"remove-{path}-{time.time_ns()}",
+            engine=self._desk.engine,
+            model=path.model,
+            use=path.kind.value,
+            name=path.name,
+        )
+        await self._desk.carry_out(remove)
+        return path.uri(TrainingDialect.XORL)
+
+    def _owner(self, request: Request) -> str:
+        return self._guard.holder(request.scope["headers"]).name
+
+
+def _dialect(route: str, body: bytes) -> TrainingDialect:
+    given = decode_body(_asked, body)
+    return dialect_of(route, "", names_in(body), given.model_id or "")

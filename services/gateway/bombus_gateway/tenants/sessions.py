@@ -1,0 +1,127 @@
+"""Sessions of training clients: Tinker's clients open one and show that they live; xorl's have one for each model."""
+
+import uuid
+from typing import Any
+
+import msgspec
+
+from bombus.config.job import RunConfig
+from bombus.errors import Code, Refused
+from bombus.hive import inbox
+from bombus.hive.records import digest
+from bombus.hive.state import EngineState, Phase
+from bombus_gateway.context import Gateway
+from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.tenants.desk import OperationDesk
+from bombus_gateway.training.dialects import TrainingDialect
+
+XORL_IDLE_S = 7200.0  # xorl's clients show no life between their requests
+DETAIL_CHARACTERS = 500
+
+
+class _NewSession(msgspec.Struct):
+    tags: list[str] = []
+    user_metadata: dict[str, Any] = {}
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class _Reason(msgspec.Struct):
+    type: str = ""
+
+
+class _Finish(msgspec.Struct):
+    reason: _Reason = _Reason()
+    detail: str | None = None
+
+
+class _Named(msgspec.Struct):
+    session_id: str
+
+
+_new_sessions = msgspec.json.Decoder(_NewSession)
+_finishes = msgspec.json.Decoder(_Finish)
+_named = msgspec.json.Decoder(_Named)
+
+
+class Sessions:
+    """The sessions of one engine."""
+
+    def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
+        self._gateway = gateway
+        self._desk = desk
+
+    async def open(self, body: bytes, owner: str, request_key: str) -> str:
+        """Open a session of Tinker's client. One that repeats its request, by its key, gets the same session."""
+        given = decode_body(_new_sessions, body)
+        metadata = {name: value for name, value in msgspec.structs.asdict(given).items() if value}
+        named = digest(f"{owner}/{request_key}".encode()).hex()[:16] if request_key else uuid.uuid4().hex[:16]
+        return await self._open(f"s-{named}", TrainingDialect.TINKER, owner, metadata)
+
+    async def open_for_model(self, owner: str) -> str:
+        """Open the session of one model of xorl's client."""
+        return await self._open(f"x-{uuid.uuid4().hex[:16]}", TrainingDialect.XORL, owner, {}, XORL_IDLE_S)
+
+    async def _open(
+        self, session: str, dialect: TrainingDialect, owner: str, metadata: dict[str, Any], idle_s: float = 0.0
+    ) -> str:
+        command = inbox.OpenSession(
+            id=uuid.uuid4().hex,
+            engine=self._desk.engine,
+            session=session,
+            idle_s=idle_s,
+            owner=owner,
+            door=dialect.value,
+            metadata=metadata,
+        )
+        await self._desk.carry_out(command)
+        return session
+
+    def beat(self, body: bytes) -> None:
+        """Take in a sign of life. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
+        session = decode_body(_named, body).session_id
+        known = self._desk.tenants.sessions.get(session)
+        if known is None or known.ended is not None:
+            raise Refused(Code.SESSION_OVER, f"Session {session[:100]} has ended here; open another one.")
+        self._gateway.heartbeats.touch_session(self._desk.engine, session)
+
+    async def finish(self, session: str, body: bytes) -> None:
+        """End a session. Its models end after what waits for them, and are saved first."""
+        given = decode_body(_finishes, body or b"{}")
+        detail = " ".join(part for part in (given.reason.type, given.detail or "") if part)[:DETAIL_CHARACTERS]
+        close = inbox.CloseSession(id=uuid.uuid4().hex, engine=self._desk.engine, session=session, detail=detail)
+        await self._desk.carry_out(close)
+
+    def of_model(self, model: str) -> str:
+        """Return the session of a model, "" where there is no such model."""
+        known = self._desk.tenants.models.get(model)
+        return "" if known is None else known.session
+
+    async def base(self, wanted: str) -> str:
+        """Return what the engine calls the base that a client names.
+
+        An engine that is offline is configured with a job for that base, unless it has one. Any client that may start
+        a run does the same with a job of its own.
+        """
+        engine = self._desk.state
+        names = base_names(engine)
+        if not names or (engine.phase == Phase.OFFLINE and wanted not in names):
+            config = RunConfig.model_validate({"model": {"path": wanted}})
+            configure = inbox.Configure(
+                id=uuid.uuid4().hex,
+                engine=engine.name,
+                config=config.to_json(),
+                config_digest=config.digest,
+                collection=config.to_collection(),
+                model=config.model.path,
+            )
+            await self._desk.carry_out(configure)
+            return wanted
+        return names[0] if wanted in names else wanted
+
+
+def base_names(engine: EngineState) -> tuple[str, ...]:
+    """Return the names of the base that an engine serves, or would serve: its job's first, then its own."""
+    job = engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured
+    return () if job is None else (job.model, engine.name)
