@@ -218,6 +218,7 @@ def test_a_loss_per_token_has_no_scalar() -> None:
     assert set(one) == {"elementwise_loss"}
 
 
-def test_a_batch_of_nothing_has_a_mean_of_zero() -> None:
-    answer = msgspec.to_builtins(write_json_scores(Scores(outputs=(), loss=0.0, tokens=0), "cross_entropy"))
-    assert answer["metrics"]["loss:mean"] == 0.0
+def test_a_batch_of_nothing_has_sums_alone() -> None:
+    scores = Scores(outputs=(), loss=0.0, tokens=0, metrics={"kl": 0.5, "a:slack": 1.0, "b:max": 2.0})
+    answer = msgspec.to_builtins(write_json_scores(scores, "cross_entropy"))
+    assert answer["metrics"] == {"b:max": 2.0, "loss:sum": 0.0, "valid_tokens:sum": 0.0}
