@@ -6,10 +6,11 @@ from typing import Any
 import msgspec
 import numpy
 import pytest
-from xorl_client import types
+from xorl_client import SamplingClient, types
 from xorl_client.client.chunked_helpers import combine_fwd_bwd_output_results
 from xorl_client.types.future_retrieve_response import parse_future_retrieve_response
 
+from bombus.hive.records import FinishReason
 from bombus.operations import (
     AdamParams,
     AdapterSpec,
@@ -34,8 +35,10 @@ from bombus.operations import (
 from bombus_gateway.training.data.json_data import read_json_data
 from bombus_gateway.training.dialects import TrainingDialect
 from bombus_gateway.training.futures import failed, read_retrieve, try_again
+from bombus_gateway.training.generate import read_generate, write_generated
 from bombus_gateway.training.models import AdapterDefaults, read_create_model
 from bombus_gateway.training.results import kill_session_answer, write_result
+from bombus_gateway.training.samples import SampledTokens
 from bombus_gateway.training.steps import read_optim_step
 from bombus_gateway.training.submission import Submission
 
@@ -153,3 +156,16 @@ def test_what_has_to_wait_and_what_failed_are_understood() -> None:
     found = parse_future_retrieve_response(msgspec.json.decode(answer.body))
     assert isinstance(found, types.RequestFailedResponse)
     assert (found.error, found.category.value) == ("why", "user")
+
+
+@pytest.mark.parametrize(("finish", "reason"), [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length")])
+def test_the_sampling_client_is_understood_and_understands(finish: FinishReason, reason: str) -> None:
+    params = types.SamplingParams(max_tokens=5, stop=["x"], stop_token_ids=[3], seed=1).to_dict()
+    given = {"input_ids": [1, 2], "sampling_params": {**params, "n": 1}, "return_logprob": True, "lora_path": "a"}
+    asked = read_generate(msgspec.json.encode(given)).asked
+    assert (asked.sampling.max_tokens, asked.stops, asked.sampling.stop_token_ids) == (5, ("x",), (3,))
+    one = SampledTokens(tokens=array("i", [5]).tobytes(), logprobs=array("f", [-1.0]).tobytes(), finish=finish)
+    answer = write_generated([one], ["a"], 2, logprobs=True)
+    client = SamplingClient.__new__(SamplingClient)  # nothing of its own is used to read an answer
+    found = client._parse_sample_response(answer, return_logprobs=True)
+    assert (found.tokens, found.logprobs, found.stop_reason) == ([5], [-1.0], reason)

@@ -8,7 +8,7 @@ from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.training.dialects import TrainingDialect, sampling_session, session_of
 from bombus_gateway.training.models import kept_metadata
 from bombus_gateway.training.paths import CheckpointPath, checked_name, read_path
-from bombus_gateway.training.submission import NOT_GIVEN, Submission, addressed, attempted, submitted
+from bombus_gateway.training.submission import NOT_GIVEN, SeqId, Submission, addressed, attempted, submitted
 
 INFLIGHT, SNAPSHOT = "inflight", "snapshot"
 TTL_S_MAX = 10 * 365 * 86_400  # ten years, the longest that Tinker's client speaks of
@@ -24,7 +24,7 @@ class _Save(msgspec.Struct):
 
 
 class _Sampler(msgspec.Struct):
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: SeqId | None = None
     kind: str = SNAPSHOT
     user_metadata: msgspec.Raw = NOT_GIVEN
 
