@@ -9,6 +9,9 @@ TORCH ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
 TEMPLATES_VENV := .venv-templates
 TEMPLATES_STAMP := $(TEMPLATES_VENV)/.installed
 TEMPLATES_PIP := $(TEMPLATES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TINKER_VENV := .venv-tinker
+TINKER_STAMP := $(TINKER_VENV)/.installed
+TINKER_PIP := $(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
@@ -18,7 +21,7 @@ TEMPLATES ?=
 MODEL ?=
 OUT ?=
 
-.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates test-harnesses check bench sim chaos fuzz histories clean
+.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates test-tinker test-harnesses check bench sim chaos fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it needs (TORCH=cpu or cuda: by default what the machine has)
 
@@ -69,6 +72,17 @@ $(TEMPLATES_STAMP): pyproject.toml constraints.txt
 test-templates: $(TEMPLATES_STAMP)  ## chat templates of TRL's wheel beside transformers (TEMPLATES=folder of more)
 	TEMPLATES=$(TEMPLATES) $(TEMPLATES_VENV)/bin/python -m pytest tests/templates
 
+# Some 2 GB in .venv-tinker: the clients' own packages, of the versions in tests/tinker/requirements.txt, and torch.
+$(TINKER_STAMP): pyproject.toml tests/tinker/requirements.txt locks/$(TORCH).txt
+	$(PYTHON) -m venv $(TINKER_VENV)
+	$(TINKER_PIP) --require-hashes --no-deps -r locks/$(TORCH).txt
+	$(TINKER_PIP) -r tests/tinker/requirements.txt
+	$(TINKER_PIP) --no-deps --no-build-isolation -e .
+	touch $(TINKER_STAMP)
+
+test-tinker: $(TINKER_STAMP)  ## Tinker's SDK and xorl-client, unmodified: what they write and read, beside what we do
+	$(TINKER_VENV)/bin/python -m pytest tests/tinker
+
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.
 test-harnesses: $(STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md
 	$(BIN)/python -m tests.harnesses.install
@@ -100,4 +114,4 @@ histories: $(STAMP)  ## play random histories of harnesses, and judge what was r
 	$(BIN)/python -m tests.histories --histories $(HISTORIES) --seed $(SEED)
 
 clean:  ## remove the environments and what runs left in this folder
-	rm -rf $(VENV) $(TEMPLATES_VENV) .harnesses .bombus runs
+	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) .harnesses .bombus runs

@@ -36,7 +36,7 @@ METRICS = 1024
 # Training operations.
 TRAINING_BODY_BYTES = 32 << 20  # after it was decompressed, too
 TRAINING_NUMBERS = 8 << 20  # tokens and numbers of all arrays of one request
-TRAINING_FIELDS = 1 << 18  # fields of protobuf, or names of JSON
+TRAINING_FIELDS = 1 << 18  # fields of protobuf; names, or lists, of JSON
 DATA = 4096  # sequences of one request
 LOSS_INPUTS = 32  # arrays of one sequence
 LOSS_SETTINGS = 64

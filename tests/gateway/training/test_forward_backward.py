@@ -254,6 +254,6 @@ def test_an_answer_about_no_data_has_its_metrics_alone() -> None:
 
 def test_every_metric_has_exactly_one_reduction() -> None:
     metrics = {"kl": 0.5, "ratio:max": 2.0, "a:b:min": 1.0, "x:nonsense": 4.0, ":sum": 5.0}
-    answer = write_scores(Scores(outputs=(), loss=0.0, tokens=0, metrics=metrics))
+    answer = write_scores(Scores(outputs=({},), loss=0.0, tokens=0, metrics=metrics))
     keys = {payload[2 : 2 + payload[1]].decode() for number, payload in in_order(answer) if number == 3}
     assert keys == {"kl:mean", "ratio:max", "a_b:min", "x_nonsense:mean", "_sum:mean", "loss:sum", "valid_tokens:sum"}

@@ -177,9 +177,10 @@ def test_what_cannot_be_done_is_an_operation_that_has_failed(given: bytes, why: 
         (b'{"seq_id": "two"}', "seq_id: Expected `int | null`"),
         (b'{"x":' + b"[" * 100_000, "nested too deeply"),
         (b"," * (limits.TRAINING_NUMBERS + 1), "more than 8388608 tokens and numbers; send fewer data"),
-        (b":" * (limits.TRAINING_FIELDS + 1), "more than 262144 fields; send fewer data"),
+        (b":" * (limits.TRAINING_FIELDS + 1), "more than 262144 fields or lists; send fewer data"),
+        (b"[" * (limits.TRAINING_FIELDS + 1), "more than 262144 fields or lists; send fewer data"),
     ],
-    ids=["torn", "type", "deep", "numbers", "fields"],
+    ids=["torn", "type", "deep", "numbers", "fields", "lists"],
 )
 def test_what_is_not_json_or_too_large_is_refused_at_once(given: bytes, why: str) -> None:
     with pytest.raises(Refused, match=why):
@@ -218,6 +219,7 @@ def test_a_loss_per_token_has_no_scalar() -> None:
     assert set(one) == {"elementwise_loss"}
 
 
-def test_a_batch_of_nothing_has_a_mean_of_zero() -> None:
-    answer = msgspec.to_builtins(write_json_scores(Scores(outputs=(), loss=0.0, tokens=0), "cross_entropy"))
-    assert answer["metrics"]["loss:mean"] == 0.0
+def test_a_batch_of_nothing_has_sums_alone() -> None:
+    scores = Scores(outputs=(), loss=0.0, tokens=0, metrics={"kl": 0.5, "a:slack": 1.0, "b:max": 2.0})
+    answer = msgspec.to_builtins(write_json_scores(scores, "cross_entropy"))
+    assert answer["metrics"] == {"b:max": 2.0, "loss:sum": 0.0, "valid_tokens:sum": 0.0}

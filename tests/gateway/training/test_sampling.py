@@ -108,7 +108,7 @@ def test_the_first_token_of_a_prompt_is_never_scored(more: dict[str, object], sc
         (body({}, [1], prompt={"chunks": [{"type": "image"}]}), "The prompt has a chunk of type 'image'"),
         (body({}, [1], num_samples=0), "num_samples is 0, and has to be 1 to 256"),
         (body({}, [1], num_samples=257), "num_samples is 257"),
-        (body({"max_tokens": -1}, [1]), "max_tokens is -1"),
+        (body({"max_tokens": 0}, [1]), "max_tokens is 0, and has to be 1 to 16777216"),
         (body({"temperature": -0.5}, [1]), "temperature is -0.5, and has to be 0 to 100"),
         (body({"top_p": 0}, [1]), "top_p is 0, and has to be above it"),
         (body({"top_p": 1.5}, [1]), "top_p is 1.5, and has to be 0 to 1"),

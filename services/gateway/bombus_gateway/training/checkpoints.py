@@ -8,7 +8,7 @@ from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.training.dialects import TrainingDialect, sampling_session, session_of
 from bombus_gateway.training.models import kept_metadata
 from bombus_gateway.training.paths import CheckpointPath, checked_name, read_path
-from bombus_gateway.training.submission import NOT_GIVEN, Submission, addressed, attempted, submitted
+from bombus_gateway.training.submission import NOT_GIVEN, SeqId, Submission, addressed, attempted, submitted
 
 INFLIGHT, SNAPSHOT = "inflight", "snapshot"
 UNNAMED_SAMPLE = "sample-"  # begins the name of a checkpoint that a session of sampling was made with
@@ -25,7 +25,7 @@ class _Save(msgspec.Struct):
 
 
 class _Sampler(msgspec.Struct):
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: SeqId | None = None
     kind: str = SNAPSHOT
     user_metadata: msgspec.Raw = NOT_GIVEN
 

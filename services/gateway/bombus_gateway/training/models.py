@@ -14,6 +14,8 @@ from bombus_gateway.training.paths import checked_name, read_path
 from bombus_gateway.training.submission import (
     DEFAULT_MODEL,
     NOT_GIVEN,
+    Seed,
+    SeqId,
     Submission,
     attempted,
     checked_id,
@@ -43,7 +45,7 @@ class _Lora(msgspec.Struct):
     lora_rank: int | None = None
     alpha: float | None = None
     lora_alpha: float | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     dropout: float | None = None
     target_modules: list[str] | None = None
     train_unembed: bool = True
@@ -66,7 +68,7 @@ class _Create(msgspec.Struct):
 
 class _TinkerAddress(msgspec.Struct):
     session_id: str
-    model_seq_id: int
+    model_seq_id: SeqId
     user_metadata: msgspec.Raw = NOT_GIVEN
 
 
@@ -114,8 +116,6 @@ def read_end_model(body: bytes, save_as: str = "") -> Submission:
 
 def _of_tinker(body: bytes, make: Callable[[], CreateModel]) -> Submission:
     given = decode_body(_tinker_addresses, body)
-    if given.model_seq_id < 0:
-        raise Refused(Code.MALFORMED, f"model_seq_id is {given.model_seq_id}, and models are numbered from 0.")
     model = checked_name(tinker_model(given.session_id, given.model_seq_id), "model")
     return submitted(
         model, 0, lambda: Submission(model=model, seq=0, operation=make(), metadata=kept_metadata(given.user_metadata))

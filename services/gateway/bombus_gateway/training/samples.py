@@ -26,6 +26,13 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     top: Alternatives = ()
 
 
+def checked_finish(finish: FinishReason) -> FinishReason:
+    """Return why a sample ended. Raises `ValueError` where it neither stopped nor reached its length: it is not one."""
+    if finish not in _STOPS:
+        raise ValueError(f"a sample that ended with {finish} is none that a client could read")
+    return finish
+
+
 def write_samples(
     samples: Sequence[SampledTokens],
     prompt_logprobs: bytes = b"",
@@ -35,13 +42,12 @@ def write_samples(
     """Return samples as protobuf.
 
     `prompt_logprobs` are float32, one for each token of the prompt, of which the first and those that were not scored
-    are NaN. Raises `ValueError` for a sample that neither stopped nor reached its length: it is not one.
+    are NaN. Raises `ValueError` for what is not a sample.
     """
     answer = SAMPLE_RESPONSE(prompt_cache_hit_tokens=cached_prompt_tokens)
     for sample in samples:
-        if sample.finish not in _STOPS:
-            raise ValueError(f"a sample that ended with {sample.finish} is none that Tinker's client could read")
-        added = answer.sequences.add(stop_reason=_STOPS[sample.finish], tokens=sample.tokens, logprobs=sample.logprobs)
+        reason = _STOPS[checked_finish(sample.finish)]
+        added = answer.sequences.add(stop_reason=reason, tokens=sample.tokens, logprobs=sample.logprobs)
         if sample.top:
             _fill(added.topk_sampled_logprobs, sample.top)
     if prompt_logprobs:

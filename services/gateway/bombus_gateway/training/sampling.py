@@ -1,10 +1,8 @@
 """Tinker's `asample`, and the sessions of sampling that both clients begin: what they ask of an engine."""
 
 import math
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from bombus.errors import Code, Refused
 from bombus.hive.records import SamplingParams
@@ -15,7 +13,7 @@ from bombus_gateway.training.data.json_numbers import check_size, numbers_in
 from bombus_gateway.training.data.tensors import INT32_MAX, NumberRoom, as_tokens, whole
 from bombus_gateway.training.dialects import TrainingDialect, sampling_session
 from bombus_gateway.training.paths import CheckpointPath, read_path
-from bombus_gateway.training.submission import NOT_GIVEN, attempted, checked_id, is_given
+from bombus_gateway.training.submission import NOT_GIVEN, Seed, SeqId, attempted, checked_id, is_given
 
 TOKENS_MAX = 1 << 24  # of one sample; what a model has room for is the engine's affair
 
@@ -59,7 +57,7 @@ class SamplingSession(msgspec.Struct, frozen=True):
 
 class _Params(msgspec.Struct):
     max_tokens: int | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     stop: str | list[str | int] | None = None
     temperature: float = 1.0
     top_k: int = -1
@@ -90,12 +88,12 @@ class _Sample(msgspec.Struct):
 
 class _SampleAddress(msgspec.Struct):
     sampling_session_id: str
-    seq_id: int
+    seq_id: SeqId
 
 
 class _Session(msgspec.Struct):
     session_id: str = ""
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: SeqId | None = None
     base_model: str | None = None
     model_path: str | None = None
     model_id: str | None = None
@@ -125,8 +123,6 @@ def read_sample(body: bytes) -> SampleSubmission:
     check_size(body)
     given = decode_body(_addresses, body)
     session = checked_id(given.sampling_session_id, "sampling_session_id")
-    if given.seq_id < 0:
-        raise Refused(Code.MALFORMED, f"seq_id is {given.seq_id}, and samples are numbered from 0.")
     return SampleSubmission(session=session, seq=given.seq_id, asked=attempted(lambda: _asked(body)))
 
 
@@ -143,27 +139,25 @@ def _asked(body: bytes) -> SampleRequest:
     _refuse_the_rest(given)
     prompt = _prompt(given.prompt)
     params = given.sampling_params
-    stops, stop_ids = _stops(params.stop)
+    stops, stop_ids = stops_of(params.stop)
     sampling = SamplingParams(
-        max_tokens=_count("max_tokens", params.max_tokens or 0, 0, TOKENS_MAX),
-        temperature=_real("temperature", params.temperature, 0.0, 100.0),
-        top_p=_real("top_p", params.top_p, 0.0, 1.0),
-        top_k=max(_count("top_k", params.top_k, -1, INT32_MAX), 0),
+        max_tokens=0 if params.max_tokens is None else counted("max_tokens", params.max_tokens, 1, TOKENS_MAX),
+        temperature=bounded("temperature", params.temperature, 0.0, 100.0),
+        top_p=checked_top_p(params.top_p),
+        top_k=max(counted("top_k", params.top_k, -1, INT32_MAX), 0),
         seed=params.seed,
         stop_token_ids=stop_ids,
-        top_logprobs=_count("topk_sample_logprobs", given.topk_sample_logprobs, 0, limits.TOP_LOGPROBS),
+        top_logprobs=counted("topk_sample_logprobs", given.topk_sample_logprobs, 0, limits.TOP_LOGPROBS),
     )
-    if sampling.top_p == 0.0:
-        raise Refused(Code.MALFORMED, "top_p is 0, and has to be above it: no token is within none of them.")
     length = len(prompt) // 4
     return SampleRequest(
         prompt=prompt,
         sampling=sampling,
-        samples=_count("num_samples", given.num_samples, 1, limits.SAMPLES),
+        samples=counted("num_samples", given.num_samples, 1, limits.SAMPLES),
         stops=stops,
         ends_at_eos=params.stop is None,
         scored=_scored(given, length),
-        top_prompt=_count("topk_prompt_logprobs", given.topk_prompt_logprobs, 0, limits.TOP_LOGPROBS),
+        top_prompt=counted("topk_prompt_logprobs", given.topk_prompt_logprobs, 0, limits.TOP_LOGPROBS),
     )
 
 
@@ -194,7 +188,7 @@ def _prompt(given: _Prompt) -> bytes:
     return prompt
 
 
-def _stops(given: str | list[str | int] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def stops_of(given: str | list[str | int] | list[str] | list[int] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the texts and the tokens that end a sample."""
     stops = [given] if isinstance(given, str) else given or []
     texts = stop_strings([each for each in stops if isinstance(each, str)], "stop")
@@ -210,16 +204,22 @@ def _scored(given: _Sample, length: int) -> int:
         return 0
     if given.prompt_logprobs_last_n is None:
         return length - 1
-    return _count("prompt_logprobs_last_n", given.prompt_logprobs_last_n, 1, length - 1)
+    return counted("prompt_logprobs_last_n", given.prompt_logprobs_last_n, 1, length - 1)
 
 
-def _count(name: str, value: int, least: int, most: int) -> int:
+def checked_top_p(value: float) -> float:
+    if value == 0.0:
+        raise Refused(Code.MALFORMED, "top_p is 0, and has to be above it: no token is within none of them.")
+    return bounded("top_p", value, 0.0, 1.0)
+
+
+def counted(name: str, value: int, least: int, most: int) -> int:
     if not least <= value <= most:
         raise Refused(Code.MALFORMED, f"{name} is {value}, and has to be {least} to {most}.")
     return value
 
 
-def _real(name: str, value: float, least: float, most: float) -> float:
+def bounded(name: str, value: float, least: float, most: float) -> float:
     if not math.isfinite(value) or not least <= value <= most:
         raise Refused(Code.MALFORMED, f"{name} is {value}, and has to be {least:g} to {most:g}.")
     return value

@@ -1,9 +1,10 @@
 """What a request asks of one model, and how a body that is wrong becomes an operation that has failed."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from bombus.errors import Code, Refused
 from bombus.operations import Category, Failed, Operation
@@ -11,6 +12,8 @@ from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.training.dialects import TrainingDialect
 
+SeqId = Annotated[int, Meta(ge=0, le=2**53 - 1)]  # the number that a client gives a request, a model or a session
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 DEFAULT_MODEL = "default"  # xorl's name of a model where a client gives none
 
 _MadeT = TypeVar("_MadeT")
@@ -41,7 +44,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 class _Address(msgspec.Struct):
     model_id: str | None = None
     session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: SeqId | None = None
 
 
 _addresses = msgspec.json.Decoder(_Address)

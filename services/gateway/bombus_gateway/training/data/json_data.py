@@ -75,10 +75,11 @@ def write_json_scores(scores: Scores, loss: str) -> dict[str, object]:
     Its `loss` is the sum of its `elementwise_loss`, in the form of an array, since xorl-client reads it so. A loss per
     token has none.
     """
+    counted = scores.outputs and scores.tokens
     return {
         "loss_fn_output_type": loss,
         "loss_fn_outputs": [_output(output, loss) for output in scores.outputs],
-        "metrics": metrics_of(scores) | {"loss:mean": scores.loss / scores.tokens if scores.tokens else 0.0},
+        "metrics": metrics_of(scores) | ({"loss:mean": scores.loss / scores.tokens} if counted else {}),
         "info": {},
     }
 

@@ -30,9 +30,9 @@ _tensor = msgspec.json.Decoder(JsonTensor)
 
 
 def check_size(body: bytes) -> None:
-    """Raises `Refused` TOO_LARGE for a body of too many names or values, without decoding it."""
-    if body.count(b":") > limits.TRAINING_FIELDS:
-        why = f"The body has more than {limits.TRAINING_FIELDS} fields; send fewer data in one request."
+    """Raises `Refused` TOO_LARGE for a body of too many names, lists or values, without decoding it."""
+    if max(body.count(b":"), body.count(b"[")) > limits.TRAINING_FIELDS:
+        why = f"The body has more than {limits.TRAINING_FIELDS} fields or lists; send fewer data in one request."
         raise Refused(Code.TOO_LARGE, why)
     if body.count(b",") > limits.TRAINING_NUMBERS:
         why = f"The body has more than {limits.TRAINING_NUMBERS} tokens and numbers; send fewer data in one request."

@@ -4,14 +4,18 @@ from bombus.operations import Scores
 
 # The reductions that both clients know, after the colon in a metric's name.
 REDUCTIONS = ("mean", "sum", "min", "max", "slack", "unique")
+_WEIGHTED = (":mean", ":slack")  # by numbers of data
 
 
 def metrics_of(scores: Scores) -> dict[str, float]:
     """Return the metrics, each named `name:reduction`: Tinker's client crashes on a name without exactly one colon.
 
-    A metric without a reduction is a mean. `loss:sum` is always there, with how many tokens counted in it.
+    A metric without a reduction is a mean. `loss:sum` is always there, with how many tokens counted in it. Of no data
+    there are no means: both clients crash on them, since they divide by the number of data.
     """
     named = {_named(name): value for name, value in scores.metrics.items()}
+    if not scores.outputs:
+        named = {name: value for name, value in named.items() if not name.endswith(_WEIGHTED)}
     return named | {"loss:sum": scores.loss, "valid_tokens:sum": float(scores.tokens)}
 
 

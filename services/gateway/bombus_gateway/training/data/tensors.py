@@ -73,7 +73,8 @@ def whole(numbers: Numbers, place: str) -> "array[int]":
         return array("q", numbers)
     for index, number in enumerate(numbers):
         if not float(number).is_integer() or abs(number) > INT32_MAX:
-            raise Refused(Code.MALFORMED, f"{place} has {number} at {index}, and tokens are whole numbers.")
+            why = f"{place} has {number} at {index}, and tokens are whole numbers of 32 bits."
+            raise Refused(Code.MALFORMED, why)
     return array("q", map(int, numbers))
 
 

@@ -1,0 +1,141 @@
+"""`/generate` in SGLang's form, by which xorl's sampling client samples."""
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.hive.records import SamplingParams
+from bombus_gateway import limits
+from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.training.data.json_numbers import check_size, numbers_in
+from bombus_gateway.training.data.tensors import INT32_MAX, NumberRoom, as_tokens, whole
+from bombus_gateway.training.samples import SampledTokens, checked_finish
+from bombus_gateway.training.sampling import (
+    TOKENS_MAX,
+    SampleRequest,
+    bounded,
+    checked_top_p,
+    counted,
+    stops_of,
+)
+from bombus_gateway.training.submission import NOT_GIVEN, Seed, is_given
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """What is to be sampled. The prompt of `asked` is empty where it is given as a `text`.
+
+    `adapter` is the path or the name of a checkpoint for a sampler, or empty.
+    """
+
+    asked: SampleRequest
+    text: str = ""
+    adapter: str = ""
+    logprobs: bool = False
+
+
+class _GenerateParams(msgspec.Struct, forbid_unknown_fields=True):
+    """What is not here would change what is sampled, and is refused by its name."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: Seed | None = None
+    sampling_seed: Seed | None = None
+    n: int = 1
+    return_routed_experts: bool = False
+
+
+class _Generate(msgspec.Struct):
+    text: str | None = None
+    input_ids: msgspec.Raw = NOT_GIVEN
+    sampling_params: _GenerateParams | None = None
+    return_logprob: bool = False
+    top_logprobs_num: int = 0
+    lora_path: str | None = None
+    stream: bool = False
+    return_routed_experts: bool = False
+
+
+_generates = msgspec.json.Decoder(_Generate)
+
+
+def read_generate(body: bytes) -> GenerateRequest:
+    """Raises `Refused`."""
+    check_size(body)
+    given = decode_body(_generates, body)
+    params = given.sampling_params or _GenerateParams()
+    for name, is_wanted in (
+        ("stream", given.stream),
+        ("top_logprobs_num", given.top_logprobs_num > 0),
+        ("return_routed_experts", given.return_routed_experts or params.return_routed_experts),
+    ):
+        if is_wanted:
+            raise Refused(Code.UNSUPPORTED, f"{name} is not offered here: leave it out.")
+    if is_given(given.input_ids) == bool(given.text):
+        raise Refused(Code.MALFORMED, "The prompt is missing or given twice: send either input_ids or a text.")
+    asked = SampleRequest(
+        prompt=_prompt(given.input_ids) if is_given(given.input_ids) else b"",
+        sampling=_sampling(params),
+        samples=counted("n", params.n, 1, limits.SAMPLES),
+        stops=stops_of(params.stop)[0],
+        ends_at_eos=not params.ignore_eos,
+    )
+    return GenerateRequest(asked, given.text or "", given.lora_path or "", given.return_logprob)
+
+
+def write_generated(
+    samples: Sequence[SampledTokens], texts: Sequence[str], prompt_tokens: int, logprobs: bool
+) -> dict[str, object] | list[dict[str, object]]:
+    """Return samples with their texts; one alone is not in a list.
+
+    The reason of an end is a text, and not SGLang's object, which this client does not understand.
+    """
+    answers = [_answer(sample, text, prompt_tokens, logprobs) for sample, text in zip(samples, texts, strict=True)]
+    return answers[0] if len(answers) == 1 else answers
+
+
+def _answer(sample: SampledTokens, text: str, prompt_tokens: int, logprobs: bool) -> dict[str, object]:
+    tokens = array("i", sample.tokens).tolist()
+    meta: dict[str, object] = {
+        "finish_reason": checked_finish(sample.finish).value,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(tokens),
+    }
+    if logprobs:
+        scored = zip(array("f", sample.logprobs), tokens, strict=True)
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in scored]
+    return {"text": text, "output_ids": tokens, "meta_info": meta}
+
+
+def _sampling(params: _GenerateParams) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=counted("max_new_tokens", params.max_new_tokens, 1, TOKENS_MAX),
+        temperature=bounded("temperature", params.temperature, 0.0, 100.0),
+        top_p=checked_top_p(params.top_p),
+        top_k=max(counted("top_k", params.top_k, -1, INT32_MAX), 0),
+        min_p=bounded("min_p", params.min_p, 0.0, 1.0),
+        presence_penalty=bounded("presence_penalty", params.presence_penalty, -2.0, 2.0),
+        frequency_penalty=bounded("frequency_penalty", params.frequency_penalty, -2.0, 2.0),
+        repetition_penalty=bounded("repetition_penalty", params.repetition_penalty, 0.01, 2.0),
+        seed=params.seed if params.sampling_seed is None else params.sampling_seed,
+        stop_token_ids=stops_of(params.stop_token_ids)[1],
+    )
+
+
+def _prompt(given: msgspec.Raw) -> bytes:
+    numbers, shape = numbers_in(given, NumberRoom(), "input_ids")
+    if len(shape) != 1 or not numbers:
+        raise Refused(
+            Code.MALFORMED, "input_ids is a list of the ids of at least one token; send one prompt at a time."
+        )
+    return as_tokens(whole(numbers, "input_ids"), "input_ids")
