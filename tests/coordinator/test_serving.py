@@ -195,6 +195,17 @@ def test_an_overfull_stream_is_purged_between_what_idle_models_hold() -> None:
     refused(harness.request(late), Code.BODY_GONE)
 
 
+def test_r6_a_stream_that_has_lost_its_end_takes_bodies_at_its_old_sequences_again() -> None:
+    harness = TenantHarness()
+    stored(harness, 50)
+    shrunk = inbox.OperationsStored(id=harness.id(), below=7, shrunk=True)
+    assert harness.send(shrunk) == [ev.OperationsReleased(at_ns=harness.now_ns, below=7)]
+    assert harness.send(msgspec.structs.replace(shrunk, below=9)) == []
+    harness.stored = 7
+    harness.serving()
+    assert not harness.op("0").error
+
+
 def test_without_models_everything_old_is_released() -> None:
     harness = TenantHarness()
     assert [type(event) for event in stored(harness, 50)] == [ev.OperationsReleased]

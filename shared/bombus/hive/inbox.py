@@ -338,11 +338,13 @@ class CoverWritten(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 class OperationsStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operations.stored"):
     """The messages of `ops` before `below` have been there for long: those that nothing needs can go.
 
-    With `overfull` those between needed ones can go too.
+    With `overfull` those between needed ones can go too. `shrunk`: the stream has lost its end, and `below` is where it
+    ends now.
     """
 
     below: int
     overfull: bool = False
+    shrunk: bool = False
 
 
 class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="storage.seen"):

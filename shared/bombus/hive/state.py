@@ -317,6 +317,9 @@ def evolve(hive: Hive, event: Event) -> None:
 
 
 def _released(hive: Hive, event: ev.OperationsReleased) -> None:
+    if event.below < hive.released:  # a power cut has removed the end of the stream (R6)
+        for engine in hive.engines.values():
+            engine.tenants.released = {}
     hive.released = event.below
     for floor in event.models:
         if floor.engine in hive.engines:

@@ -45,6 +45,10 @@ def release(hive: Hive, live: Live, message: OperationsStored) -> Decisions:
 
     Once this is on the log, an operation with an older body is refused, so what is purged is never needed later.
     """
+    if message.shrunk:
+        if message.below < hive.released:
+            yield Decision(events=(ev.OperationsReleased(at_ns=live.now_ns, below=message.below),))
+        return
     floors = {
         (engine.name, model.name): floor_of(model, message.below)
         for engine in hive.engines.values()

@@ -1,0 +1,101 @@
+"""Purge training operations: the leader removes from `ops` what the log says is not needed any more (R12, R17).
+
+A body is stored before the operation that names it is accepted, so nothing tells which of the newest messages are
+needed. Those of the last ten minutes are left alone. Beyond them the core says on the log what is released, and refuses
+operations with older bodies from then on. Only then is it purged.
+
+After a power cut on one replica the stream may end earlier and use sequences again (R6). Then what is released goes
+back to its end.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from bombus.bus import Bus, ServerRefused, StreamState
+from bombus.errors import BusUnavailable
+from bombus.hive.inbox import OperationsStored
+from bombus.hive.state import Hive
+from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.serving import release
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 10.0
+GRACE_S = 600.0  # between the end of a body's storing and its operation
+OVERFULL = 0.5  # of the stream: above it, what lies between needed messages is purged too
+
+
+class Releaser:
+    """Reports to the core how far the stream has been for long, and purges what it releases."""
+
+    def __init__(
+        self, bus: Bus, hive: Callable[[], Hive], grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bus = bus
+        self._hive = hive
+        self._grace_s = grace_s
+        self._clock = clock
+        self._ends: deque[tuple[float, int]] = deque()  # when the stream ended where
+        self._purged: dict[str, int] = {}  # by subject
+        self._count = 0
+
+    async def report(self) -> None:
+        """Tell the core up to where messages have been there for long, if it would release any."""
+        state = await self._bus.state(self._bus.subjects.ops_stream)
+        message = self._stored(state)
+        if message is not None and any(release(self._hive(), Live(), message)):
+            self._count += 1
+            await self._bus.inbox.send(message)
+
+    def _stored(self, state: StreamState) -> OperationsStored | None:
+        end, now = state.last_seq + 1, self._clock()
+        message_id = f"operations-{self._bus.token}-{self._count}"
+        if end < self._hive().released:
+            self._ends.clear()
+            return OperationsStored(id=message_id, below=end, shrunk=True)
+        self._ends.append((now, end))
+        while len(self._ends) > 1 and self._ends[1][0] <= now - self._grace_s:
+            self._ends.popleft()
+        since, below = self._ends[0]
+        if since > now - self._grace_s:
+            return None
+        return OperationsStored(id=message_id, below=below, overfull=state.fill > OVERFULL)
+
+    def released(self) -> dict[str, int]:
+        """Return up to where the state releases each subject, and under "" the whole stream."""
+        hive = self._hive()
+        found = {"": hive.released}
+        for engine in hive.engines.values():
+            for model, below in engine.tenants.released.items():
+                if below > hive.released:
+                    found[self._bus.subjects.operation(engine.name, model)] = below
+        return found
+
+    async def purge(self, released: dict[str, int]) -> None:
+        """Purge what was released. Only what the log has may be given here."""
+        for subject, below in released.items():
+            if below > self._purged.get(subject, 1):
+                await self._bus.purge_below(self._bus.subjects.ops_stream, below, subject or ">")
+        self._purged = released
+
+
+async def run(bus: Bus, hive: Callable[[], Hive], stored: Callable[[], int], period_s: float = PERIOD_S) -> None:
+    """Release and purge periodically until cancelled.
+
+    `hive` may be ahead of the log. What it releases is purged a period later, and only if `stored`, the inbox position
+    up to which everything is decided and on the log, has increased.
+    """
+    releaser = Releaser(bus, hive)
+    while True:
+        released = releaser.released()
+        position = stored()
+        await asyncio.sleep(period_s)
+        try:
+            if stored() != position:
+                await releaser.purge(released)
+            await releaser.report()
+        except (BusUnavailable, ServerRefused) as error:
+            log.warning("the stream of operations could not be trimmed: %s", error)

@@ -1,0 +1,200 @@
+"""What of `ops` the leader purges: on a real stream, with a clock of the test's own."""
+
+import asyncio
+
+import pytest
+
+from bombus.bus import Bus
+from bombus.bus.large.parts import Parts
+from bombus.errors import Code, LogCorrupted, Refused
+from bombus.hive import inbox
+from bombus.hive.events import Collection, Tenancy
+from bombus.hive.inbox import Accepted, Done
+from bombus.hive.records import BodyRef
+from bombus.hive.state import Hive
+from bombus_coordinator.releasing import GRACE_S, Releaser
+from bombus_coordinator.shell import Coordinator
+from tests.coordinator.core_in_memory import ENGINE
+from tests.coordinator.tenants_in_memory import BASE, MODEL, SESSION
+from tests.coordinator.test_shell import leading
+from tests.patience import PATIENCE_S
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Tenant:
+    """A client and a trainer of one model, on a bus."""
+
+    def __init__(self, bus: Bus, coordinator: Coordinator, model: str = MODEL) -> None:
+        self.bus = bus
+        self.core = coordinator.core
+        self.model = model
+        self.parts = Parts(bus)
+        self.subject = bus.subjects.operation(ENGINE, model)
+        self.ids = 0
+
+    def id(self) -> str:
+        self.ids += 1
+        return f"{self.model}-{self.ids}"
+
+    async def open(self) -> None:
+        opened = inbox.OpenSession(id=self.id(), engine=ENGINE, session=SESSION)
+        assert isinstance(await self.bus.inbox.request(opened), Done)
+        await self.operate("0", "create_model")
+        opens = inbox.TrainerOpens(id=self.id(), engine=ENGINE, run=1, trainer="t")
+        assert isinstance(await self.bus.inbox.request(opens), Done)
+        await self.done("0")
+
+    def message(self, key: str, body: BodyRef, op: str = "forward_backward") -> inbox.Operate:
+        return inbox.Operate(
+            id=self.id(), engine=ENGINE, session=SESSION, model=self.model, key=key, op=op, body=body, base=BASE
+        )
+
+    async def operate(self, key: str, op: str = "forward_backward") -> Accepted:
+        body = await self.parts.store(self.subject, f"operation {key}".encode())
+        answer = await self.bus.inbox.request(self.message(key, body, op))
+        assert isinstance(answer, Accepted)
+        return answer
+
+    async def done(self, key: str) -> None:
+        queued = self.core.hive.engine(ENGINE).tenants.models[self.model].operations[key]
+        result = await self.parts.store(self.subject, f"result {key}".encode())
+        await self.bus.inbox.send(
+            inbox.OperationDone(
+                id=self.id(),
+                engine=ENGINE,
+                run=1,
+                trainer_epoch=1,
+                model=self.model,
+                number=queued.number,
+                key=key,
+                result=result,
+            )
+        )
+        await self.until(lambda: not queued.waits)
+
+    async def cover(self, number: int) -> None:
+        written = inbox.CoverWritten(
+            id=self.id(),
+            engine=ENGINE,
+            run=1,
+            trainer_epoch=1,
+            model=self.model,
+            number=number,
+            folder="/c",
+            digest="d",
+        )
+        await self.bus.inbox.send(written)
+        await self.until(lambda: self.core.hive.engine(ENGINE).tenants.models[self.model].covered == number)
+
+    async def until(self, holds: object) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():  # type: ignore[operator]
+                await asyncio.sleep(0.01)
+
+
+async def configure(bus: Bus, **tenancy: object) -> None:
+    rules = Collection(tenancy=Tenancy(**tenancy))  # type: ignore[arg-type]
+    configured = inbox.Configure(
+        id="configure", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="tiny"
+    )
+    assert isinstance(await bus.inbox.request(configured), Done)
+
+
+async def report_until(releaser: Releaser, tenant: Tenant, released: int) -> None:
+    await releaser.report()
+    await tenant.until(lambda: tenant.core.hive.released == released)
+
+
+async def test_r17_what_no_trainer_and_no_client_needs_is_released_on_the_log_and_then_purged(bus: Bus) -> None:
+    clock = Clock()
+    async with leading(bus) as coordinator:
+        await configure(bus, results_bytes_max=20)
+        tenant = Tenant(bus, coordinator)
+        await tenant.open()  # 1, and its result at 2
+        for key in ("1", "2"):
+            await tenant.operate(key)  # 3, 5
+            await tenant.done(key)  # 4, 6
+        releaser = Releaser(bus, lambda: coordinator.core.hive, clock=clock)
+        await tenant.cover(2)
+        await releaser.report()
+        clock.now_s = GRACE_S - 1
+        await releaser.report()
+        assert coordinator.core.hive.released == 0, "nothing that is younger than the grace"
+        clock.now_s = GRACE_S
+        await report_until(releaser, tenant, 4)
+        await releaser.purge(releaser.released())
+        state = await bus.state(bus.subjects.ops_stream)
+        assert (state.first_seq, state.last_seq) == (4, 6), "operation 2 is at 5, the results that are kept at 4 and 6"
+        for queued in coordinator.core.hive.engine(ENGINE).tenants.models[MODEL].again():
+            assert queued.body is not None
+            assert await tenant.parts.fetch(queued.body) == f"operation {queued.key}".encode()
+
+
+async def test_a_body_that_waited_too_long_for_its_operation_is_refused_and_stored_again(bus: Bus) -> None:
+    clock = Clock()
+    async with leading(bus) as coordinator:
+        tenant = Tenant(bus, coordinator)
+        early = await tenant.parts.store(tenant.subject, b"early")
+        releaser = Releaser(bus, lambda: coordinator.core.hive, clock=clock)
+        await releaser.report()
+        clock.now_s = GRACE_S
+        await report_until(releaser, tenant, 2)
+        await releaser.purge(releaser.released())
+        with pytest.raises(LogCorrupted):
+            await tenant.parts.fetch(early)
+        await tenant.open()
+        with pytest.raises(Refused) as refused:
+            await bus.inbox.request(tenant.message("1", early))
+        assert refused.value.code == Code.BODY_GONE
+        await tenant.operate("1")
+
+
+async def test_an_overfull_stream_is_purged_subject_by_subject(bus: Bus) -> None:
+    clock = Clock()
+    async with leading(bus) as coordinator:
+        await configure(bus, results_bytes_max=1)
+        idle, busy = Tenant(bus, coordinator), Tenant(bus, coordinator, "s:train:1")
+        await idle.open()
+        await busy.operate("0", "create_model")
+        await busy.done("0")
+        for _ in range(2):  # over half of the stream, of which nothing is an operation
+            await busy.parts.store(busy.subject, bytes(17 << 20))
+        await busy.operate("1")
+        await busy.done("1")
+        await busy.cover(2)
+        releaser = Releaser(bus, lambda: coordinator.core.hive, clock=clock)
+        await releaser.report()
+        clock.now_s = GRACE_S
+        await releaser.report()
+        models = coordinator.core.hive.engine(ENGINE).tenants
+        await busy.until(lambda: models.released)
+        before = await bus.state(bus.subjects.ops_stream)
+        await releaser.purge(releaser.released())
+        after = await bus.state(bus.subjects.ops_stream)
+        assert after.first_seq == before.first_seq == 1, "the idle model may have to be made again"
+        assert after.messages < 10 < before.messages
+
+
+async def test_r6_what_is_released_goes_back_to_the_end_of_a_stream_that_has_lost_it(bus: Bus) -> None:
+    async with leading(bus) as coordinator:
+        tenant = Tenant(bus, coordinator)
+        coordinator.core.hive.released = 9
+        releaser = Releaser(bus, lambda: coordinator.core.hive)
+        await report_until(releaser, tenant, 1)
+
+
+async def test_a_hive_without_operations_is_told_nothing(bus: Bus) -> None:
+    hive, clock = Hive(), Clock()
+    releaser = Releaser(bus, lambda: hive, clock=clock)
+    for _ in range(3):
+        clock.now_s += GRACE_S
+        await releaser.report()
+    assert (await bus.state(bus.subjects.inbox_stream)).last_seq == 0
+    await releaser.purge(releaser.released())
