@@ -112,6 +112,9 @@ class OperationDesk:
         model, failure = submission.model, submission.operation
         if isinstance(failure, Failed) and not self._is_open(model):
             return self._remember_failure(f"{model}:{submission.seq}", failure)
+        if not session:
+            why = f"There is no model {model}: create it first."
+            return self._remember_failure(f"{model}:{submission.seq}", Failed(error=why, category=Category.USER))
         operation = _on_the_log(submission)
         body = encode_operation(operation)
         try:

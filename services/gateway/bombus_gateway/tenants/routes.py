@@ -43,7 +43,7 @@ from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": True}
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
 
-Handler = Callable[[Request], Awaitable[Response]]
+RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
 class _Asked(msgspec.Struct):
@@ -59,7 +59,7 @@ def training_router(gateway: Gateway, engine: str) -> APIRouter:
     routes = TrainingRoutes(gateway, engine)
     guard = Depends(Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url))
     router = APIRouter(prefix="/api/v1", dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
-    table: tuple[tuple[str, str, Handler], ...] = (
+    table: tuple[tuple[str, str, RouteHandler], ...] = (
         ("POST", "/client/config", routes.client_config),
         ("POST", "/client/dynamic_config", routes.dynamic_config),
         ("POST", "/telemetry", routes.telemetry),

@@ -27,7 +27,7 @@ class _NewSession(msgspec.Struct):
     display_name: str | None = None
 
 
-class _Reason(msgspec.Struct):
+class _Reason(msgspec.Struct, frozen=True):
     type: str = ""
 
 

@@ -1,0 +1,163 @@
+"""A trainer of a run of operations that answers each of them with what a test has given, through a real bus."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from bombus.bus import Bus
+from bombus.bus.follow import Follower
+from bombus.bus.large.parts import Parts
+from bombus.hive import inbox
+from bombus.hive.events import AdapterShape, ModelShape, SavedWeights
+from bombus.hive.state import EngineState
+from bombus.hive.tenants.state import Queued, TenantModel
+from bombus.operations import (
+    AdapterSpec,
+    Array,
+    CheckpointLoaded,
+    CheckpointSaved,
+    CreateModel,
+    DType,
+    EndModel,
+    Failed,
+    ForwardBackward,
+    LoadWeights,
+    ModelEnded,
+    ModelReady,
+    Operation,
+    OptimStep,
+    Rejected,
+    Result,
+    SaveWeights,
+    Scores,
+    StepTaken,
+    decode_operation,
+    encode_result,
+)
+from bombus_coordinator.shell import Coordinator
+from bombus_gateway.context import Gateway
+from tests.gateway.openai_hive import ENGINE, gateway_of, new_id
+from tests.patience import PATIENCE_S
+
+Answering = Callable[[Operation], Result]
+
+
+def plain_results(operation: Operation) -> Result:
+    """Answer each operation as if it had succeeded: each token has the logprob -1."""
+    match operation:
+        case CreateModel(adapter=adapter):
+            return ModelReady(adapter=adapter, parameters=10)
+        case ForwardBackward(data=data):
+            rows = [Array.of(DType.FLOAT32, [-1.0] * (len(datum.tokens) // 4)) for datum in data]
+            count = sum(map(len, rows))
+            outputs = tuple({"logprobs": row, "elementwise_loss": row} for row in rows)
+            return Scores(outputs=outputs, loss=float(count), tokens=count)
+        case OptimStep():
+            return StepTaken(step=1, divisor=1.0, grad_norm=0.5)
+        case SaveWeights(checkpoint=kind, name=name):
+            return CheckpointSaved(checkpoint=kind, name=name, folder=f"/w/{name}", address="ab", size_bytes=3)
+        case LoadWeights(checkpoint=checkpoint):
+            return CheckpointLoaded(checkpoint=checkpoint, step=1)
+        case EndModel():
+            return ModelEnded()
+        case Rejected(failure=failure):
+            return failure
+    raise AssertionError(operation)
+
+
+class TenantHive:
+    """A hive with a gateway, a coordinator, and a trainer that a test can hold back with `may_work`."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.follower = Follower(bus)
+        self.executed: list[tuple[str, Operation]] = []
+        self.answering: Answering = plain_results
+        self.may_work = asyncio.Event()
+        self.may_work.set()
+        self.url = ""
+        self.gateway: Gateway | None = None
+
+    @property
+    def engine(self) -> EngineState:
+        return self.follower.hive.engine(ENGINE)
+
+    async def train(self) -> None:
+        """Serve each run of operations, in the order of the log."""
+        while True:
+            await self.follower.wait_for(lambda _: self.engine.serves_operations)
+            run = self.engine.run
+            opens = inbox.TrainerOpens(id=new_id(), engine=ENGINE, run=run, trainer="t1")
+            opened = await self.bus.inbox.request(opens)
+            assert isinstance(opened, inbox.Done)
+            serves = inbox.TrainerServes(id=new_id(), engine=ENGINE, run=run, trainer_epoch=opened.epoch)
+            await self.bus.inbox.send(serves)
+            while self.engine.serves_operations:
+                await self.follower.wait_for(lambda _: bool(self._waiting()) or not self.engine.serves_operations)
+                await self.may_work.wait()
+                for model, queued in self._waiting()[:1]:
+                    await self._execute(model, queued, opened.epoch)
+
+    def _waiting(self) -> list[tuple[TenantModel, Queued]]:
+        found = [
+            (model, queued)
+            for model in self.engine.tenants.open_models
+            for queued in model.operations.values()
+            if queued.waits
+        ]
+        return sorted(found, key=lambda each: each[1].arrival)
+
+    async def _execute(self, model: TenantModel, queued: Queued, epoch: int) -> None:
+        parts = Parts(self.bus)
+        operation: Operation = EndModel()
+        if queued.body is not None:
+            operation = decode_operation(await parts.fetch(queued.body))
+        self.executed.append((model.name, operation))
+        result = self.answering(operation)
+        ref = await parts.store(self.bus.subjects.operation(ENGINE, model.name), encode_result(result))
+        saved = None
+        if isinstance(result, CheckpointSaved):
+            saved = SavedWeights(
+                use=result.checkpoint, name=result.name, folder=result.folder, address=result.address, size_bytes=3
+            )
+        done = inbox.OperationDone(
+            id=new_id(),
+            engine=ENGINE,
+            run=model.run,
+            trainer_epoch=epoch,
+            model=model.name,
+            number=queued.number,
+            key=queued.key,
+            result=ref,
+            failed=isinstance(result, Failed),
+            closes=isinstance(result, ModelEnded),
+            made=_shape(result) if isinstance(result, ModelReady) else None,
+            saved=saved,
+        )
+        await self.bus.inbox.send(done)
+        await self.follower.wait_for(lambda _: not queued.waits or self.engine.run != model.run, PATIENCE_S)
+
+
+def _shape(ready: ModelReady) -> ModelShape:
+    spec: AdapterSpec | None = ready.adapter
+    shape = None if spec is None else AdapterShape(rank=spec.rank, alpha=spec.alpha, parts=spec.parts)
+    return ModelShape(adapter=shape, parameters=ready.parameters)
+
+
+@asynccontextmanager
+async def tenant_hive(bus: Bus, **settings: Any) -> AsyncIterator[TenantHive]:
+    hive = TenantHive(bus)
+    coordinator = Coordinator(bus)
+    running = [asyncio.create_task(coordinator.lead()), asyncio.create_task(hive.follower.run())]
+    try:
+        await asyncio.wait_for(coordinator.leading.wait(), PATIENCE_S)
+        running.append(asyncio.create_task(hive.train()))
+        async with gateway_of(bus, **settings) as (gateway, url):
+            hive.gateway, hive.url = gateway, url
+            yield hive
+    finally:
+        for task in running:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*running, return_exceptions=True)

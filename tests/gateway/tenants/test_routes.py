@@ -1,0 +1,184 @@
+"""The routes of training clients: a real gateway, coordinator and bus, and a trainer that is scripted."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from bombus.bus import Bus
+from bombus.operations import Category, CreateModel, Failed, ForwardBackward, Operation, OptimStep, Rejected, Result
+from bombus_gateway.training.messages import FORWARD_BACKWARD_OUTPUT
+from tests.gateway.openai_hive import gateway_of
+from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results, tenant_hive
+from tests.gateway.training.wire import TARGETS, chunk, datum, request
+
+BASE = "org/tiny"
+
+
+@pytest.fixture
+async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
+    async with tenant_hive(bus) as hive:
+        yield hive
+
+
+@pytest.fixture
+async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
+        yield client
+
+
+async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> dict[str, Any]:
+    response = await client.post(route, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def result(client: httpx.AsyncClient, accepted: dict[str, Any]) -> httpx.Response:
+    body = {"request_id": accepted["request_id"], "allow_metadata_only": False}
+    while (response := await client.post("retrieve_future", json=body)).status_code == 408:
+        pass
+    return response
+
+
+async def open_model(client: httpx.AsyncClient, number: int = 0, session: str = "") -> str:
+    """Create a model of Tinker's client and return its id, once it is there."""
+    session = session or (await ask(client, "create_session", sdk_version="0.38.0", tags=[]))["session_id"]
+    lora = {"rank": 8, "train_attn": True, "train_mlp": True, "train_unembed": True}
+    made = await ask(client, "create_model", session_id=session, model_seq_id=number, base_model=BASE, lora_config=lora)
+    answer = (await result(client, made)).json()
+    assert answer == {"model_id": f"{session}:train:{number}", "type": "create_model"}
+    return f"{session}:train:{number}"
+
+
+async def forward_backward(client: httpx.AsyncClient, model: str, seq: int, **more: Any) -> dict[str, Any]:
+    body = request(datum(chunk(5, 6), target_tokens=TARGETS), model=model, seq=seq, **more)
+    response = await client.post("forward_backward", content=body, headers={"content-type": "application/x-protobuf"})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def step(client: httpx.AsyncClient, model: str, seq: int) -> dict[str, Any]:
+    return await ask(client, "optim_step", model_id=model, seq_id=seq, adam_params={"learning_rate": 1e-4})
+
+
+async def test_a_model_is_made_on_an_engine_that_was_offline_and_trained_in_the_order_of_the_requests(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    model = await open_model(client)
+    scored = await forward_backward(client, model, 1)
+    stepped = await step(client, model, 2)
+    answer = await result(client, scored)
+    assert answer.headers["content-type"] == "application/x-protobuf"
+    output = FORWARD_BACKWARD_OUTPUT.FromString(answer.content)
+    assert output.metrics["loss:sum"] == 2.0
+    assert (await result(client, stepped)).json()["metrics"]["grad_norm"] == 0.5
+    assert [type(each) for _, each in hive.executed] == [CreateModel, ForwardBackward, OptimStep]
+    assert hive.engine.active is not None
+    assert hive.engine.active.model == BASE
+
+
+async def test_a_request_that_is_sent_again_is_one_operation_with_one_result(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    model = await open_model(client)
+    first, second = await asyncio.gather(*[forward_backward(client, model, 1) for _ in range(2)])
+    assert first == second
+    assert (await result(client, first)).content == (await result(client, first)).content
+    again = await forward_backward(client, model, 1)
+    assert again == first
+    assert len(hive.executed) == 2
+
+
+async def test_another_body_under_the_same_number_fails_and_the_first_one_stands(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    model = await open_model(client)
+    first = await step(client, model, 1)
+    other = await ask(client, "optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": 1.0})
+    failure = (await result(client, other)).json()
+    assert failure["category"] == "user"
+    assert "another body" in failure["error"]
+    assert "metrics" in (await result(client, first)).json()
+
+
+async def test_what_is_wrong_with_a_request_is_said_by_its_future_and_the_trainer_learns_of_it(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    model = await open_model(client)
+    wrong = await forward_backward(client, model, 1, loss="no_such_loss")
+    failure = (await result(client, wrong)).json()
+    assert "no_such_loss" in failure["error"]
+    assert failure["category"] == "user"
+    assert isinstance(hive.executed[-1][1], Rejected)
+    unknown = await forward_backward(client, "s-none:train:0", 1)
+    assert "no model" in (await result(client, unknown)).json()["error"].lower()
+    assert "metrics" in (await result(client, await step(client, model, 2))).json(), "the run goes on"
+
+
+async def test_an_operation_that_fails_says_so_with_its_category(hive: TenantHive, client: httpx.AsyncClient) -> None:
+    def failing(operation: Operation) -> Result:
+        if isinstance(operation, OptimStep):
+            return Failed(error="the gradient is not finite", category=Category.USER)
+        return plain_results(operation)
+
+    hive.answering = failing
+    model = await open_model(client)
+    failure = (await result(client, await step(client, model, 1))).json()
+    assert failure == {"error": "the gradient is not finite", "category": "user"}
+
+
+async def test_a_result_is_read_at_another_gateway_and_while_it_waits_it_says_for_what(
+    hive: TenantHive, client: httpx.AsyncClient, bus: Bus
+) -> None:
+    model = await open_model(client)
+    hive.may_work.clear()
+    accepted = await step(client, model, 1)
+    async with gateway_of(bus) as (_, url), httpx.AsyncClient(base_url=f"{url}/api/v1", timeout=60.0) as other:
+        held = asyncio.create_task(other.post("retrieve_future", json={"request_id": accepted["request_id"]}))
+        await asyncio.sleep(0)
+        hive.may_work.set()
+        assert "metrics" in (await held).json()
+    gone = await client.post("retrieve_future", json={"request_id": "nothing:1", "allow_metadata_only": True})
+    assert gone.status_code == 410
+
+
+async def test_a_session_beats_until_it_is_finished_and_its_models_are_saved(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    model = await open_model(client)
+    session = model.removesuffix(":train:0")
+    assert (await ask(client, "session_heartbeat", session_id=session))["type"] == "session_heartbeat"
+    await ask(client, f"sessions/{session}/finish", reason={"type": "success"})
+    assert (await client.post("session_heartbeat", json={"session_id": session})).status_code == 410
+    await hive.follower.wait_for(lambda _: not hive.engine.tenants.open_models, 30)
+
+
+async def test_xorls_client_numbers_per_object_and_a_repeat_within_seconds_is_one_operation(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    made = await ask(client, "create_model", model_id="mine", base_model=BASE, lora_config={"rank": 4})
+    assert (await xorl_result(client, made))["model_id"] == "mine"
+    body = {"model_id": "mine", "seq_id": 1, "adam_params": {"learning_rate": 1e-4}}
+    first, again = [await ask(client, "optim_step", **body) for _ in range(2)]
+    assert first == again
+    other = await ask(client, "optim_step", **{**body, "adam_params": {"learning_rate": 1e-3}})
+    assert other["request_id"] != first["request_id"]
+    assert "metrics" in await xorl_result(client, other)
+    saved = await ask(client, "save_weights", model_id="mine", seq_id=2, path="one")
+    assert (await xorl_result(client, saved))["path"] == "xorl://mine/weights/one"
+    listed = (await ask(client, "list_checkpoints", model_id="mine"))["checkpoints"]
+    assert [each["path"] for each in listed] == ["xorl://mine/weights/one"]
+    assert (await ask(client, "delete_checkpoint", model_id="mine", checkpoint_id="weights/one"))["success"]
+    assert (await ask(client, "list_checkpoints", model_id="mine"))["checkpoints"] == []
+
+
+async def xorl_result(client: httpx.AsyncClient, accepted: dict[str, Any]) -> dict[str, Any]:
+    while (answer := await ask(client, "retrieve_future", request_id=accepted["request_id"])).get(
+        "type"
+    ) == "try_again":
+        pass
+    return answer
