@@ -176,6 +176,22 @@ async def test_xorls_client_numbers_per_object_and_a_repeat_within_seconds_is_on
     assert (await ask(client, "list_checkpoints", model_id="mine"))["checkpoints"] == []
 
 
+async def test_killing_a_session_ends_its_model_and_answers_when_it_has_ended(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    made = await ask(client, "create_model", model_id="mine", base_model=BASE, lora_config={"rank": 4})
+    await xorl_result(client, made)
+    assert (await client.get("session_info")).json()["registered_models"] == ["mine"]
+    assert (await ask(client, "kill_session", model_id="mine"))["success"]
+    assert (await client.get("session_info")).json()["registered_models"] == []
+    assert (await ask(client, "kill_session", model_id="mine"))["success"], "a repeat within seconds"
+    gone = await ask(client, "kill_session", model_id="mine", save_checkpoint=False)
+    assert not gone["success"]
+    assert "has ended" in gone["message"]
+    again = await ask(client, "create_model", model_id="mine", base_model=BASE, lora_config={"rank": 4})
+    assert (await xorl_result(client, again))["model_id"] == "mine"
+
+
 async def xorl_result(client: httpx.AsyncClient, accepted: dict[str, Any]) -> dict[str, Any]:
     while (answer := await ask(client, "retrieve_future", request_id=accepted["request_id"])).get(
         "type"

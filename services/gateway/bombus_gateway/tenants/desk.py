@@ -25,6 +25,7 @@ from bombus.operations import (
     ForwardBackward,
     Operation,
     Rejected,
+    Result,
     SaveWeights,
     decode_operation,
     decode_result,
@@ -59,6 +60,13 @@ _T = TypeVar("_T")
 
 # What is refused for a while only. The clients send it again by themselves, which they do not after a failed future.
 _PASSING = (Code.QUOTA, Code.OVERLOADED, Code.STORAGE_FULL, Code.BUS_DOWN)
+
+
+class Waits(msgspec.Struct, frozen=True):
+    """What an operation waits for in words, and the state of its queue in Tinker's."""
+
+    reason: str
+    state: QueueState
 
 
 class OperationDesk:
@@ -171,7 +179,8 @@ class OperationDesk:
             return f"{stem}1"
         newest = before[-1]
         is_recent = time.time_ns() - newest.accepted_ns <= REPEAT_S * 1e9
-        if is_recent and newest.body is not None and newest.body.digest == body_digest:
+        is_new_model = model is not None and model.closed is not None and isinstance(submission.operation, CreateModel)
+        if is_recent and not is_new_model and newest.body is not None and newest.body.digest == body_digest:
             return newest.key
         return f"{stem}{int(newest.key.removeprefix(stem)) + 1}"
 
@@ -192,24 +201,32 @@ class OperationDesk:
 
     async def result(self, asked: FutureRequest, hold_s: float = HOLD_S) -> FutureAnswer:
         """Return what has become of an operation. Where it waits, the answer is held for a while."""
-        failure = self._failures.get(asked.id)
-        if failure is not None:
-            return failed(failure)
-        queued = await self._found(asked.id)
-        if queued is None:
+        outcome = await self.outcome(asked.id, hold_s)
+        if outcome is None:
             return unknown(asked.id)
-        if queued.waits and not await self._is_over(asked.id, hold_s):
-            return try_again(asked, *self._why_it_waits(asked.id))
-        queued = self.tenants.operation(asked.id)
-        if queued is None or (queued.result is None and not queued.error):
-            return unknown(asked.id)
-        if queued.result is None:
-            return failed(Failed(error=queued.error, category=Category.SERVER))
-        model = asked.id.rpartition(":")[0]
-        result = decode_result(await self._parts.fetch(queued.result))
+        if isinstance(outcome, Waits):
+            return try_again(asked, outcome.reason, outcome.state)
+        if isinstance(outcome, Failed):
+            return failed(outcome)
+        model, queued = asked.id.rpartition(":")[0], self.tenants.operation(asked.id)
         dialect = TrainingDialect.TINKER if is_tinkers(model) else TrainingDialect.XORL
         submission = await self._submission(model, queued)
-        return ready(await asyncio.to_thread(write_result, dialect, submission, result), asked)
+        return ready(await asyncio.to_thread(write_result, dialect, submission, outcome), asked)
+
+    async def outcome(self, name: str, hold_s: float) -> Result | Waits | None:
+        """Return the result of an operation, or what it waits for after `hold_s`; None where it is not known."""
+        failure = self._failures.get(name)
+        if failure is not None:
+            return failure
+        queued = await self._found(name)
+        if queued is not None and queued.waits and not await self._is_over(name, hold_s):
+            return self._why_it_waits(name)
+        queued = self.tenants.operation(name)
+        if queued is None or (queued.result is None and not queued.error):
+            return None
+        if queued.result is None:
+            return Failed(error=queued.error, category=Category.SERVER)
+        return decode_result(await self._parts.fetch(queued.result))
 
     async def _found(self, name: str) -> Queued | None:
         """Return an operation. One of a model that is known may be news that this gateway has not read yet."""
@@ -231,31 +248,31 @@ class OperationDesk:
             return False
         return True
 
-    def _why_it_waits(self, name: str) -> tuple[str, QueueState]:
-        """Return in words what an operation waits for, and the state of its queue in Tinker's."""
+    def _why_it_waits(self, name: str) -> Waits:
         engine = self.state
         if engine.suspended:
-            return f"The run is suspended: {engine.suspended}", "paused_capacity"
+            return Waits(f"The run is suspended: {engine.suspended}", "paused_capacity")
         if engine.phase == Phase.BOOTING:
             base = "" if engine.started is None else engine.started.base
-            return f"The trainer is loading {base}.", "paused_capacity"
+            return Waits(f"The trainer is loading {base}.", "paused_capacity")
         queued, model = self.tenants.operation(name), self.tenants.models.get(name.rpartition(":")[0])
         if queued is None or model is None:
-            return "", "active"
+            return Waits("", "active")
         before = sum(each.waits and each.number < queued.number for each in model.operations.values())
         others = self.tenants.waiting - model.waiting
-        return f"{before} operations of this model come first, and {others} of other models wait too.", "active"
+        return Waits(f"{before} operations of this model come first, and {others} of other models wait too.", "active")
 
-    async def _submission(self, model: str, queued: Queued) -> Submission:
+    async def _submission(self, model: str, queued: Queued | None) -> Submission:
         """Return what was submitted, without its data, as far as it is needed to write the result."""
-        name = f"{model}:{queued.key}"
+        unknown_one = Submission(model=model, seq=0, operation=EndModel())
+        name = "" if queued is None else f"{model}:{queued.key}"
         known = self._submitted.get(name)
-        if known is not None or queued.body is None:
-            return known or Submission(model=model, seq=0, operation=EndModel())
+        if known is not None or queued is None or queued.body is None:
+            return known or unknown_one
         try:
             operation = decode_operation(await self._parts.fetch(queued.body))
         except LogCorrupted:  # bodies are kept for less long than results
-            return Submission(model=model, seq=0, operation=EndModel())
+            return unknown_one
         known = Submission(
             model=model, seq=0, operation=_without_data(operation), sampling_session=_sampling_session(model, operation)
         )

@@ -13,12 +13,12 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
-from bombus.operations import Category, CheckpointKind, CreateModel, Failed
+from bombus.operations import Category, CheckpointKind, CreateModel, Failed, ModelEnded
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bodies import answered, in_json, names_in, read_body
-from bombus_gateway.tenants.desk import OperationDesk
+from bombus_gateway.tenants.desk import OperationDesk, Waits
 from bombus_gateway.tenants.listings import (
     checkpoints_of,
     found_checkpoint,
@@ -36,11 +36,13 @@ from bombus_gateway.training.dialects import TrainingDialect, dialect_of, sessio
 from bombus_gateway.training.futures import accepted, read_retrieve
 from bombus_gateway.training.models import AdapterDefaults, read_create_by_load, read_create_model, read_end_model
 from bombus_gateway.training.paths import path_of_operation, read_path
+from bombus_gateway.training.results import kill_session_answer
 from bombus_gateway.training.steps import read_abort_epoch, read_optim_step
 from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
 
 # Chunks of one request in their order: then a run is the same to the bit whenever it is repeated.
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": True}
+KILL_S = 600.0  # for what waits for a model to be executed, and for the model to be saved
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
@@ -80,6 +82,8 @@ def training_router(gateway: Gateway, engine: str) -> APIRouter:
         ("POST", "/save_weights_external", routes.save_external),
         ("POST", "/load_weights", routes.load_weights),
         ("POST", "/unload_model", routes.unload_model),
+        ("POST", "/kill_session", routes.kill_session),
+        ("GET", "/session_info", routes.session_info),
         ("POST", "/retrieve_future", routes.retrieve_future),
         ("POST", "/get_info", routes.get_info),
         ("POST", "/weights_info", routes.weights_info),
@@ -204,6 +208,23 @@ class TrainingRoutes:
 
     async def unload_model(self, request: Request) -> Response:
         return await self._submitted(read_end_model(await read_body(request)))
+
+    async def kill_session(self, request: Request) -> Response:
+        """End a model of xorl's client, and answer when it has ended."""
+        save_as = f"ended-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+        submission = read_end_model(await read_body(request), save_as)
+        name = await self._desk.submit(self._sessions.of_model(submission.model), submission)
+        outcome = await self._desk.outcome(name, KILL_S)
+        if isinstance(outcome, ModelEnded | Failed):
+            return in_json(kill_session_answer(TrainingDialect.XORL, submission.model, outcome))
+        why = outcome.reason if isinstance(outcome, Waits) else "Nothing is known of it any more."
+        return in_json({"success": False, "message": f"{submission.model} has not ended yet. {why}"})
+
+    async def session_info(self, request: Request) -> Response:
+        tenants = self._desk.tenants
+        models = [model.name for model in tenants.open_models]
+        activity = {model.name: model.last_ns / 1e9 for model in tenants.open_models}
+        return in_json({"registered_models": models, "active_sessions": models, "session_activity": activity})
 
     async def retrieve_future(self, request: Request) -> Response:
         return answered(await self._desk.result(read_retrieve(await read_body(request))))
