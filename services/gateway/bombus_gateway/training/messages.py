@@ -195,7 +195,7 @@ def parsed(kind: MessageType, body: bytes) -> Message:
     _count(body, 0, len(body), kind.DESCRIPTOR, budget)
     try:
         return kind.FromString(body)
-    except message.DecodeError as error:
+    except (message.DecodeError, UnicodeDecodeError) as error:  # the second by protobuf without its C library
         raise Refused(Code.MALFORMED, f"The body is not a {kind.DESCRIPTOR.name} of protobuf: {error}.") from None
 
 
