@@ -80,8 +80,8 @@ $(TINKER_STAMP): pyproject.toml tests/tinker/requirements.txt locks/$(TORCH).txt
 	$(TINKER_PIP) --no-deps --no-build-isolation -e .
 	touch $(TINKER_STAMP)
 
-test-tinker: $(TINKER_STAMP)  ## Tinker's SDK and xorl-client, unmodified: what they write and read, beside what we do
-	$(TINKER_VENV)/bin/python -m pytest tests/tinker
+test-tinker: $(STAMP) $(TINKER_STAMP)  ## Tinker's SDK and xorl-client, unmodified: what they write and read, beside what we do
+	BOMBUS_PYTHON=$(abspath $(BIN)/python) $(TINKER_VENV)/bin/python -m pytest tests/tinker
 
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.
 test-harnesses: $(STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md

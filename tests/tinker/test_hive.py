@@ -1,0 +1,186 @@
+"""Both clients, unmodified, against a whole hive whose trainer really trains."""
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xorl_client
+from xorl_client import types as xorl_types
+
+import tinker
+from tinker import types
+
+PYTHON = os.environ.get("BOMBUS_PYTHON", "")  # of the environment that the hive runs in
+READY_S = 120.0
+BASE = "tiny"
+SENTENCES = ([5, 6, 7, 8, 9, 10], [11, 12, 13, 14], [9, 8, 7, 6, 5])
+
+pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run `bombus up` and yield its address."""
+    folder = tmp_path_factory.mktemp("hive")
+    command = [PYTHON, "-m", "bombus", "up", "--port", "0", "--data-dir", str(folder / "data"), "--threads", "1"]
+    with (folder / "up.log").open("wb") as log:
+        up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+    try:
+        yield ready_url(up, folder / "up.log")
+    finally:
+        up.terminate()
+        up.wait(60)
+
+
+def ready_url(up: "subprocess.Popen[str]", log: Path) -> str:
+    assert up.stdout is not None
+    timer = threading.Timer(READY_S, up.kill)
+    timer.start()
+    try:
+        for line in up.stdout:
+            if line.startswith("ready "):
+                return line.split()[1]
+    finally:
+        timer.cancel()
+    raise AssertionError(f"bombus up did not become ready:\n{log.read_text()}")
+
+
+@pytest.fixture
+def service(url: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    return tinker.ServiceClient(base_url=url, api_key="tml-key")
+
+
+def batch() -> list[Any]:
+    """Return sentences whose next tokens are to be learnt."""
+    return [datum(tokens[:-1], tokens[1:]) for tokens in SENTENCES]
+
+
+def datum(tokens: list[int], targets: list[int]) -> Any:
+    inputs = {"target_tokens": targets, "weights": [1.0] * len(targets)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def learn(model: Any, steps: int, rate: float = 1e-2) -> list[float]:
+    """Train on the batch again and again, and return the loss of each time."""
+    losses = []
+    for _ in range(steps):
+        scored = model.forward_backward(batch(), "cross_entropy")
+        stepped = model.optim_step(types.AdamParams(learning_rate=rate))
+        losses.append(scored.result().metrics["loss:sum"])
+        stepped.result()
+    return losses
+
+
+def logprobs(model: Any) -> list[list[float]]:
+    found = model.forward(batch(), "cross_entropy").result()
+    return [list(output["logprobs"].data) for output in found.loss_fn_outputs]
+
+
+# ---- Tinker -------------------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_batch_is_learnt_and_forward_scores_as_the_loss_does(service: Any) -> None:
+    model = service.create_lora_training_client(base_model=BASE, rank=8, seed=1)
+    losses = learn(model, 12)
+    assert losses[-1] < losses[0] / 2
+    rows = logprobs(model)
+    assert rows == logprobs(model), "forward leaves nothing behind"
+    again = model.forward_backward(batch(), "cross_entropy").result().metrics["loss:sum"]
+    assert -sum(map(sum, rows)) == pytest.approx(again, abs=1e-4)
+
+
+def test_a_model_that_was_saved_goes_on_bit_for_bit(service: Any) -> None:
+    model = service.create_lora_training_client(base_model=BASE, rank=4, seed=2)
+    learn(model, 3)
+    path = model.save_state("three").result().path
+    whole = learn(model, 3)
+    loaded = service.create_training_client_from_state_with_optimizer(path)
+    assert learn(loaded, 3) == whole
+    assert logprobs(loaded) == logprobs(model)
+    fresh = service.create_training_client_from_state(path)
+    assert learn(fresh, 3)[0] == whole[0]
+    assert learn(fresh, 1) != learn(loaded, 1), "without the optimizer's state it goes on otherwise"
+
+
+def test_two_models_of_different_rank_are_trained_at_once_as_each_alone(service: Any) -> None:
+    alone = [learn(service.create_lora_training_client(base_model=BASE, rank=rank, seed=3), 3) for rank in (4, 16)]
+    both = [service.create_lora_training_client(base_model=BASE, rank=rank, seed=3) for rank in (4, 16)]
+    losses: list[list[float]] = [[], []]
+    for _ in range(3):
+        futures = [(each.forward_backward(batch(), "cross_entropy"), step(each)) for each in both]
+        for found, (scored, stepped) in zip(losses, futures):
+            found.append(scored.result().metrics["loss:sum"])
+            stepped.result()
+    assert losses == alone
+
+
+def step(model: Any) -> Any:
+    return model.optim_step(types.AdamParams(learning_rate=1e-2))
+
+
+def test_a_loss_of_the_callers_own_is_learnt(service: Any) -> None:
+    model = service.create_lora_training_client(base_model=BASE, rank=8, seed=4)
+
+    def loss(data: Any, rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        value = -torch.cat(list(rows)).mean()
+        return value, {"mean": float(value)}
+
+    losses = []
+    for _ in range(6):
+        losses.append(model.forward_backward_custom(batch(), loss).result().metrics["mean"])
+        step(model).result()
+    assert losses[-1] < losses[0]
+
+
+def test_what_is_wrong_fails_its_future_in_words_and_the_next_step_says_so(service: Any) -> None:
+    model = service.create_lora_training_client(base_model=BASE, rank=4, seed=5)
+    with pytest.raises(tinker.RequestFailedError, match="token"):
+        model.forward_backward([datum([10**6], [1])], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="forward_backward"):
+        step(model).result()
+    assert len(learn(model, 1)) == 1
+
+
+def test_models_and_checkpoints_are_listed(service: Any) -> None:
+    model = service.create_lora_training_client(base_model=BASE, rank=4, seed=6)
+    path = model.save_state("listed").result().path
+    rest = service.create_rest_client()
+    run = path.removeprefix("tinker://").split("/")[0]
+    assert rest.get_training_run(run).result().lora_rank == 4
+    assert [each.tinker_path for each in rest.list_checkpoints(run).result().checkpoints] == [path]
+    with pytest.raises(tinker.RequestFailedError, match="listed"):
+        model.save_state("listed").result()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert rest.list_checkpoints(run).result().checkpoints == []
+
+
+# ---- xorl ---------------------------------------------------------------------------------------------------------
+
+
+def test_xorls_client_learns_a_repeated_batch(url: str) -> None:
+    client = xorl_client.ServiceClient(base_url=url, api_key="key")
+    model = settled(client.create_lora_training_client(base_model=BASE, rank=8))
+    data = [
+        xorl_types.Datum(
+            model_input=xorl_types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+        )
+        for tokens in SENTENCES
+    ]
+    losses = []
+    for _ in range(12):
+        losses.append(settled(model.forward_backward(data, "causallm_loss")).metrics["loss:mean"])
+        settled(model.optim_step(xorl_types.AdamParams(learning_rate=1e-2)))
+    assert losses[-1] < losses[0] / 2
+
+
+def settled(future: Any) -> Any:
+    """Return what a future of xorl's client has, or what is no future."""
+    result: Callable[[], Any] | None = getattr(future, "result", None)
+    return future if result is None else result()
