@@ -148,7 +148,26 @@ class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     reset_weights: bool = False
 
 
-Operation: TypeAlias = CreateModel | ForwardBackward | OptimStep | AbortEpoch | SaveWeights | LoadWeights | EndModel
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
+    """The operation changed nothing but, where it belonged to a gradient, the gradient's standing: `error` says why."""
+
+    error: str
+    category: Category
+
+
+class Rejected(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="rejected", tag_field="kind"):
+    """Fail: the gateway could not understand what its client sent, and says so in the operation's turn.
+
+    It `counts` where it would have added to the gradient, which then lacks something: its next step fails.
+    """
+
+    failure: Failed
+    counts: bool = False
+
+
+Operation: TypeAlias = (
+    CreateModel | ForwardBackward | OptimStep | AbortEpoch | SaveWeights | LoadWeights | EndModel | Rejected
+)
 
 
 class ModelReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="model_ready", tag_field="kind"):
@@ -207,13 +226,6 @@ class ModelEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """The model is gone; `saved` names the checkpoint that was made of it first."""
 
     saved: CheckpointSaved | None = None
-
-
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
-    """The operation changed nothing but, where it belonged to a gradient, the gradient's standing: `error` says why."""
-
-    error: str
-    category: Category
 
 
 Result: TypeAlias = (
