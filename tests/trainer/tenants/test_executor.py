@@ -18,13 +18,16 @@ from bombus.operations import (
     DType,
     EndModel,
     EpochAborted,
+    Failed,
     ForwardBackward,
     LossSpec,
     ModelEnded,
     Operation,
     Reduction,
+    Rejected,
     SaveWeights,
 )
+from bombus_trainer.tenants.checkpoints import CheckpointFolder
 from bombus_trainer.tenants.executor import OperationExecutor
 from tests.trainer.tenants.small_tenants import (
     BASE,
@@ -235,6 +238,44 @@ def test_a_failed_forward_spoils_nothing(base: Path, tmp_path: Path) -> None:
     scored(made, "a", forward_backward(*random_data(1, 3)))
     failed(made, "a", forward_backward(datum([1, 99]), forward_only=True))
     assert stepped(made, "a", optim_step()).grad_norm > 0.0
+
+
+def test_what_was_rejected_fails_in_its_turn_and_spoils_the_gradient_where_it_counts(
+    base: Path, tmp_path: Path
+) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    failure = Failed(error="data is not a list", category=Category.USER)
+    scored(made, "a", forward_backward(*random_data(1, 3)))
+    assert made.execute("a", Rejected(failure=failure)) == failure
+    assert stepped(made, "a", optim_step()).step == 1
+    assert made.execute("a", Rejected(failure=failure, counts=True)) == failure
+    assert "a forward_backward since step 1 failed (data is not a list)" in failed(made, "a", optim_step()).error
+    assert made.execute("nobody", Rejected(failure=failure, counts=True)) == failure
+
+
+def test_a_model_made_from_its_cover_goes_on_bit_for_bit(base: Path, tmp_path: Path) -> None:
+    made, covers = executor(base, tmp_path), CheckpointFolder(tmp_path / "covers")
+    created(made, "a")
+    scored(made, "a", forward_backward(*random_data(1, 3)))
+    assert not made.is_between_steps("a")
+    stepped(made, "a", optim_step())
+    assert made.is_between_steps("a")
+    made.save_to(covers, "a", "cover-3")
+
+    def goes_on(each: OperationExecutor) -> str:
+        scored(each, "a", forward_backward(*random_data(2, 3)))
+        assert stepped(each, "a", optim_step()).step == 2
+        return address(each, "a", "after")
+
+    wanted = goes_on(made)
+    again = executor(base, tmp_path / "again")
+    again.make_from(covers, "a", "cover-3")
+    assert again.models == {"a": 1}
+    assert goes_on(again) == wanted
+    again.drop("a")
+    again.drop("a")
+    assert again.models == {}
 
 
 def test_an_aborted_epoch_is_forgotten(base: Path, tmp_path: Path) -> None:

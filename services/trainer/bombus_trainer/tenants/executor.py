@@ -25,6 +25,7 @@ from bombus.operations import (
     ModelReady,
     Operation,
     OptimStep,
+    Rejected,
     Result,
     SaveWeights,
     Scores,
@@ -40,7 +41,7 @@ from bombus_trainer.tenants.client_losses import read_loss
 from bombus_trainer.tenants.saving import check_origin, load_tenant, weights_file, write_tenant
 from bombus_trainer.tenants.settings import TenantSettings
 from bombus_trainer.tenants.shelf import OptimizerShelf
-from bombus_trainer.tenants.tenant import Tenant
+from bombus_trainer.tenants.tenant import GradientEpoch, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -94,14 +95,36 @@ class OperationExecutor:
             failed = Failed(
                 error=f"a file could not be written or read: {in_one_line(error)}", category=Category.SERVER
             )
-        self._spoil(model, operation, failed.error)
+        self.spoil(model, operation, failed.error)
         return failed
 
-    def _spoil(self, model: str, operation: Operation, why: str) -> None:
-        """Note that a gradient is incomplete: the step that would take it fails."""
+    def spoil(self, model: str, operation: Operation, why: str) -> None:
+        """Note that the gradient is incomplete where a failed operation belongs to it: the step that takes it fails."""
         tenant = self._tenants.get(model)
-        if tenant is not None and isinstance(operation, ForwardBackward) and not operation.forward_only:
+        if tenant is not None and _adds(operation):
             tenant.epoch.failed = tenant.epoch.failed or why
+
+    def clear(self, model: str) -> None:
+        """Forget a model's gradient, and that an operation on it failed."""
+        self._tenant(model).clear()
+
+    def is_between_steps(self, model: str) -> bool:
+        """Return whether a model's gradient is clear: then a checkpoint has all that the model is."""
+        return self._tenant(model).epoch == GradientEpoch()
+
+    def drop(self, model: str) -> None:
+        """Forget a model, if there is one."""
+        if self._tenants.pop(model, None) is not None:
+            self._shelf.remove(model)
+
+    def save_to(self, folder: CheckpointFolder, model: str, name: str) -> CheckpointSaved:
+        """Write a model with its optimizer to a folder other than that of the callers' checkpoints."""
+        return self._write(folder, model, SaveWeights(checkpoint=CheckpointKind.TRAINING, name=name), name, b"")
+
+    def make_from(self, folder: CheckpointFolder, model: str, name: str) -> None:
+        """Make a model from what `save_to` has written. Raises `EngineFault` or `Refused` where it is not there."""
+        where = CheckpointName(model, CheckpointKind.TRAINING, name)
+        self._add(model, self._made_from(folder, where, self._base_name, with_optimizer=True))
 
     def _run(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
         match operation:
@@ -119,6 +142,9 @@ class OperationExecutor:
                 return self._load(model, operation)
             case EndModel():
                 return self._end(model, operation, name, executed)
+            case Rejected():
+                self.spoil(model, operation, operation.failure.error)
+                return operation.failure
             case _:
                 assert_never(operation)
 
@@ -145,13 +171,20 @@ class OperationExecutor:
             tenant = self._new(operation)
         else:
             name = CheckpointName.read(operation.checkpoint)
-            facts = self._checkpoints.facts(name)
-            check_origin(name, facts, self._base_name, operation.with_optimizer)
-            tenant = self._new(CreateModel(base=operation.base, adapter=facts.adapter))
-            load_tenant(tenant, self._checkpoints, name, facts, operation.with_optimizer)
+            tenant = self._made_from(self._checkpoints, name, operation.base, operation.with_optimizer)
+        self._add(model, tenant)
+        return ModelReady(adapter=tenant.spec, parameters=tenant.size)
+
+    def _made_from(self, folder: CheckpointFolder, name: CheckpointName, base: str, with_optimizer: bool) -> Tenant:
+        facts = folder.facts(name)
+        check_origin(name, facts, self._base_name, with_optimizer)
+        tenant = self._new(CreateModel(base=base, adapter=facts.adapter))
+        load_tenant(tenant, folder, name, facts, with_optimizer)
+        return tenant
+
+    def _add(self, model: str, tenant: Tenant) -> None:
         self._tenants[model] = tenant
         self._shelf.add(model, tenant.optimizer)
-        return ModelReady(adapter=tenant.spec, parameters=tenant.size)
 
     @property
     def _base_name(self) -> str:
@@ -187,13 +220,10 @@ class OperationExecutor:
         if operation.save_as:
             as_asked = SaveWeights(checkpoint=CheckpointKind.TRAINING, name=operation.save_as)
             saved = self._save(model, as_asked, name, executed)
-        del self._tenants[model]
-        self._shelf.remove(model)
+        self.drop(model)
         if tenant.spec is None and operation.reset_weights:
             del tenant
-            fresh = self._new(CreateModel(base=self._base_name))
-            self._tenants[model] = fresh
-            self._shelf.add(model, fresh.optimizer)
+            self._add(model, self._new(CreateModel(base=self._base_name)))
         return ModelEnded(saved=saved)
 
     # ---- gradients and steps --------------------------------------------------------------------------------------
@@ -221,6 +251,11 @@ class OperationExecutor:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save(self, model: str, operation: SaveWeights, name: str, executed: bytes) -> CheckpointSaved:
+        return self._write(self._checkpoints, model, operation, name, executed)
+
+    def _write(
+        self, folder: CheckpointFolder, model: str, operation: SaveWeights, name: str, executed: bytes
+    ) -> CheckpointSaved:
         tenant, kind = self._tenant(model), operation.checkpoint
         if not 0.0 <= operation.ttl_s < inf:
             raise Refused(
@@ -248,7 +283,7 @@ class OperationExecutor:
             )
 
         fill = partial(write_tenant, tenant=tenant, kind=kind, optimizer=optimizer, files=files)
-        return self._checkpoints.save(where, operation.overwrite, name, fill, describe)
+        return folder.save(where, operation.overwrite, name, fill, describe)
 
     def _load(self, model: str, operation: LoadWeights) -> CheckpointLoaded:
         tenant = self._tenant(model)
@@ -258,3 +293,10 @@ class OperationExecutor:
         load_tenant(tenant, self._checkpoints, name, facts, operation.with_optimizer)
         self._shelf.renew(model)
         return CheckpointLoaded(checkpoint=operation.checkpoint, step=tenant.step)
+
+
+def _adds(operation: Operation) -> bool:
+    """Return whether an operation adds to the gradient, or would have."""
+    if isinstance(operation, Rejected):
+        return operation.counts
+    return isinstance(operation, ForwardBackward) and not operation.forward_only
