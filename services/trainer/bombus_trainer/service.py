@@ -13,7 +13,7 @@ from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, EngineFault
 from bombus.faults import Point, reached
-from bombus.hive.events import BatchReady, WeightsReady
+from bombus.hive.events import BatchReady, RunKind, WeightsReady
 from bombus.hive.inbox import StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import EngineState
 from bombus.hive.steps import checkpoints, is_due, steps_after
@@ -36,6 +36,7 @@ from bombus_trainer.recovery.restoring import restored
 from bombus_trainer.recovery.watch import Watch
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
 from bombus_trainer.replay.retraining import read_again
+from bombus_trainer.serving.server import OperationServer
 from bombus_trainer.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -93,9 +94,14 @@ class Trainer:
     # ---- a run ------------------------------------------------------------------------------------------------
 
     async def _train_run(self) -> None:
-        """Load the model, publish what the log lacks, and make outstanding steps; start over after a failure."""
+        """Load the model, publish what the log lacks, and make outstanding steps; start over after a failure.
+
+        A run of operations is served until it is over.
+        """
         ownership = self._ownership
         await ownership.open()
+        if ownership.engine.run_kind is RunKind.OPERATIONS:
+            await OperationServer(self._bus, self._options, ownership, self._reports).run()
         root = self._directory("weights")
         async with Versions(self._bus, self._options, root, ownership.run, ownership.epoch) as versions:
             await self._make_steps(versions)

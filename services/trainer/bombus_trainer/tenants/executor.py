@@ -101,7 +101,7 @@ class OperationExecutor:
     def spoil(self, model: str, operation: Operation, why: str) -> None:
         """Note that the gradient is incomplete where a failed operation belongs to it: the step that takes it fails."""
         tenant = self._tenants.get(model)
-        if tenant is not None and _adds(operation):
+        if tenant is not None and adds_to_gradient(operation):
             tenant.epoch.failed = tenant.epoch.failed or why
 
     def clear(self, model: str) -> None:
@@ -295,7 +295,7 @@ class OperationExecutor:
         return CheckpointLoaded(checkpoint=operation.checkpoint, step=tenant.step)
 
 
-def _adds(operation: Operation) -> bool:
+def adds_to_gradient(operation: Operation) -> bool:
     """Return whether an operation adds to the gradient, or would have."""
     if isinstance(operation, Rejected):
         return operation.counts
