@@ -20,6 +20,7 @@ from bombus.operations import (
     Operation,
     OptimStep,
     Reduction,
+    Rejected,
     Result,
     Scores,
     StepTaken,
@@ -41,6 +42,7 @@ DATUM = Datum(
         CreateModel(base="tiny", adapter=AdapterSpec(rank=8, alpha=32.0, parts=(AdapterPart.MLP,))),
         ForwardBackward(loss=LossSpec("ppo", {"clip_low_threshold": 0.8, "mode": "x"}), data=(DATUM,)),
         OptimStep(adam=AdamParams(learning_rate=1e-4), reduction=Reduction.TOKEN_MEAN),
+        Rejected(failure=Failed(error="data is not a list", category=Category.USER), counts=True),
     ],
 )
 def test_an_operation_is_read_back_as_it_was_written(operation: Operation) -> None:

@@ -64,6 +64,10 @@ class Stage:
         )
 
     async def start(self, job: RunConfig) -> None:
+        await self.configure(job)
+        await self.restart()
+
+    async def configure(self, job: RunConfig) -> None:
         configure = inbox.Configure(
             id=self.id(),
             engine=ENGINE,
@@ -73,7 +77,6 @@ class Stage:
             model=job.model.path,
         )
         await self.bus.inbox.request(configure)
-        await self.restart()
 
     async def restart(self) -> None:
         answer = await self.bus.inbox.request(inbox.Start(id=self.id(), engine=ENGINE))

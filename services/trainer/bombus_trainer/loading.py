@@ -20,6 +20,8 @@ from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
+from bombus_trainer.tenants.executor import OperationExecutor
+from bombus_trainer.tenants.settings import TenantSettings
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,20 @@ def load_executor(settings: TrainerSettings, allow_download: bool = False) -> Ex
         raise EngineFault(f"trainer.backend is {job.trainer.backend}, and this can only be done with the torch backend")
     folder = _folder(job, allow_download)
     return Executor(folder, settings, text_files(job, folder, allow_download))
+
+
+def load_base(job: RunConfig, options: TrainerOptions, tenants: TenantSettings) -> OperationExecutor:
+    """Load the job's model as the base of training operations.
+
+    Raises `EngineFault` when there is none, or the job asks for another backend than torch.
+    """
+    if job.trainer.backend != "torch":
+        raise EngineFault(
+            f"trainer.backend is {job.trainer.backend}, and training operations are executed by torch alone: set it to "
+            "torch"
+        )
+    settings = TrainerSettings.of_job(job, options.device, options.bin_tokens)
+    return OperationExecutor(_folder(job, options.allow_download), settings, tenants)
 
 
 def check_model(folder: Path, tokens: int) -> None:

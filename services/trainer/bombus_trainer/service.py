@@ -1,23 +1,21 @@
 """The trainer on the bus: follow the log, make each outstanding step once, and publish its outcome (R11)."""
 
 import asyncio
-import gc
 import logging
 import secrets
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import NoReturn
 
 from bombus import telemetry
 from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
-from bombus.errors import BombusError, BusUnavailable, EngineFault
+from bombus.errors import BusUnavailable, EngineFault
 from bombus.faults import Point, reached
-from bombus.hive.events import BatchReady, WeightsReady
-from bombus.hive.inbox import EngineBroke, StageReached, StepBroke, StepDone, WeightsSaved
-from bombus.hive.state import EngineState, Phase
+from bombus.hive.events import BatchReady, RunKind, WeightsReady
+from bombus.hive.inbox import StepBroke, StepDone, WeightsSaved
+from bombus.hive.state import EngineState
 from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.private import private_folder
 from bombus_trainer.backend import BackendLost, Interrupted, Loader, TrainerBackend
@@ -31,18 +29,18 @@ from bombus_trainer.ownership import RunOver, RunOwnership
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.publish.export import digest_like
-from bombus_trainer.recovery.faults import LoadPatience, backoff, may_pass
+from bombus_trainer.recovery.faults import backoff
 from bombus_trainer.recovery.progress import STALLS, Kind, in_thread, watch_here
+from bombus_trainer.recovery.reports import RunReports, reason_of
 from bombus_trainer.recovery.restoring import restored
 from bombus_trainer.recovery.watch import Watch
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
 from bombus_trainer.replay.retraining import read_again
+from bombus_trainer.serving.server import OperationServer
 from bombus_trainer.versions import Versions
 
 log = logging.getLogger(__name__)
 
-REASON_CHARS_MAX = 2000
-STAGE_CHARS_MAX = 200
 LOAD_SHARE = 0.75  # but no longer than this share of the time to boot, after which the run would be over
 NO_CHECKPOINT = Saved("", "")
 MADE_AGAIN, DIFFERS = "steps_made_again", "made_again_differs"  # metrics of the first step after a crash
@@ -62,8 +60,8 @@ class Trainer:
         self._bus = bus
         self._options = options
         self._ownership = RunOwnership(bus, options, self.name)
+        self._reports = RunReports(options, self._ownership)
         self._attempt = 0
-        self._loads = 0
         self._tokenizer = ""
         self._waited_s = 0.0  # how long for the newest batch
         self._restored = 0  # the step of the checkpoint from which the model was loaded
@@ -96,9 +94,14 @@ class Trainer:
     # ---- a run ------------------------------------------------------------------------------------------------
 
     async def _train_run(self) -> None:
-        """Load the model, publish what the log lacks, and make outstanding steps; start over after a failure."""
+        """Load the model, publish what the log lacks, and make outstanding steps; start over after a failure.
+
+        A run of operations is served until it is over.
+        """
         ownership = self._ownership
         await ownership.open()
+        if ownership.engine.run_kind is RunKind.OPERATIONS:
+            await OperationServer(self._bus, self._options, ownership, self._reports).run()
         root = self._directory("weights")
         async with Versions(self._bus, self._options, root, ownership.run, ownership.epoch) as versions:
             await self._make_steps(versions)
@@ -147,12 +150,12 @@ class Trainer:
             return
         bad = int(_metrics_before(engine).get(NONFINITE_STEPS, 0))
         if bad >= RunConfig.from_json(engine.active.config).trainer.max_nonfinite_steps:
-            await self._suspend(
+            await self._reports.suspend(
                 f"losses or gradients of the last {bad} steps were not finite, and these updates were left out. Look "
                 "for extreme rewards with `bombus replay batch`, mend them and resume the run; or stop it, and start "
                 "it with a lower trainer.lr (trainer.max_nonfinite_steps says how many such steps in a row are borne)"
             )
-            await self._until_resumed()
+            await self._reports.until_resumed()
 
     def _outstanding(self) -> BatchReady:
         batch = self._ownership.engine.batch
@@ -161,60 +164,18 @@ class Trainer:
         return batch
 
     async def _boot(self, versions: Versions) -> TrainerBackend:
-        """Load the model and publish its tokenizer.
-
-        After a fault of the moment that is tried again, for a while with back-off, then when the operator resumes the
-        run. A job that cannot be trained ends the run.
-        """
-        await self._until_resumed()
-        patience = self._patience()
-        while True:
-            try:
-                return await self._load_and_check(versions)
-            except (BackendLost, BusUnavailable, Interrupted, RunOver):
-                raise
-            except Exception as error:  # a user's model may fail in any way, which is reported
-                log.exception("run %d: the model cannot be loaded", self._ownership.run)
-                reason = _reason(error)
-                if not may_pass(error, has_loaded=self._ownership.engine.version >= 0):
-                    await self._give_up(reason)
-            gc.collect()  # so that the next attempt has the memory of this one
-            pause_s = patience.pause(perf_counter())
-            if pause_s is not None:
-                await self._stage(f"loading the model failed, trying again: {reason}", f"failed-{self._loads}")
-                await self._ownership.pause(pause_s)
-            else:
-                await self._suspend(f"the model could not be loaded {patience.failures} times: {reason}")
-                await self._until_resumed()
-                patience = self._patience()
-
-    def _patience(self) -> LoadPatience:
-        return LoadPatience(self._options.retry_s, self._options.retry_s_max, self._options.load_patience_s)
+        """Load the model and publish its tokenizer."""
+        return await self._reports.booted(
+            lambda: self._load_and_check(versions), lambda: self._ownership.engine.version >= 0
+        )
 
     async def _load_and_check(self, versions: Versions) -> TrainerBackend:
-        self._loads += 1
-        await self._stage("loading the model", f"loading-{self._loads}")
         executor = await self._load()
         await versions.check(executor)
         reached(Point.TRAINER_MODEL_LOADED)
         await self._publish_tokenizer(executor)
         reached(Point.TRAINER_TOKENIZER_STORED)
         return executor
-
-    async def _until_resumed(self) -> None:
-        """Wait while the run is suspended."""
-        ownership = self._ownership
-        if ownership.engine.suspended:
-            log.warning("run %d waits for `bombus resume`: %s", ownership.run, ownership.engine.suspended)
-            await ownership.wait(lambda engine: not engine.suspended)
-
-    async def _stage(self, stage: str, name: str) -> None:
-        ownership = self._ownership
-        if ownership.engine.phase == Phase.BOOTING:
-            message = StageReached(
-                id=ownership.id(name), engine=self._options.engine, run=ownership.run, stage=stage[:STAGE_CHARS_MAX]
-            )
-            await ownership.send(message)
 
     async def _load(self) -> TrainerBackend:
         """Load the model from the newest checkpoint that can be read."""
@@ -244,7 +205,7 @@ class Trainer:
         for step in steps_after(engine.steps, self._restored, newest) or ():
             number, recorded = step.batch.step, step.done.metrics if step.done is not None else {}
             log.warning("step %d is made again, since the checkpoint of step %d", number, self._restored)
-            await self._stage(f"making step {number} again", f"again-{number}")
+            await self._reports.stage(f"making step {number} again", f"again-{number}")
             max_staleness = engine.collection.trained_staleness
             side_calls = executor.settings.job.rollout.trains_side_calls
             reader = BusCallReader(self._bus)
@@ -282,7 +243,7 @@ class Trainer:
         engine = self._ownership.engine
         newest = 0 if engine.step_done is None else engine.step_done.step
         if engine.version < newest:
-            await self._stage("writing the first weights", "first-weights")
+            await self._reports.stage("writing the first weights", "first-weights")
             await self._publish_weights(executor, newest, versions)
         else:
             await versions.recall(executor, engine.weights)
@@ -386,7 +347,7 @@ class Trainer:
         batch = ownership.engine.batch
         if batch is None:
             if failures >= ownership.engine.collection.max_step_failures:
-                await self._suspend(_reason(error))
+                await self._reports.suspend(reason_of(error))
             return
         before = _counts(ownership.engine)
         broke = StepBroke(
@@ -395,34 +356,10 @@ class Trainer:
             run=ownership.run,
             step=batch.step,
             trainer_epoch=ownership.epoch,
-            reason=_reason(error),
+            reason=reason_of(error),
         )
         await ownership.send(broke)
         await ownership.wait(lambda engine: _counts(engine) != before)
-
-    async def _suspend(self, reason: str) -> None:
-        """Let the run wait for its operator."""
-        ownership = self._ownership
-        suspensions = ownership.engine.suspensions
-        if not ownership.engine.waits_for_operator:
-            await ownership.send(self._broke(f"stuck-{secrets.token_hex(4)}", reason, may_pass=True))
-            await ownership.wait(lambda engine: engine.suspensions > suspensions)
-
-    async def _give_up(self, reason: str) -> NoReturn:
-        """End the run."""
-        await self._ownership.send(self._broke("gave-up", reason))
-        await self._ownership.wait(lambda _: False)
-        raise RunOver
-
-    def _broke(self, name: str, reason: str, may_pass: bool = False) -> EngineBroke:
-        return EngineBroke(
-            id=self._ownership.id(name),
-            engine=self._options.engine,
-            run=self._ownership.run,
-            reason=reason[:REASON_CHARS_MAX],
-            trainer_epoch=self._ownership.epoch,
-            may_pass=may_pass,
-        )
 
     def _directory(self, what: str) -> Path:
         hive = self._bus.subjects.hive
@@ -447,12 +384,6 @@ def _metrics_before(engine: EngineState) -> Mapping[str, float]:
 def _counts(engine: EngineState) -> tuple[int, int]:
     """Return two counts of which a failed step changes one, also when the run was suspended and resumed since."""
     return engine.step_failures, engine.suspensions
-
-
-def _reason(error: Exception) -> str:
-    """Describe an error in one sentence. Errors that are not ours need their type to be understood."""
-    why = str(error) if isinstance(error, BombusError) else f"{type(error).__name__}: {error}"
-    return why[:REASON_CHARS_MAX]
 
 
 async def run(url: str, hive: str, options: TrainerOptions, name: str = "", load: Loader | None = None) -> None:

@@ -148,13 +148,20 @@ class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     reset_weights: bool = False
 
 
-class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected", tag_field="kind"):
-    """Give this failure, for a request that was refused before it became an operation.
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
+    """The operation changed nothing but, where it belonged to a gradient, the gradient's standing: `error` says why."""
 
-    With `counts` it was to add to the gradient, which lacks it: the next step fails.
+    error: str
+    category: Category
+
+
+class Rejected(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="rejected", tag_field="kind"):
+    """Fail: the gateway could not understand what its client sent, and says so in the operation's turn.
+
+    It `counts` where it would have added to the gradient, which then lacks something: its next step fails.
     """
 
-    failure: "Failed"
+    failure: Failed
     counts: bool = False
 
 
@@ -219,13 +226,6 @@ class ModelEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """The model is gone; `saved` names the checkpoint that was made of it first."""
 
     saved: CheckpointSaved | None = None
-
-
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
-    """The operation changed nothing but, where it belonged to a gradient, the gradient's standing: `error` says why."""
-
-    error: str
-    category: Category
 
 
 Result: TypeAlias = (

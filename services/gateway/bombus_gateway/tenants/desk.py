@@ -283,7 +283,7 @@ class OperationDesk:
 def _on_the_log(submission: Submission) -> Operation:
     """Return the operation as it is put on the log: one that was refused here still has its place among the others."""
     operation = submission.operation
-    return Rejected(failure=operation) if isinstance(operation, Failed) else operation
+    return Rejected(failure=operation, counts=submission.counts) if isinstance(operation, Failed) else operation
 
 
 def _kind(operation: Operation) -> str:

@@ -100,7 +100,7 @@ def export(source: WeightsSource, target: VersionTarget, held: HostCopy | None =
     """
     outline = source.outline()
     with _new_directory(target.root, target.name, target.trainer_epoch) as (draft, directory):
-        _write_files(draft, source.files, outline.dtype)
+        write_files(draft, source.files, outline.dtype)
         written = source.read_weights(lambda tensors: outline.write(draft / FULL_FILE, _through(held, tensors)))
     if held is not None:
         held.settle(target.version, written.sha256)
@@ -111,7 +111,7 @@ def export_base(source: WeightsSource, root: Path, trainer_epoch: int) -> Weight
     """Write the model that the adapters of all versions apply to, as a full copy."""
     outline = source.outline(ModelPart.BASE)
     with _new_directory(root, "base", trainer_epoch) as (draft, directory):
-        _write_files(draft, source.files, outline.dtype)
+        write_files(draft, source.files, outline.dtype)
         written = source.read_weights(lambda tensors: outline.write(draft / FULL_FILE, tensors), ModelPart.BASE)
     return _full(directory, written, tokenizer="")
 
@@ -143,7 +143,7 @@ def export_delta(source: WeightsSource, target: VersionTarget, held: HostCopy, b
         full = source.read_weights(lambda tensors: outline.write(NOWHERE, held.follow(tensors, changes)))
         held.settle(target.version, full.sha256)
         if changes.too_many:
-            _write_files(draft, source.files, outline.dtype)
+            write_files(draft, source.files, outline.dtype)
             outline.write(draft / FULL_FILE, held.tensors())
             weights = _full(directory, full, target.tokenizer)
         else:
@@ -166,7 +166,7 @@ def complete(source: WeightsSource, directory: Path, held: HostCopy, trainer_epo
     draft = draft_directory(directory.parent, trainer_epoch)
     try:
         outline = source.outline()
-        _write_files(draft, source.files, outline.dtype)
+        write_files(draft, source.files, outline.dtype)
         outline.write(draft / FULL_FILE, held.tensors())
         # The tensors are moved last: once they are there, so are all the other files.
         for file in sorted(draft.iterdir(), key=lambda file: file.name == FULL_FILE):
@@ -220,7 +220,8 @@ def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) -> None:
+def write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) -> None:
+    """Write what a model has beside its tensors. Its configuration then names the precision that they are in."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

@@ -26,6 +26,7 @@ class Kind(StrEnum):
 
     LOAD = "load"
     STEP = "step"
+    OPERATION = "operation"
     SAMPLES = "samples"
     CHECKPOINT = "checkpoint"
     WEIGHTS = "weights"

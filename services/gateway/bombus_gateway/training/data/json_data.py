@@ -66,7 +66,8 @@ def read_json_data(body: bytes, forward_only: bool) -> Submission:
     """Raises `Refused` for a body that is not JSON, or too large."""
     check_size(body)
     model, seq = addressed(TrainingDialect.XORL, body)
-    return Submission(model=model, seq=seq, operation=attempted(lambda: _operation(body, forward_only)))
+    operation = attempted(lambda: _operation(body, forward_only))
+    return Submission(model=model, seq=seq, operation=operation, counts=not forward_only)
 
 
 def write_json_scores(scores: Scores, loss: str) -> dict[str, object]:

@@ -56,6 +56,15 @@ def chosen_logprobs(
     return logprobs_N, entropy_U[head.head_of_term_N]
 
 
+def chosen_logits(hidden_UH: Tensor, output: OutputLayer, head: HeadPlan) -> Tensor:
+    """Compute logits / temperature of each term's target alone [N], with gradient, in float32."""
+    products_NH = hidden_UH[head.head_of_term_N].float() * output.weight_VH[head.targets_N].float()
+    outputs_N = products_NH.sum(dim=1)
+    if output.bias_V is not None:
+        outputs_N = outputs_N + output.bias_V[head.targets_N].float()
+    return output.form(outputs_N) / head.temperatures_U[head.head_of_term_N]
+
+
 def _logits(hidden_UH: Tensor, output: OutputLayer, temperatures_U: Tensor) -> tuple[Tensor, Tensor | float]:
     """Return logits / temperature [U, V], and d logits / d (hidden W^T)."""
     outputs_UV = (hidden_UH @ output.weight_VH.t()).float()

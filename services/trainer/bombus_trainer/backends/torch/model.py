@@ -31,7 +31,7 @@ from bombus.weights.adapters import AdapterConfig
 from bombus.weights.models import load_config, load_model, persistent_buffers
 from bombus_trainer.backends.torch.attention import NAME, plan
 from bombus_trainer.backends.torch.flops import attention_pairs, cost_of, flops_of_step, peak_of
-from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logprobs
+from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logits, chosen_logprobs
 from bombus_trainer.backends.torch.lora import (
     BASE,
     LoraLinear,
@@ -59,13 +59,15 @@ class ScoredTerms:
     """The logprob of each term of a bin [N], with gradient unless it was switched off, and its entropy.
 
     The entropy has a gradient if there is a bonus for it. `terms` has what a loss also needs, on the model's device:
-    `LOSS_TERMS`, and `lines_N`, which numbers the sequence that each belongs to, below `lines`.
+    `LOSS_TERMS`, and `lines_N`, which numbers the sequence that each belongs to, below `lines`. `logits_N` are those of
+    the targets, if they were asked for.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor
     terms: dict[str, Tensor]
     lines: int
+    logits_N: Tensor | None = None
 
 
 class PolicyModel:
@@ -90,9 +92,26 @@ class PolicyModel:
 
         Raises `EngineFault` when it cannot be loaded, or computes something that this trainer does not reproduce.
         """
+        config = settings.config
+        policy = cls.load_plain(folder, settings, all_weights=not config.lora_rank)
+        if config.lora_rank:
+            targets, seed = settings.lora_targets, settings.job.model.seed
+            add_adapters(policy.network, config.lora_rank, config.lora_alpha, targets, seed)
+        elif config.kl_coef > 0.0:
+            policy._reference = copy.deepcopy(policy.network).requires_grad_(False)
+        if config.gradient_checkpointing:
+            recompute_layers(policy.network)
+        return policy
+
+    @classmethod
+    def load_plain(cls, folder: Path, settings: TrainerSettings, all_weights: bool) -> "PolicyModel":
+        """Load a model whatever the job's `lora_rank` is: without adapters, all of its weights trained or none.
+
+        Raises `EngineFault` as `load` does.
+        """
         export = export_dtype(folder, settings)
         on_cpu = settings.device == "cpu" and settings.job.model.dtype == "auto"
-        loaded = torch.float32 if on_cpu or not settings.config.lora_rank else export
+        loaded = torch.float32 if on_cpu or all_weights else export
         model = load_model(folder, dtype=str(loaded).removeprefix("torch."), attn=NAME).to(settings.device)
         model.config.use_cache = False
         with refusing(model.config, "trained"):
@@ -103,21 +122,24 @@ class PolicyModel:
             policy.disagreement(limit).check(model.dtype)
         # Trained weights stay in float32: a step is often smaller than bfloat16 can represent. On a GPU the layers
         # multiply in the precision that will be served.
-        policy._autocast = settings.config.lora_rank == 0 and export != torch.float32 and policy.device.type == "cuda"
-        config = settings.config
-        if config.lora_rank:
-            add_adapters(model, config.lora_rank, config.lora_alpha, settings.lora_targets, settings.job.model.seed)
-        elif config.kl_coef > 0.0:
-            policy._reference = copy.deepcopy(model).requires_grad_(False)
-        if config.gradient_checkpointing:
-            recompute_layers(model)
+        policy._autocast = all_weights and export != torch.float32 and policy.device.type == "cuda"
+        if not all_weights:
+            model.requires_grad_(False)
         return policy
+
+    @property
+    def network(self) -> "PreTrainedModel":
+        """The model as transformers made it."""
+        return self._model
 
     # ---- computing --------------------------------------------------------------------------------------------
 
-    def score(self, packed: Bin) -> ScoredTerms:
-        """Compute the logprobs of a bin's terms under the current weights, at each term's temperature."""
-        return self._score(self._model, packed)
+    def score(self, packed: Bin, logits: bool = False) -> ScoredTerms:
+        """Compute the logprobs of a bin's terms under the current weights, at each term's temperature.
+
+        With `logits` the result also has those of the targets.
+        """
+        return self._score(self._model, packed, logits)
 
     def score_reference(self, packed: Bin) -> Tensor:
         """Compute logprobs [N] under the weights that training began with, without gradient."""
@@ -138,8 +160,8 @@ class PolicyModel:
     def peak_flops(self) -> float | None:
         return peak_of(self.device)
 
-    def _score(self, model: "PreTrainedModel", packed: Bin) -> ScoredTerms:
-        layout, terms = plan(packed.segments), packed.terms
+    def _score(self, model: "PreTrainedModel", packed: Bin, logits: bool = False) -> ScoredTerms:
+        layout = plan(packed.segments)
         moved = to_device(
             {
                 "tokens": packed.tokens_T,
@@ -148,7 +170,7 @@ class PolicyModel:
                 "head_temperatures": packed.head_temperatures_U,
                 "head_of_term": packed.head_of_term_N,
                 "lines_N": packed.lines_N,
-                **{name: getattr(terms, name) for name in ("targets_N", *LOSS_TERMS)},
+                **{name: getattr(packed.terms, name) for name in ("targets_N", *LOSS_TERMS)},
                 **layout.arrays,
             },
             self.device,
@@ -171,7 +193,9 @@ class PolicyModel:
         entropy_grad = self._settings.config.entropy_coef > 0.0
         chosen_UH = hidden_1TH[0].index_select(0, moved["head_rows"])
         scores = chosen_logprobs(chosen_UH, output, head, entropy_grad)
-        return ScoredTerms(*scores, {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}, packed.sequences)
+        logits_N = chosen_logits(chosen_UH, output, head) if logits else None
+        terms = {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}
+        return ScoredTerms(*scores, terms, packed.sequences, logits_N)
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()

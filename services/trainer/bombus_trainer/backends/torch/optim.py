@@ -27,41 +27,30 @@ def learning_rate(step: int, settings: TrainerSettings) -> float:
     return peak * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
 
 
-class Optimizer:
+class NamedAdamW:
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Matrices decay, vectors (norms, biases) do not."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        rate: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
         self.parameters = dict(parameters)
-        self._settings = settings
         matrices = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
         vectors = [parameter for parameter in self.parameters.values() if parameter.ndim < 2]
         groups = [
-            {"params": matrices, "weight_decay": settings.config.weight_decay},
+            {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
         self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.config.lr,
-            betas=settings.config.betas,
-            eps=settings.adam_epsilon,
-            fused=True,
+            [group for group in groups if group["params"]], lr=rate, betas=betas, eps=eps, fused=True
         )
 
     def zero_grad(self) -> None:
         self._adam.zero_grad(set_to_none=True)
-
-    def step(self, rate: float) -> float:
-        """Clip, update at this learning rate, and free the gradients. Returns their norm before clipping.
-
-        Nothing is updated when the norm is not finite.
-        """
-        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.config.grad_clip))
-        if isfinite(norm):
-            for group in self._adam.param_groups:
-                group["lr"] = rate
-            self._adam.step()
-        self.zero_grad()
-        return norm
 
     def state(self) -> dict[str, Tensor]:
         """Return the state by `<parameter>.<moment>`. It is empty before the first update."""
@@ -86,3 +75,25 @@ class Optimizer:
             self._adam.state[parameter] = {
                 key: value.to(parameter.device) for key, value in moments.items() if value is not None
             }
+
+
+class Optimizer(NamedAdamW):
+    """The optimizer of a job."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
+        config = settings.config
+        super().__init__(parameters, config.lr, config.betas, settings.adam_epsilon, config.weight_decay)
+        self._settings = settings
+
+    def step(self, rate: float) -> float:
+        """Clip, update at this learning rate, and free the gradients. Returns their norm before clipping.
+
+        Nothing is updated when the norm is not finite.
+        """
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.config.grad_clip))
+        if isfinite(norm):
+            for group in self._adam.param_groups:
+                group["lr"] = rate
+            self._adam.step()
+        self.zero_grad()
+        return norm

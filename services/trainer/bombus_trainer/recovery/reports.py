@@ -1,0 +1,110 @@
+"""What a trainer reports of a run beside its work: how far loading is, why the run waits, why it is over."""
+
+import gc
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import NoReturn, TypeVar
+
+from bombus.errors import BombusError, BusUnavailable
+from bombus.hive.inbox import EngineBroke, StageReached
+from bombus.hive.state import Phase
+from bombus_trainer.backend import BackendLost, Interrupted
+from bombus_trainer.options import TrainerOptions
+from bombus_trainer.ownership import RunOver, RunOwnership
+from bombus_trainer.recovery.faults import LoadPatience, may_pass
+
+log = logging.getLogger(__name__)
+
+REASON_CHARS_MAX = 2000
+STAGE_CHARS_MAX = 200
+T = TypeVar("T")
+
+
+class RunReports:
+    """The reports of one trainer on the run that it owns."""
+
+    def __init__(self, options: TrainerOptions, ownership: RunOwnership) -> None:
+        self._options = options
+        self._ownership = ownership
+        self._loads = 0
+
+    async def booted(self, load: Callable[[], Awaitable[T]], has_loaded: Callable[[], bool]) -> T:
+        """Return what `load` loads.
+
+        After a fault of the moment that is tried again, for a while with back-off, then when the operator resumes the
+        run. A job that cannot be trained ends the run, unless it `has_loaded` before.
+        """
+        await self.until_resumed()
+        patience = self._patience()
+        while True:
+            try:
+                self._loads += 1
+                await self.stage("loading the model", f"loading-{self._loads}")
+                return await load()
+            except (BackendLost, BusUnavailable, Interrupted, RunOver):
+                raise
+            except Exception as error:  # a user's model may fail in any way, which is reported
+                log.exception("run %d: the model cannot be loaded", self._ownership.run)
+                reason = reason_of(error)
+                if not may_pass(error, has_loaded=has_loaded()):
+                    await self.give_up(reason)
+            gc.collect()  # so that the next attempt has the memory of this one
+            pause_s = patience.pause(perf_counter())
+            if pause_s is not None:
+                await self.stage(f"loading the model failed, trying again: {reason}", f"failed-{self._loads}")
+                await self._ownership.pause(pause_s)
+            else:
+                await self.suspend(f"the model could not be loaded {patience.failures} times: {reason}")
+                await self.until_resumed()
+                patience = self._patience()
+
+    def _patience(self) -> LoadPatience:
+        return LoadPatience(self._options.retry_s, self._options.retry_s_max, self._options.load_patience_s)
+
+    async def stage(self, stage: str, name: str) -> None:
+        """Say how far the run has booted."""
+        ownership = self._ownership
+        if ownership.engine.phase == Phase.BOOTING:
+            message = StageReached(
+                id=ownership.id(name), engine=self._options.engine, run=ownership.run, stage=stage[:STAGE_CHARS_MAX]
+            )
+            await ownership.send(message)
+
+    async def until_resumed(self) -> None:
+        """Wait while the run is suspended."""
+        ownership = self._ownership
+        if ownership.engine.suspended:
+            log.warning("run %d waits for `bombus resume`: %s", ownership.run, ownership.engine.suspended)
+            await ownership.wait(lambda engine: not engine.suspended)
+
+    async def suspend(self, reason: str) -> None:
+        """Let the run wait for its operator."""
+        ownership = self._ownership
+        suspensions = ownership.engine.suspensions
+        if not ownership.engine.waits_for_operator:
+            await ownership.send(self._broke(f"stuck-{secrets.token_hex(4)}", reason, may_pass=True))
+            await ownership.wait(lambda engine: engine.suspensions > suspensions)
+
+    async def give_up(self, reason: str) -> NoReturn:
+        """End the run."""
+        await self._ownership.send(self._broke("gave-up", reason))
+        await self._ownership.wait(lambda _: False)
+        raise RunOver
+
+    def _broke(self, name: str, reason: str, may_pass: bool = False) -> EngineBroke:
+        return EngineBroke(
+            id=self._ownership.id(name),
+            engine=self._options.engine,
+            run=self._ownership.run,
+            reason=reason[:REASON_CHARS_MAX],
+            trainer_epoch=self._ownership.epoch,
+            may_pass=may_pass,
+        )
+
+
+def reason_of(error: Exception) -> str:
+    """Describe an error in one sentence. Errors that are not ours need their type to be understood."""
+    why = str(error) if isinstance(error, BombusError) else f"{type(error).__name__}: {error}"
+    return why[:REASON_CHARS_MAX]

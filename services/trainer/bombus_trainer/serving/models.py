@@ -1,0 +1,248 @@
+"""The models of a run in this process: operations executed on them, and executed again after a crash."""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from time import perf_counter
+
+import msgspec
+import torch
+
+from bombus.errors import EngineFault, LogCorrupted, Refused
+from bombus.faults import Point, reached
+from bombus.hive.records import BODY_BYTES_MAX, BodyRef
+from bombus.hive.tenants.state import Queued, TenantModel
+from bombus.operations import (
+    AbortEpoch,
+    Category,
+    CreateModel,
+    EndModel,
+    Failed,
+    ForwardBackward,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    Rejected,
+    Result,
+    SaveWeights,
+    decode_operation,
+    decode_result,
+    encode_result,
+)
+from bombus_trainer.backend import BackendLost
+from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
+from bombus_trainer.serving.covers import CoverClock, Covers
+from bombus_trainer.tenants.adam import check_adam
+from bombus_trainer.tenants.executor import OperationExecutor, adds_to_gradient
+
+log = logging.getLogger(__name__)
+
+Fetch = Callable[[BodyRef], Awaitable[bytes]]
+LOST = "its error is not kept any more"  # of an operation that failed before the trainer was started again
+
+
+class ServedModels:
+    """The models that are in memory. Each is what the log says: its cover, and what was executed after it, in order."""
+
+    def __init__(
+        self, executor: OperationExecutor, covers: Covers, fetch: Fetch, names: tuple[str, str], stall_s: float
+    ) -> None:
+        """`fetch` reads bodies of operations; `names` are the base's as callers know it, and as the executor does."""
+        self.executor = executor
+        self._covers = covers
+        self._fetch = fetch
+        self._names = names
+        self._stall_s = stall_s
+        self._begun: dict[str, int] = {}  # which of several models of one name is here: the number of its creation
+        self._clocks: dict[str, CoverClock] = {}
+
+    # ---- as the log says ------------------------------------------------------------------------------------------
+
+    def is_gone(self, models: dict[str, TenantModel]) -> bool:
+        """Return whether a model that is here has ended."""
+        return any(not self._is_open(name, models) for name in self._begun)
+
+    def _is_open(self, name: str, models: dict[str, TenantModel]) -> bool:
+        model = models.get(name)
+        return model is not None and model.closed is None and model.begun == self._begun[name]
+
+    def forget_ended(self, models: dict[str, TenantModel]) -> None:
+        """Forget the models that have ended."""
+        for name in [name for name in self._begun if not self._is_open(name, models)]:
+            self.executor.drop(name)
+            del self._begun[name], self._clocks[name]
+
+    async def make_again(self, model: TenantModel) -> None:
+        """Make a model as it was: from its cover, and by what was executed since.
+
+        Raises `EngineFault` where that is not possible, because a file or a body is gone.
+        """
+        self.executor.drop(model.name)
+        self._hold(model)
+        self._clocks[model.name] = CoverClock(model.covered, model.covered)
+        if model.cover is not None:
+            load = partial(self._covers.load, self.executor, model.name, model.cover)
+            await in_thread(Kind.LOAD, f"model {model.name}, from its cover", load, STALLS * self._stall_s or None)
+        for queued in model.again():
+            if queued.waits:
+                continue
+            operation = await self._execute_again(model, queued)
+            size = 0 if queued.body is None else queued.body.size
+            at_once = not queued.failed and _reads_files(operation)
+            self._clocks[model.name].note(queued.number, size, perf_counter(), at_once)
+            reached(Point.OPERATION_MADE_AGAIN)
+
+    def _hold(self, model: TenantModel) -> None:
+        self._begun[model.name] = model.begun
+
+    async def _execute_again(self, model: TenantModel, queued: Queued) -> Operation:
+        """Let an operation change the model as it did. Files that it wrote for its caller are left alone."""
+        operation = await self.read(queued)
+        if queued.failed:
+            failure = await self._failure(queued)
+            if adds_to_gradient(operation):
+                self.executor.execute(model.name, Rejected(failure=failure, counts=True))
+            elif isinstance(operation, OptimStep) and failure.category is Category.USER and _is_step(operation):
+                self.executor.clear(model.name)
+            return operation
+        if isinstance(operation, SaveWeights):
+            return operation
+        if isinstance(operation, EndModel):
+            operation = EndModel(reset_weights=operation.reset_weights)
+        result = await self.execute(model, queued, operation)
+        if isinstance(result, Failed):
+            raise EngineFault(
+                f"operation {queued.key} of model {model.name} was executed before, and fails now that the model is "
+                f"made again: {result.error}"
+            )
+        return operation
+
+    async def _failure(self, queued: Queued) -> Failed:
+        """Return the result of an operation that failed."""
+        found: Result | None = None
+        if queued.result is not None:
+            found = decode_result(await self._fetch(queued.result))
+        return found if isinstance(found, Failed) else Failed(error=LOST, category=Category.USER)
+
+    # ---- operations -----------------------------------------------------------------------------------------------
+
+    async def read(self, queued: Queued) -> Operation:
+        """Return an operation. One that cannot be read is rejected, in words."""
+        if queued.body is None:
+            return EndModel(save_as=queued.save_as)
+        try:
+            operation = decode_operation(await self._fetch(queued.body))
+        except LogCorrupted as error:
+            if not queued.waits:
+                raise
+            why = f"the body of this operation is lost ({error}): send it again, under another key"
+        except msgspec.MsgspecError as error:
+            why = f"this operation cannot be read ({error}): gateway and trainer have to be of one version"
+        else:
+            if not queued.passive or not _changes(operation):
+                return operation
+            why = "this operation was announced as one that leaves the model as it is, and it is another"
+        return Rejected(failure=Failed(error=why, category=Category.SERVER), counts=not queued.passive)
+
+    async def execute(self, model: TenantModel, queued: Queued, operation: Operation) -> Result:
+        """Execute an operation in a thread. Whatever fails in it is a result; only a lost device raises."""
+        if isinstance(operation, CreateModel):
+            self.executor.drop(model.name)
+            self._hold(model)
+            self._clocks[model.name] = CoverClock(queued.number - 1, queued.number - 1)
+            if operation.base == self._names[0]:
+                operation = msgspec.structs.replace(operation, base=self._names[1])
+        name = f"{model.run}/{model.name}/{model.opened_ns}/{queued.number}"
+        kind, limit_s = Kind.OPERATION, None
+        if isinstance(operation, CreateModel | LoadWeights):
+            kind, limit_s = Kind.LOAD, STALLS * self._stall_s or None
+        elif isinstance(operation, SaveWeights | EndModel):
+            kind = Kind.CHECKPOINT
+        what = f"operation {queued.number} of model {model.name}, {queued.op}"
+        return await in_thread(kind, what, partial(self._execute, model.name, operation, name), limit_s)
+
+    def _execute(self, model: str, operation: Operation, name: str) -> Result:
+        try:
+            return self.executor.execute(model, operation, name)
+        except torch.AcceleratorError as error:
+            raise BackendLost(f"the device failed in an operation of model {model}: {error}") from error
+        except Exception as error:  # a bug costs one operation of one model, and the others go on
+            log.exception("an operation of model %s failed", model)
+            why = f"the trainer failed in this operation, by a fault of bombus ({type(error).__name__}: {error})"
+            failed = Failed(error=why[:2000], category=Category.SERVER)
+            self.executor.spoil(model, operation, failed.error)
+            return failed
+
+    def encoded(self, model: TenantModel, operation: Operation, result: Result) -> tuple[Result, bytes]:
+        """Return a result as it can be stored: one that is too large has failed."""
+        body = encode_result(result)
+        if len(body) <= BODY_BYTES_MAX:
+            return result, body
+        why = (
+            f"the result of this operation has {len(body)} bytes, over the limit of {BODY_BYTES_MAX}: send fewer data "
+            "at once, and let their gradients add up"
+        )
+        self.executor.spoil(model.name, operation, why)
+        failed = Failed(error=why, category=Category.USER)
+        return failed, encode_result(failed)
+
+    def note(self, model: TenantModel, queued: Queued, operation: Operation, result: Result) -> bool:
+        """Note that an operation's result is on the log. Returns whether the model is still what the log says.
+
+        It may be something in between after a fault of this trainer: then it has to be made again.
+        """
+        if isinstance(result, Failed) and result.category is Category.SERVER and _is_whole(operation):
+            return False
+        if not queued.passive and model.name in self._clocks:
+            size = 0 if queued.body is None else queued.body.size
+            at_once = not isinstance(result, Failed) and _reads_files(operation)
+            self._clocks[model.name].note(queued.number, size, perf_counter(), at_once)
+        return True
+
+    # ---- covers ---------------------------------------------------------------------------------------------------
+
+    def coverable(self) -> Iterable[tuple[str, CoverClock]]:
+        """Yield the models whose covers could be newer, each with its clock: those whose gradients are clear."""
+        for name, clock in self._clocks.items():
+            if clock.number > clock.covered and name in self.executor.models and self.executor.is_between_steps(name):
+                yield name, clock
+
+    async def cover(self, name: str) -> tuple[int, str, str]:
+        """Write a cover of a model. Returns the last operation in it, its folder and digest. Raises `OSError`."""
+        clock = self._clocks[name]
+        start = perf_counter()
+        write = partial(self._covers.write, self.executor, name, clock.number)
+        folder, digest = await in_thread(Kind.CHECKPOINT, f"the cover of model {name}", write)
+        clock.wrote(perf_counter() - start)
+        return clock.number, folder, digest
+
+    async def remove_old_covers(self, models: Iterable[TenantModel]) -> None:
+        """Remove the covers that the log does not name any more."""
+        named = [model.cover.folder for model in models if model.cover is not None and model.closed is None]
+        await in_thread(Kind.REMOVAL, "removing old covers", partial(self._covers.remove_others, named))
+
+
+def _changes(operation: Operation) -> bool:
+    """Return whether an operation changes its model."""
+    if isinstance(operation, ForwardBackward | Rejected):
+        return adds_to_gradient(operation)
+    return not isinstance(operation, SaveWeights)
+
+
+def _is_whole(operation: Operation) -> bool:
+    """Return whether an operation changes its model entirely or not at all: a failure in the midst must not show."""
+    return isinstance(operation, OptimStep | AbortEpoch | LoadWeights | EndModel)
+
+
+def _reads_files(operation: Operation) -> bool:
+    """Return whether an operation depends on a checkpoint that its caller may replace or remove later."""
+    return isinstance(operation, LoadWeights) or (isinstance(operation, CreateModel) and bool(operation.checkpoint))
+
+
+def _is_step(operation: OptimStep) -> bool:
+    """Return whether a step has parameters that can be: where it failed nevertheless, its gradient was cleared."""
+    try:
+        check_adam(operation.adam)
+    except Refused:
+        return False
+    return True

@@ -1,0 +1,52 @@
+"""What the log says of an operation that was executed, from its result."""
+
+from collections.abc import Mapping
+from math import isfinite
+
+from bombus.hive.events import AdapterShape, ModelShape, SavedWeights
+from bombus.operations import (
+    CheckpointSaved,
+    ModelEnded,
+    ModelReady,
+    Operation,
+    Result,
+    SaveWeights,
+    Scores,
+    StepTaken,
+)
+
+
+def metrics_of(result: Result) -> dict[str, float]:
+    """Return the figures of a result that are shown, those that are numbers."""
+    found: Mapping[str, float] = {}
+    if isinstance(result, Scores):
+        found = {"loss": result.loss, "tokens": float(result.tokens), **result.metrics}
+    elif isinstance(result, StepTaken):
+        found = {"grad_norm": result.grad_norm, "divisor": result.divisor, **result.metrics}
+    return {name: value for name, value in found.items() if isfinite(value)}
+
+
+def shape_of(result: Result) -> ModelShape | None:
+    """Return what an operation has made, if it has made a model."""
+    if not isinstance(result, ModelReady):
+        return None
+    adapter = None
+    if (spec := result.adapter) is not None:
+        parts = tuple(str(part) for part in spec.parts)
+        adapter = AdapterShape(rank=spec.rank, alpha=spec.alpha, parts=parts, targets=spec.targets)
+    return ModelShape(adapter=adapter, parameters=result.parameters)
+
+
+def saved_by(operation: Operation, result: Result) -> SavedWeights | None:
+    """Return the checkpoint that an operation has written for its caller, if it has."""
+    written = result.saved if isinstance(result, ModelEnded) else result
+    if not isinstance(written, CheckpointSaved):
+        return None
+    return SavedWeights(
+        use=str(written.checkpoint),
+        name=written.name,
+        folder=written.folder,
+        address=written.address,
+        size_bytes=written.size_bytes,
+        ttl_s=operation.ttl_s if isinstance(operation, SaveWeights) else 0.0,
+    )

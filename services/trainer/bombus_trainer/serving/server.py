@@ -1,0 +1,272 @@
+"""Serve a run of training operations: load the base, execute what waits, publish results and covers (R17)."""
+
+import gc
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import TypeVar
+
+from bombus.bus import Bus
+from bombus.bus.large.parts import Parts
+from bombus.config.job import RunConfig
+from bombus.errors import BusUnavailable, EngineFault
+from bombus.faults import Point, reached
+from bombus.hive.inbox import CoverWritten, OperationDone, TrainerServes
+from bombus.hive.records import BodyRef
+from bombus.hive.state import EngineState, Phase
+from bombus.hive.tenants.state import Queued, TenantModel
+from bombus.operations import Failed, ModelEnded
+from bombus_trainer.backend import BackendLost
+from bombus_trainer.loading import load_base
+from bombus_trainer.options import TrainerOptions
+from bombus_trainer.ownership import RunOver, RunOwnership
+from bombus_trainer.recovery.faults import backoff
+from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
+from bombus_trainer.recovery.reports import RunReports, reason_of
+from bombus_trainer.serving.covers import Covers, remove_earlier
+from bombus_trainer.serving.models import ServedModels
+from bombus_trainer.serving.outcomes import metrics_of, saved_by, shape_of
+from bombus_trainer.serving.turns import Turns
+from bombus_trainer.tenants.settings import TenantSettings
+
+log = logging.getLogger(__name__)
+
+LOAD_SHARE = 0.75  # of the time to boot, after which the run would be over
+FULL_SHARE = 0.5  # of the bytes that may wait for covers: from there on each model gets one when it can
+T = TypeVar("T")
+
+
+class OperationServer:
+    """Serves one run, from the moment that it is owned until it is over."""
+
+    def __init__(self, bus: Bus, options: TrainerOptions, ownership: RunOwnership, reports: RunReports) -> None:
+        self._bus = bus
+        self._options = options
+        self._ownership = ownership
+        self._reports = reports
+        self._parts = Parts(bus)
+        self._turns = Turns()
+        self._facts = count(1)
+        self._models: ServedModels | None = None
+        self._cover_pause_until_s = 0.0
+
+    async def run(self) -> None:
+        """Serve until the run is over, which raises `RunOver`. Start over after a failure.
+
+        Raises `BackendLost` when only a new process can go on.
+        """
+        ownership, options = self._ownership, self._options
+        failures = 0
+        try:
+            while True:
+                try:
+                    models = self._models = self._models or await self._boot()
+                    await self._serve(models)
+                    failures = 0
+                    continue
+                except (BackendLost, RunOver):
+                    raise
+                except Exception as error:  # a lost cover, a full disk, a bug: counted, and given up in the end
+                    failures += 1
+                    log.exception("run %d: serving failed", ownership.run)
+                    if failures >= ownership.engine.collection.max_step_failures:
+                        await self._reports.suspend(reason_of(error))
+                self._let_go()
+                await ownership.pause(backoff(failures, options.retry_s, options.retry_s_max))
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Give back the memory of all models."""
+        self._models = None
+        gc.collect()
+
+    # ---- before the first operation -------------------------------------------------------------------------------
+
+    async def _boot(self) -> ServedModels:
+        """Load the base, and make the models of this run as they were."""
+        ownership = self._ownership
+        models = await self._reports.booted(self._load, lambda: ownership.engine.phase != Phase.BOOTING)
+        serves = TrainerServes(
+            id=ownership.id("serves"), engine=self._options.engine, run=ownership.run, trainer_epoch=ownership.epoch
+        )
+        if ownership.engine.phase == Phase.BOOTING:
+            await ownership.send(serves)
+            reached(Point.SERVING_SAID)
+            await ownership.wait(lambda engine: engine.phase != Phase.BOOTING)
+        for model in ownership.engine.tenants.open_models:
+            ownership.check()
+            await models.make_again(model)
+        await models.remove_old_covers(ownership.engine.tenants.open_models)
+        reached(Point.SERVING_BEGUN)
+        return models
+
+    async def _load(self) -> ServedModels:
+        ownership, options = self._ownership, self._options
+        engine = ownership.engine
+        if engine.active is None or engine.started is None:
+            raise EngineFault(
+                "the engine runs without a configuration, so there is no base model: configure it with a job whose "
+                "model.path names one"
+            )
+        job = RunConfig.from_json(engine.active.config)
+        base = engine.started.base
+
+        def load() -> ServedModels:
+            reached(Point.TRAINER_MODEL_LOADING)
+            scratch, covers = self._folder("scratch"), self._folder("covers")
+            remove_earlier(scratch, ownership.run, ownership.epoch)
+            remove_earlier(covers, ownership.run, ownership.epoch)
+            run = f"run-{ownership.run}"
+            settings = TenantSettings(
+                checkpoints=self._folder("saved"), scratch=scratch / f"{run}-epoch-{ownership.epoch}"
+            )
+            executor = load_base(job, options, settings)
+            return ServedModels(
+                executor, Covers(covers / run, ownership.epoch), self._fetch, (base, job.model.path), options.stall_s
+            )
+
+        limit_s = min(STALLS * options.stall_s, LOAD_SHARE * engine.collection.boot_s)
+        models = await in_thread(Kind.LOAD, "loading the model", load, limit_s=limit_s)
+        reached(Point.TRAINER_MODEL_LOADED)
+        return models
+
+    def _folder(self, what: str) -> Path:
+        return self._options.folder / what / self._bus.subjects.hive / self._options.engine
+
+    # ---- while it serves ------------------------------------------------------------------------------------------
+
+    async def _serve(self, models: ServedModels) -> None:
+        """Do one thing: write a cover that is due, execute the next operation, or wait for one."""
+        ownership = self._ownership
+        ownership.check()
+        await self._reports.until_resumed()
+        tenants = ownership.engine.tenants
+        if models.is_gone(tenants.models):
+            models.forget_ended(tenants.models)
+            await models.remove_old_covers(tenants.open_models)
+        now_s = perf_counter()
+        due_s, name = self._next_cover(models)
+        if name and due_s <= now_s:
+            await self._cover(models, name)
+            return
+        found = self._turns.take(tenants.open_models)
+        if found is not None:
+            await self._execute(models, *found)
+            return
+        try:
+            await ownership.wait(partial(_has_news, models), due_s - now_s if name else None)
+        except TimeoutError:
+            log.debug("run %d: a cover is due", ownership.run)
+
+    def _next_cover(self, models: ServedModels) -> tuple[float, str]:
+        """Return the model whose cover is due first, and when; "" for none."""
+        engine, options = self._ownership.engine, self._options
+        full = engine.tenants.held_bytes > FULL_SHARE * engine.collection.tenancy.bodies_bytes_max
+        found = []
+        for name, clock in models.coverable():
+            due_s = 0.0 if full else clock.due_s(options.cover_s, options.cover_bytes)
+            if due_s is not None:
+                found.append((max(due_s, self._cover_pause_until_s), name))
+        return min(found, default=(0.0, ""))
+
+    async def _execute(self, models: ServedModels, model: TenantModel, queued: Queued) -> None:
+        """Execute an operation, and publish its result. Until that is on the log it may be executed again."""
+        ownership = self._ownership
+        reached(Point.OPERATION_FOUND)
+        operation = await models.read(queued)
+        reached(Point.OPERATION_READ)
+        result = await models.execute(model, queued, operation)
+        reached(Point.OPERATION_EXECUTED)
+        result, body = models.encoded(model, operation, result)
+        subject = self._bus.subjects.operation(self._options.engine, model.name)
+        ref = await self._when_back(lambda: self._parts.store(subject, body))
+        reached(Point.OPERATION_STORED)
+        done = OperationDone(
+            id=ownership.id(f"operation-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=model.name,
+            number=queued.number,
+            key=queued.key,
+            result=ref,
+            failed=isinstance(result, Failed),
+            closes=isinstance(result, ModelEnded) and model.name not in models.executor.models,
+            step=models.executor.models.get(model.name, model.step),
+            metrics=metrics_of(result),
+            made=shape_of(result),
+            saved=saved_by(operation, result),
+        )
+        await ownership.send(done)
+        reached(Point.OPERATION_SAID)
+        await ownership.wait(partial(_is_settled, model=model, queued=queued))
+        reached(Point.OPERATION_SEEN)
+        if not models.note(model, queued, operation, result):
+            now = ownership.engine.tenants.models.get(model.name)
+            if now is not None and now.closed is None:
+                await models.make_again(now)
+
+    async def _cover(self, models: ServedModels, name: str) -> None:
+        """Write a model's cover, publish it, and remove older ones. Where it cannot be written, that is tried later."""
+        ownership = self._ownership
+        reached(Point.COVER_BEGUN)
+        try:
+            number, folder, digest = await models.cover(name)
+        except OSError as error:
+            log.warning("the cover of model %s cannot be written, and is tried again later: %s", name, error)
+            self._cover_pause_until_s = perf_counter() + self._options.retry_s_max
+            return
+        reached(Point.COVER_WRITTEN)
+        written = CoverWritten(
+            id=ownership.id(f"cover-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=name,
+            number=number,
+            folder=folder,
+            digest=digest,
+        )
+        await ownership.send(written)
+        reached(Point.COVER_SAID)
+        await ownership.wait(partial(_is_covered, name=name, number=number))
+        reached(Point.COVER_SEEN)
+        await models.remove_old_covers(ownership.engine.tenants.open_models)
+        reached(Point.COVER_PRUNED)
+
+    # ---- the bus --------------------------------------------------------------------------------------------------
+
+    async def _fetch(self, ref: BodyRef) -> bytes:
+        return await self._when_back(lambda: self._parts.fetch(ref))
+
+    async def _when_back(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try until the bus answers, however long it is away. Raises `RunOver` when the run ends meanwhile."""
+        ownership = self._ownership
+        while True:
+            try:
+                return await attempt()
+            except BusUnavailable as error:
+                log.warning("run %d waits for the bus: %s", ownership.run, error)
+            await ownership.pause(self._options.retry_s)
+
+
+def _has_news(models: ServedModels, engine: EngineState) -> bool:
+    return engine.tenants.waiting > 0 or bool(engine.suspended) or models.is_gone(engine.tenants.models)
+
+
+def _is_settled(engine: EngineState, model: TenantModel, queued: Queued) -> bool:
+    """Return whether an operation waits no more: it has its result, or its model has ended."""
+    now = engine.tenants.models.get(model.name)
+    if now is None or now.closed is not None or now.begun != model.begun:
+        return True
+    operation = now.operations.get(queued.key)
+    return operation is None or not operation.waits
+
+
+def _is_covered(engine: EngineState, name: str, number: int) -> bool:
+    model = engine.tenants.models.get(name)
+    return model is None or model.closed is not None or model.covered >= number

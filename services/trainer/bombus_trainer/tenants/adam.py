@@ -1,0 +1,81 @@
+"""The optimizer of one tenant: AdamW whose parameters come with each step."""
+
+from collections.abc import Mapping
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from bombus.errors import Code, Refused
+from bombus.operations import AdamParams
+from bombus_trainer.backends.torch.optim import NamedAdamW
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+EPS_MIN = 1e-30  # less is 0 in float32, and 0 divides by 0 where there is no gradient
+
+
+class TenantOptimizer(NamedAdamW):
+    """AdamW. Its state is made with the first step."""
+
+    @property
+    def full_bytes(self) -> int:
+        """How many bytes the state takes once it is there."""
+        return sum(2 * parameter.nbytes + 4 for parameter in self.parameters.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes the state takes now."""
+        return sum(value.nbytes for value in self.state().values())
+
+    def step(self, adam: AdamParams) -> None:
+        """Update all parameters with their gradients."""
+        self._make_state()
+        for group in self._adam.param_groups:
+            group["lr"], group["betas"], group["eps"] = adam.learning_rate, (adam.beta1, adam.beta2), adam.eps
+            decays = group["params"][0].ndim >= 2
+            group["weight_decay"] = adam.weight_decay if decays else 0.0
+        self._adam.step()
+
+    def _make_state(self) -> None:
+        """Make all of the state before anything is updated: without the memory for it, nothing is."""
+        if self._adam.state:
+            return
+        self.restore(
+            {
+                f"{name}.{moment}": torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                for name, parameter in self.parameters.items()
+                for moment in ("exp_avg", "exp_avg_sq")
+            }
+            | {f"{name}.step": torch.zeros((), dtype=torch.float32) for name in self.parameters}
+        )
+
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Raise `Refused` unless this is the state of such an optimizer: as many moments, each of the same shape."""
+        wanted = {
+            f"{name}.{moment}": parameter.shape if moment != "step" else torch.Size(())
+            for name, parameter in self.parameters.items()
+            for moment in MOMENTS
+        }
+        if state and {name: value.shape for name, value in state.items()} != wanted:
+            raise Refused(Code.BAD_CONFIG, "the checkpoint's optimizer is of another model: load it without")
+
+    def drop(self) -> None:
+        """Forget the state."""
+        self.restore({})
+
+
+def check_adam(adam: AdamParams) -> None:
+    """Raise `Refused` for parameters that are no step of AdamW."""
+    wrong = ""
+    if not isfinite(adam.learning_rate) or adam.learning_rate < 0.0:
+        wrong = f"learning_rate is {adam.learning_rate}: it has to be a number from 0"
+    for name, beta in (("beta1", adam.beta1), ("beta2", adam.beta2)):
+        if not 0.0 <= beta < 1.0:
+            wrong = wrong or f"{name} is {beta}: it has to be from 0 to below 1"
+    if not EPS_MIN <= adam.eps <= 1.0:
+        wrong = wrong or f"eps is {adam.eps}: it has to be from {EPS_MIN} to 1"
+    for name, value in (("weight_decay", adam.weight_decay), ("grad_clip_norm", adam.grad_clip_norm)):
+        if not isfinite(value) or value < 0.0:
+            wrong = wrong or f"{name} is {value}: it has to be a number from 0"
+    if wrong:
+        raise Refused(Code.BAD_CONFIG, f"no step was taken: {wrong}")

@@ -1,0 +1,302 @@
+"""Execute training operations: here models, their optimizers and their checkpoints meet. It does not know the bus."""
+
+import logging
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import assert_never
+
+import torch
+
+from bombus.errors import Code, EngineFault, Refused, in_one_line
+from bombus.operations import (
+    AbortEpoch,
+    Category,
+    CheckpointKind,
+    CheckpointLoaded,
+    CheckpointSaved,
+    CreateModel,
+    EndModel,
+    EpochAborted,
+    Failed,
+    ForwardBackward,
+    LoadWeights,
+    ModelEnded,
+    ModelReady,
+    Operation,
+    OptimStep,
+    Rejected,
+    Result,
+    SaveWeights,
+    Scores,
+    StepTaken,
+)
+from bombus.weights.models import load_tokenizer_files
+from bombus_trainer.publish.checkpoint import Seal
+from bombus_trainer.settings import TrainerSettings
+from bombus_trainer.tenants.base import TenantBase
+from bombus_trainer.tenants.batches import DataLimits, read_batch
+from bombus_trainer.tenants.checkpoints import CheckpointFolder, CheckpointName, TenantFacts
+from bombus_trainer.tenants.client_losses import read_loss
+from bombus_trainer.tenants.saving import check_origin, load_tenant, weights_file, write_tenant
+from bombus_trainer.tenants.settings import TenantSettings
+from bombus_trainer.tenants.shelf import OptimizerShelf
+from bombus_trainer.tenants.tenant import GradientEpoch, Tenant
+
+log = logging.getLogger(__name__)
+
+
+class OperationExecutor:
+    """Several models on one base: any number of adapters, or one model of all its weights.
+
+    It executes one operation at a time. Everything that a model is lies in memory and in its checkpoints.
+    """
+
+    def __init__(self, folder: Path, settings: TrainerSettings, options: TenantSettings) -> None:
+        """Load the base in `folder`, which callers name as the job does (`model.path`). Raises `EngineFault`."""
+        self._folder, self._settings, self._options = folder, settings, options
+        self._base: TenantBase | None = TenantBase(folder, settings, all_weights=False)
+        self._tenants: dict[str, Tenant] = {}
+        self._checkpoints = CheckpointFolder(options.checkpoints)
+        self._shelf = OptimizerShelf(options.scratch, options.optimizer_bytes_max)
+
+    @property
+    def models(self) -> dict[str, int]:
+        """The models by their ids, each with the steps that it has taken."""
+        return {model: tenant.step for model, tenant in self._tenants.items()}
+
+    @property
+    def shelved(self) -> list[str]:
+        """The models whose optimizers wait in files."""
+        return self._shelf.shelved
+
+    def checkpoint_facts(self, checkpoint: str) -> TenantFacts:
+        """Return what the checkpoint `MODEL/KIND/NAME` is. Raises `Refused` or `EngineFault`."""
+        return self._checkpoints.facts(CheckpointName.read(checkpoint))
+
+    def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:
+        """Execute an operation on a model.
+
+        `name` is the caller's for this operation: a checkpoint that an operation has made is not refused to it when it
+        is executed again. `executed` is kept in a checkpoint that this operation makes, see `TenantFacts`.
+        """
+        try:
+            return self._run(model, operation, name, executed)
+        except Refused as refused:
+            failed = Failed(error=refused.why, category=Category.USER)
+        except EngineFault as fault:
+            failed = Failed(error=str(fault), category=Category.SERVER)
+        except torch.OutOfMemoryError as error:
+            failed = Failed(
+                error=f"the device ran out of memory; send less data in one operation ({in_one_line(error)})",
+                category=Category.SERVER,
+            )
+        except OSError as error:
+            failed = Failed(
+                error=f"a file could not be written or read: {in_one_line(error)}", category=Category.SERVER
+            )
+        self.spoil(model, operation, failed.error)
+        return failed
+
+    def spoil(self, model: str, operation: Operation, why: str) -> None:
+        """Note that the gradient is incomplete where a failed operation belongs to it: the step that takes it fails."""
+        tenant = self._tenants.get(model)
+        if tenant is not None and adds_to_gradient(operation):
+            tenant.epoch.failed = tenant.epoch.failed or why
+
+    def clear(self, model: str) -> None:
+        """Forget a model's gradient, and that an operation on it failed."""
+        self._tenant(model).clear()
+
+    def is_between_steps(self, model: str) -> bool:
+        """Return whether a model's gradient is clear: then a checkpoint has all that the model is."""
+        return self._tenant(model).epoch == GradientEpoch()
+
+    def drop(self, model: str) -> None:
+        """Forget a model, if there is one."""
+        if self._tenants.pop(model, None) is not None:
+            self._shelf.remove(model)
+
+    def save_to(self, folder: CheckpointFolder, model: str, name: str) -> CheckpointSaved:
+        """Write a model with its optimizer to a folder other than that of the callers' checkpoints."""
+        return self._write(folder, model, SaveWeights(checkpoint=CheckpointKind.TRAINING, name=name), name, b"")
+
+    def make_from(self, folder: CheckpointFolder, model: str, name: str) -> None:
+        """Make a model from what `save_to` has written. Raises `EngineFault` or `Refused` where it is not there."""
+        where = CheckpointName(model, CheckpointKind.TRAINING, name)
+        self._add(model, self._made_from(folder, where, self._base_name, with_optimizer=True))
+
+    def _run(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
+        match operation:
+            case CreateModel():
+                return self._create(model, operation)
+            case ForwardBackward():
+                return self._forward_backward(self._tenant(model), operation)
+            case OptimStep():
+                return self._step(model, operation)
+            case AbortEpoch():
+                return self._abort(self._tenant(model))
+            case SaveWeights():
+                return self._save(model, operation, name, executed)
+            case LoadWeights():
+                return self._load(model, operation)
+            case EndModel():
+                return self._end(model, operation, name, executed)
+            case Rejected():
+                self.spoil(model, operation, operation.failure.error)
+                return operation.failure
+            case _:
+                assert_never(operation)
+
+    def _tenant(self, model: str) -> Tenant:
+        tenant = self._tenants.get(model)
+        if tenant is None:
+            raise Refused(Code.UNKNOWN_MODEL, f"there is no model {model[:140]!r} here: create it first")
+        return tenant
+
+    # ---- models ---------------------------------------------------------------------------------------------------
+
+    def _create(self, model: str, operation: CreateModel) -> ModelReady:
+        CheckpointName(model, CheckpointKind.TRAINING, "_")  # its checkpoints are below a folder of its name
+        if model in self._tenants:
+            raise Refused(Code.BAD_CONFIG, f"there is a model {model} already: use another id, or end that one first")
+        if operation.base != self._base_name:
+            raise Refused(
+                Code.UNKNOWN_MODEL,
+                f"the base of the models here is {self._base_name}, and this one is to be on {operation.base[:200]}",
+            )
+        if len(self._tenants) >= self._options.models_max:
+            raise Refused(Code.OVERLOADED, f"there are {len(self._tenants)} models here, as many as may be: end one")
+        if not operation.checkpoint:
+            tenant = self._new(operation)
+        else:
+            name = CheckpointName.read(operation.checkpoint)
+            tenant = self._made_from(self._checkpoints, name, operation.base, operation.with_optimizer)
+        self._add(model, tenant)
+        return ModelReady(adapter=tenant.spec, parameters=tenant.size)
+
+    def _made_from(self, folder: CheckpointFolder, name: CheckpointName, base: str, with_optimizer: bool) -> Tenant:
+        facts = folder.facts(name)
+        check_origin(name, facts, self._base_name, with_optimizer)
+        tenant = self._new(CreateModel(base=base, adapter=facts.adapter))
+        load_tenant(tenant, folder, name, facts, with_optimizer)
+        return tenant
+
+    def _add(self, model: str, tenant: Tenant) -> None:
+        self._tenants[model] = tenant
+        self._shelf.add(model, tenant.optimizer)
+
+    @property
+    def _base_name(self) -> str:
+        return self._settings.job.model.path
+
+    def _new(self, operation: CreateModel) -> Tenant:
+        all_weights = operation.adapter is None
+        if self._tenants and all_weights:
+            raise Refused(
+                Code.WRONG_PHASE,
+                f"a model of all weights has its base for itself, and there are {len(self._tenants)} models on it: end "
+                "them first, or ask for an adapter",
+            )
+        if self._tenants and self._need_base(None).all_weights:
+            raise Refused(
+                Code.WRONG_PHASE,
+                f"the model {next(iter(self._tenants))} trains all weights of the base, so there can be no other: end "
+                "it first",
+            )
+        return Tenant(self._need_base(all_weights), operation.adapter, self._options.rank_max)
+
+    def _need_base(self, all_weights: bool | None) -> TenantBase:
+        """Return the base, loaded again where its weights are trained or were, which only happens without tenants."""
+        base = self._base
+        if base is None or (all_weights is not None and (base.all_weights or all_weights)):
+            self._base = base = None  # before the next is loaded: two need not fit
+            self._base = base = TenantBase(self._folder, self._settings, bool(all_weights))
+        return base
+
+    def _end(self, model: str, operation: EndModel, name: str, executed: bytes) -> ModelEnded:
+        tenant = self._tenant(model)
+        saved = None
+        if operation.save_as:
+            as_asked = SaveWeights(checkpoint=CheckpointKind.TRAINING, name=operation.save_as)
+            saved = self._save(model, as_asked, name, executed)
+        self.drop(model)
+        if tenant.spec is None and operation.reset_weights:
+            del tenant
+            self._add(model, self._new(CreateModel(base=self._base_name)))
+        return ModelEnded(saved=saved)
+
+    # ---- gradients and steps --------------------------------------------------------------------------------------
+
+    def _forward_backward(self, tenant: Tenant, operation: ForwardBackward) -> Scores:
+        loss = read_loss(operation.loss)
+        limits = DataLimits(
+            vocabulary=tenant.base.policy.vocab_size,
+            context=tenant.base.context,
+            tokens_max=self._options.tokens_max,
+            targets_max=self._options.targets_max,
+        )
+        return tenant.forward_backward(read_batch(operation.data, loss, limits), loss, operation.forward_only)
+
+    def _step(self, model: str, operation: OptimStep) -> StepTaken:
+        tenant = self._tenant(model)
+        self._shelf.bring(model)
+        return tenant.take_step(operation.adam, operation.reduction)
+
+    def _abort(self, tenant: Tenant) -> EpochAborted:
+        operations = tenant.epoch.operations
+        tenant.clear()
+        return EpochAborted(step=tenant.step, operations=operations)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save(self, model: str, operation: SaveWeights, name: str, executed: bytes) -> CheckpointSaved:
+        return self._write(self._checkpoints, model, operation, name, executed)
+
+    def _write(
+        self, folder: CheckpointFolder, model: str, operation: SaveWeights, name: str, executed: bytes
+    ) -> CheckpointSaved:
+        tenant, kind = self._tenant(model), operation.checkpoint
+        if not 0.0 <= operation.ttl_s < inf:
+            raise Refused(
+                Code.MALFORMED, f"ttl_s is {operation.ttl_s}: it has to be a number of seconds, or 0 for ever"
+            )
+        optimizer = self._shelf.bring(model) if kind is CheckpointKind.TRAINING else None
+        files = load_tokenizer_files(self._folder) if tenant.spec is None else {}
+        where = CheckpointName(model, kind, operation.name)
+
+        def describe(seals: dict[str, Seal]) -> TenantFacts:
+            return TenantFacts(
+                base=self._base_name,
+                model=model,
+                kind=kind,
+                name=operation.name,
+                step=tenant.step,
+                weights=weights_file(tenant),
+                address=seals[weights_file(tenant)].sha256,
+                files=seals,
+                adapter=tenant.spec,
+                unstepped=tenant.epoch.operations,
+                ttl_s=operation.ttl_s,
+                operation=name,
+                executed=executed,
+            )
+
+        fill = partial(write_tenant, tenant=tenant, kind=kind, optimizer=optimizer, files=files)
+        return folder.save(where, operation.overwrite, name, fill, describe)
+
+    def _load(self, model: str, operation: LoadWeights) -> CheckpointLoaded:
+        tenant = self._tenant(model)
+        name = CheckpointName.read(operation.checkpoint)
+        facts = self._checkpoints.facts(name)
+        check_origin(name, facts, self._base_name, operation.with_optimizer)
+        load_tenant(tenant, self._checkpoints, name, facts, operation.with_optimizer)
+        self._shelf.renew(model)
+        return CheckpointLoaded(checkpoint=operation.checkpoint, step=tenant.step)
+
+
+def adds_to_gradient(operation: Operation) -> bool:
+    """Return whether an operation adds to the gradient, or would have."""
+    if isinstance(operation, Rejected):
+        return operation.counts
+    return isinstance(operation, ForwardBackward) and not operation.forward_only

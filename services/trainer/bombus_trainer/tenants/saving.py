@@ -1,0 +1,110 @@
+"""What a tenant's checkpoint has in it, and how a tenant goes on from one."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bombus.errors import Code, Refused
+from bombus.operations import CheckpointKind
+from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE
+from bombus.weights.deltas import FULL_FILE
+from bombus_trainer.publish.checkpoint import Seal
+from bombus_trainer.publish.export import METADATA, write_files
+from bombus_trainer.publish.tensorfile import Shape, write_tensors
+from bombus_trainer.tenants.adam import TenantOptimizer
+from bombus_trainer.tenants.checkpoints import OPTIMIZER, CheckpointFolder, CheckpointName, TenantFacts
+from bombus_trainer.tenants.tenant import Tenant
+
+
+def weights_file(tenant: Tenant) -> str:
+    """Return the name of the file with a tenant's weights."""
+    return FULL_FILE if tenant.spec is None else ADAPTER_FILE
+
+
+def write_tenant(
+    draft: Path, tenant: Tenant, kind: CheckpointKind, optimizer: TenantOptimizer | None, files: Mapping[str, bytes]
+) -> dict[str, Seal]:
+    """Write a tenant into an empty folder, durably but for small files. Returns the seals of the others.
+
+    `files` are those of the base beside its tensors, which a model of all weights has with it. Whatever the `kind`, an
+    inference engine can read the folder; to go on from it there is the `optimizer`.
+    """
+    seals: dict[str, Seal] = {}
+    if tenant.spec is not None:
+        config = tenant.adapter_config().to_json()
+        (draft / ADAPTER_CONFIG).write_text(config)
+        seals[ADAPTER_FILE] = _write(
+            draft / ADAPTER_FILE, tenant.weights().items(), _shapes(tenant.weights()), {ADAPTER_CONFIG: config}
+        )
+    elif kind is CheckpointKind.TRAINING:
+        write_files(draft, files, torch.float32)
+        weights = tenant.weights()
+        seals[FULL_FILE] = _write(draft / FULL_FILE, weights.items(), _shapes(weights))
+    else:
+        policy = tenant.base.policy
+        write_files(draft, files, policy.export_dtype)
+        seals[FULL_FILE] = _write(draft / FULL_FILE, policy.dense_weights(), policy.dense_shapes())
+    if optimizer is not None:
+        state = optimizer.state()
+        seals[OPTIMIZER] = _write(draft / OPTIMIZER, state.items(), _shapes(state))
+    return seals
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _write(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape], metadata: Mapping[str, str] = {}
+) -> Seal:
+    written = write_tensors(path, shapes, tensors, durable=True, metadata={**METADATA, **metadata})
+    return Seal(written.bytes, written.sha256)
+
+
+def check_origin(name: CheckpointName, facts: TenantFacts, base: str, with_optimizer: bool) -> None:
+    """Raise `Refused` unless a model on `base` can go on from a checkpoint, `with_optimizer` or without."""
+    if facts.base != base:
+        raise Refused(
+            Code.BAD_CONFIG, f"the checkpoint {name} is of a model on {facts.base}, and here the base is {base}"
+        )
+    if with_optimizer and OPTIMIZER not in facts.files:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"the checkpoint {name} has no optimizer: load it without, or load a {CheckpointKind.TRAINING} one",
+        )
+
+
+def load_tenant(
+    tenant: Tenant, folder: CheckpointFolder, name: CheckpointName, facts: TenantFacts, with_optimizer: bool
+) -> None:
+    """Let a tenant go on from a checkpoint, with a new optimizer at step 0 unless `with_optimizer`.
+
+    Its gradient is cleared. Raises `Refused` or `EngineFault`, before anything changes, where it cannot.
+    """
+    if facts.adapter != tenant.spec and not _same_shape(facts, tenant):
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"the checkpoint {name} is {_words(facts)}, and this model is not: create a model from the checkpoint",
+        )
+    weights = folder.tensors(name, facts, facts.weights)
+    state = folder.tensors(name, facts, OPTIMIZER) if with_optimizer else {}
+    tenant.optimizer.check(state)
+    tenant.restore(weights)
+    tenant.optimizer.restore(state)
+    tenant.clear()
+    tenant.step = facts.step if with_optimizer else 0
+
+
+def _same_shape(facts: TenantFacts, tenant: Tenant) -> bool:
+    """Whether both are adapters that differ in their seeds or in how their layers are named at most."""
+    if facts.adapter is None or tenant.spec is None:
+        return False
+    return (facts.adapter.rank, facts.adapter.alpha) == (tenant.spec.rank, tenant.spec.alpha)
+
+
+def _words(facts: TenantFacts) -> str:
+    if facts.adapter is None:
+        return "a model of all weights"
+    return f"an adapter of rank {facts.adapter.rank} with alpha {facts.adapter.alpha:g}"

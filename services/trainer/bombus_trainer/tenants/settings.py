@@ -1,0 +1,23 @@
+"""The bounds of an executor of operations, and where it writes."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TenantSettings(BaseModel):
+    """`checkpoints` is the folder of all models' checkpoints.
+
+    `scratch` is a folder of this process alone, emptied when it starts, for optimizers that are not in memory. Those in
+    memory take at most `optimizer_bytes_max`, or as much as the one in use where that is more.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    checkpoints: Path
+    scratch: Path
+    models_max: int = Field(default=64, ge=1, le=4096)
+    rank_max: int = Field(default=512, ge=1, le=4096)
+    tokens_max: int = Field(default=1 << 22, ge=1, le=1 << 26, description="tokens of one operation")
+    targets_max: int = Field(default=1 << 23, ge=1, le=1 << 26, description="targets of one operation, over all tokens")
+    optimizer_bytes_max: int = Field(default=8 << 30, ge=0, le=1 << 42)

@@ -1,0 +1,222 @@
+"""One model that a caller trains: its parameters, the gradient since its last step, and its optimizer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bombus.errors import Code, Refused
+from bombus.operations import AdamParams, AdapterSpec, Reduction, Scores, StepTaken
+from bombus.weights.adapters import AdapterConfig, adapter_names
+from bombus_trainer.backends.torch.lora import LoraLinear
+from bombus_trainer.data.packing import Bin, pack
+from bombus_trainer.data.sequences import Floats, Ints
+from bombus_trainer.recovery.progress import advanced
+from bombus_trainer.tenants.adam import TenantOptimizer, check_adam
+from bombus_trainer.tenants.base import TenantBase
+from bombus_trainer.tenants.batches import TokenBatch
+from bombus_trainer.tenants.client_losses import MASK, ClientLoss, term_metrics
+
+COMBINED: dict[str, Callable[[Sequence[float]], float]] = {
+    "sum": sum,
+    "min": min,
+    "max": max,
+}  # over micro-batches, by what follows the colon in a metric's name
+
+
+@dataclass
+class GradientEpoch:
+    """What was added to the gradient since the last step. `failed` says why an operation on it failed, if one did."""
+
+    operations: int = 0
+    tokens: int = 0
+    failed: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class _BinScores:
+    """What was computed for the targets numbered `ids_N` of a batch [N]."""
+
+    ids_N: Ints
+    logprobs_N: Floats
+    terms_N: Floats
+    loss: float
+    metrics: Mapping[str, float]
+
+
+class Tenant:
+    """A model: an adapter on the base, or all weights of the base."""
+
+    def __init__(self, base: TenantBase, spec: AdapterSpec | None, rank_max: int) -> None:
+        """Make a new model. Raises `Refused` where the base cannot have this adapter."""
+        self.base = base
+        self.spec = spec
+        self.step = 0
+        self.epoch = GradientEpoch()
+        self.adapters: dict[str, LoraLinear] = {} if spec is None else base.adapters(spec, rank_max)
+        self.parameters = self._parameters()
+        self.optimizer = TenantOptimizer(self.parameters)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return what is trained, by its name in a file."""
+        if self.spec is None:
+            return self.base.policy.trainable()
+        found: dict[str, nn.Parameter] = {}
+        for name, adapter in self.adapters.items():
+            low_a, low_b = adapter_names(name)
+            found |= {low_a: adapter.lora_a, low_b: adapter.lora_b}
+        return found
+
+    @property
+    def size(self) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    def adapter_config(self) -> AdapterConfig:
+        """Return the configuration that peft reads. Raises `ValueError` for a model without an adapter."""
+        if self.spec is None:
+            raise ValueError("this model has no adapter")
+        targets = sorted({name.rpartition(".")[2] for name in self.adapters})
+        return AdapterConfig(r=self.spec.rank, lora_alpha=float(self.spec.alpha), target_modules=targets)
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, batch: TokenBatch, loss: ClientLoss, forward_only: bool) -> Scores:
+        """Compute the loss of a batch, and add its gradient unless `forward_only`.
+
+        Raises `Refused` where the loss is not finite. What was added until then stays: the caller spoils the epoch.
+        """
+        targets = len(batch.counted_M)
+        logprobs_M, terms_M = np.zeros(targets, dtype=np.float32), np.zeros(targets, dtype=np.float32)
+        total, metrics = 0.0, dict[str, float]()
+        with self.base.switched_on(self.adapters), torch.no_grad() if forward_only else nullcontext():
+            for packed in pack(batch.items, self.base.settings.bin_tokens):
+                found = self._score(packed, batch, loss, forward_only)
+                logprobs_M[found.ids_N], terms_M[found.ids_N] = found.logprobs_N, found.terms_N
+                total += found.loss
+                for name, value in found.metrics.items():
+                    combined = COMBINED[name.rpartition(":")[2]]
+                    metrics[name] = combined((metrics[name], value)) if name in metrics else value
+                advanced()
+        if not forward_only:
+            self.epoch.operations += 1
+            self.epoch.tokens += batch.tokens
+        outputs = zip(batch.logprobs_of(logprobs_M), batch.tokens_of(terms_M), strict=True)
+        return Scores(
+            outputs=tuple({"logprobs": each, "elementwise_loss": terms} for each, terms in outputs),
+            loss=total,
+            tokens=batch.tokens,
+            metrics=metrics,
+        )
+
+    def _score(self, packed: Bin, batch: TokenBatch, loss: ClientLoss, forward_only: bool) -> _BinScores:
+        scored = self.base.policy.score(packed, logits=loss.wants_logsumexp)
+        order = np.argsort(packed.terms.ids_N)
+        ids_N = packed.terms.ids_N[order]
+        places_N = torch.from_numpy(order).to(scored.logprobs_N.device)
+        logprobs_N = scored.logprobs_N[places_N]
+        logsumexp_N = None if scored.logits_N is None else scored.logits_N[places_N] - logprobs_N
+        tokens = batch.scored(ids_N, logprobs_N, logsumexp_N)
+        found = loss.of(tokens)
+        terms_N = found.terms_N * tokens.inputs[MASK] * tokens.counted_N
+        value = terms_N.sum()
+        if not bool(torch.isfinite(value)):
+            raise Refused(Code.MALFORMED, _not_finite(terms_N.detach(), batch.lines_M[ids_N]))
+        if not forward_only:
+            for parameter in self.parameters.values():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            value.backward()
+        return _BinScores(
+            ids_N=ids_N,
+            logprobs_N=logprobs_N.detach().cpu().numpy(),
+            terms_N=terms_N.detach().cpu().numpy(),
+            loss=float(terms_N.detach().double().sum()),
+            metrics=term_metrics(found, tokens),
+        )
+
+    def clear(self) -> None:
+        """Forget the gradient, and that an operation on it failed."""
+        self.optimizer.zero_grad()
+        self.epoch = GradientEpoch()
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def take_step(self, adam: AdamParams, reduction: Reduction) -> StepTaken:
+        """Take a step with the gradient, and clear it. A step without a gradient counts, and changes nothing.
+
+        Raises `Refused` for wrong parameters, with which nothing happens, and where the gradient is spoiled, which
+        clears it.
+        """
+        check_adam(adam)
+        if self.epoch.failed:
+            why = self.epoch.failed
+            self.clear()
+            raise Refused(
+                Code.MALFORMED,
+                f"no step was taken: a forward_backward since step {self.step} failed ({why}), so its gradient is "
+                "incomplete. It was cleared; send its data again, then step",
+            )
+        divisor = float(max(1, self.epoch.tokens)) if reduction is Reduction.TOKEN_MEAN else 1.0
+        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        norm = self._scaled(grads, divisor, adam.grad_clip_norm) if grads else 0.0
+        if grads:
+            self.optimizer.step(adam)
+        self.clear()
+        self.step += 1
+        return StepTaken(step=self.step, divisor=divisor, grad_norm=norm)
+
+    def _scaled(self, grads: list[Tensor], divisor: float, norm_max: float) -> float:
+        """Divide the gradient, then bound its norm unless `norm_max` is 0. Returns the norm after the division."""
+        if divisor != 1.0:
+            torch._foreach_div_(grads, divisor)
+        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
+        if not isfinite(norm):
+            self.clear()
+            raise Refused(
+                Code.MALFORMED,
+                f"no step was taken: the norm of the gradient since step {self.step} is {norm}. It was cleared; look "
+                "for extreme weights, advantages or logprobs in the data",
+            )
+        if norm_max > 0.0 and norm > norm_max:
+            torch._foreach_mul_(grads, norm_max / norm)
+        return norm
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+
+    def restore(self, weights: Mapping[str, Tensor]) -> None:
+        """Put weights back. Raises `Refused` unless they are those of this model, before anything changes."""
+        own = self.weights()
+        if odd := sorted(own.keys() ^ weights.keys()):
+            raise Refused(Code.BAD_CONFIG, f"the checkpoint is of another model: {odd[0]} is in only one of the two")
+        for name, value in own.items():
+            if value.shape != weights[name].shape:
+                raise Refused(
+                    Code.BAD_CONFIG,
+                    f"the checkpoint is of another model: its {name} has shape {list(weights[name].shape)}, not "
+                    f"{list(value.shape)}",
+                )
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(weights[name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return all that a checkpoint has of the model, in full precision, by name in the order of its file."""
+        if self.spec is None:
+            return self.base.everything()
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+
+def _not_finite(terms_N: Tensor, lines_N: Ints) -> str:
+    places = torch.isfinite(terms_N).logical_not().nonzero()
+    if not len(places):
+        return "the loss is not finite: the sum of its terms is too large; divide the data or its weights"
+    place = int(places[0])
+    return (
+        f"the loss of datum {int(lines_N[place])} is not finite ({float(terms_N[place])}): look for extreme weights, "
+        "advantages or logprobs in it"
+    )

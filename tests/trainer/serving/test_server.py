@@ -1,0 +1,348 @@
+"""A run of operations on the real bus: what clients see of their models, and what they do not see of each other."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bombus.bus import Bus
+from bombus.hive import inbox
+from bombus.hive.events import EngineStopped, ModelEnd, OperationCompleted
+from bombus.hive.state import Phase
+from bombus.operations import (
+    Category,
+    CheckpointKind,
+    CheckpointLoaded,
+    CheckpointSaved,
+    EndModel,
+    Failed,
+    LoadWeights,
+    ModelEnded,
+    ModelReady,
+    Operation,
+    Rejected,
+    Result,
+    Scores,
+    StepTaken,
+    encode_operation,
+)
+from tests.trainer.serving.serving_hive import (
+    BASE,
+    LARGE,
+    SMALL,
+    TrainingClient,
+    create,
+    merged,
+    sampler,
+    serving,
+    steps,
+    stopped,
+    training,
+)
+from tests.trainer.tenants.small_tenants import datum, forward_backward, optim_step, random_data
+from tests.trainer.trainer_hive import ENGINE
+
+
+@pytest.fixture
+async def client(bus: Bus, tmp_path: Path) -> AsyncIterator[TrainingClient]:
+    async with serving(bus, tmp_path) as client:
+        yield client
+
+
+def address(result: Result) -> str:
+    """Return the hash of the weights that were saved."""
+    assert isinstance(result, CheckpointSaved), result
+    return result.address
+
+
+async def weights(client: TrainingClient, model: str, name: str = "now") -> str:
+    return address(await client.do(model, sampler(name)))
+
+
+async def test_the_loss_of_a_repeated_batch_falls_and_the_log_shows_the_model(client: TrainingClient) -> None:
+    client.stage.train()
+    ready = await client.do("m", create())
+    assert isinstance(ready, ModelReady)
+    assert client.stage.engine.phase == Phase.ROLLING
+    losses = []
+    for _ in range(4):
+        scores = await client.do("m", forward_backward(datum([1, 2, 3, 4]), datum([5, 6, 7])))
+        assert isinstance(scores, Scores)
+        losses.append(scores.loss)
+        taken = await client.do("m", optim_step(learning_rate=5e-2))
+        assert isinstance(taken, StepTaken)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 1.0
+    model = client.model("m")
+    assert (model.step, model.executed, model.waiting, model.base) == (4, 9, 0, BASE)
+    assert model.adapter is not None
+    assert (model.adapter.rank, model.parameters) == (4, ready.parameters)
+    (first, *_) = [each for each in client.stage.events if isinstance(each, OperationCompleted) and each.number == 2]
+    assert first.metrics["loss"] == losses[0]
+    assert first.metrics["tokens"] == 7.0
+
+
+async def test_models_of_different_rank_that_take_turns_are_what_each_is_alone(client: TrainingClient) -> None:
+    client.stage.train()
+    first: list[Operation] = [create(SMALL), *steps(100, 3), sampler("end")]
+    second: list[Operation] = [create(LARGE), *steps(200, 2), sampler("end")]
+    for number, operation in merged(first, second):
+        await client.send("ab"[number], operation)
+    together = {model: address((await client.results(model))[-1]) for model in "ab"}
+    executed = [each.model for each in client.stage.events if isinstance(each, OperationCompleted)]
+    assert executed[2:14] == ["a", "b"] * 6, "models with something waiting take turns"
+    for model, operations in (("c", first), ("d", second)):
+        for operation in operations:
+            await client.send(model, operation)
+    assert address((await client.results("c"))[-1]) == together["a"]
+    assert address((await client.results("d"))[-1]) == together["b"]
+
+
+async def test_a_model_that_has_much_to_do_does_not_hold_up_another(client: TrainingClient) -> None:
+    trainer = client.stage.train()
+    await client.do("busy", create())
+    await client.do("quick", create(LARGE))
+    await stopped(trainer)
+    for operation in steps(1, 3):
+        await client.send("busy", operation)
+    await client.send("quick", forward_backward(*random_data(1, 2)))
+    client.stage.train()
+    await client.results("quick")
+    await client.results("busy")
+    executed = [each.model for each in client.stage.events if isinstance(each, OperationCompleted)]
+    assert executed[2:] == ["busy", "quick", *["busy"] * 8]
+
+
+async def test_the_same_operation_sent_twice_is_executed_once(client: TrainingClient) -> None:
+    client.stage.train()
+    for model, times in (("once", 1), ("twice", 2)):
+        for number, operation in enumerate([create(), *steps(1, 2), sampler("end")]):
+            for _ in range(times):
+                await client.send(model, operation, key=str(number))
+    once, twice = [await client.results(model) for model in ("once", "twice")]
+    assert twice[:-1] == once[:-1]
+    assert address(twice[-1]) == address(once[-1])
+    assert client.model("twice").executed == 8
+
+
+async def test_a_failed_gradient_is_not_stepped_with_and_what_comes_after_it_is_untouched(
+    client: TrainingClient,
+) -> None:
+    client.stage.train()
+    for operation in (
+        create(),
+        forward_backward(*random_data(1, 3)),
+        forward_backward(datum([1, 99])),
+        optim_step(),
+        forward_backward(*random_data(2, 3)),
+        optim_step(),
+    ):
+        await client.send("m", operation)
+    _, _, refused, spoiled, _, step = await client.results("m")
+    assert isinstance(refused, Failed)
+    assert "datum 0 has the token id 99" in refused.error
+    assert isinstance(spoiled, Failed)
+    assert "no step was taken: a forward_backward since step 0 failed (datum 0 has" in spoiled.error
+    assert isinstance(step, StepTaken)
+    assert (step.step, client.stage.engine.tenants.failed) == (1, 2)
+
+
+async def test_what_cannot_be_read_or_was_rejected_fails_in_words_and_the_run_goes_on(client: TrainingClient) -> None:
+    client.stage.train()
+    await client.do("m", create())
+    unreadable = await client.result("m", await client.send_body("m", "forward_backward", b"\xc1 nonsense"))
+    assert isinstance(unreadable, Failed)
+    assert unreadable.category is Category.SERVER
+    assert "this operation cannot be read" in unreadable.error
+    assert "gateway and trainer have to be of one version" in unreadable.error
+    assert isinstance(await client.do("m", optim_step()), Failed), "it may have been part of the gradient"
+    failure = Failed(error="data is not a list: send a list", category=Category.USER)
+    assert await client.do("m", Rejected(failure=failure, counts=True)) == failure
+    assert isinstance(await client.do("m", optim_step()), Failed)
+    disguised = encode_operation(optim_step())
+    forward = forward_backward(*random_data(1, 1), forward_only=True)
+    announced = await client.result("m", await client.send_body("m", "forward", disguised, forward))
+    assert isinstance(announced, Failed)
+    assert "announced as one that leaves the model as it is" in announced.error
+    taken = await client.do("m", optim_step())
+    assert isinstance(taken, StepTaken)
+    assert taken.step == 1
+
+
+async def test_a_model_that_cannot_be_created_is_closed_and_its_name_can_be_used_again(client: TrainingClient) -> None:
+    client.stage.train()
+    refused = await client.do("m", create(SMALL.__class__(rank=100_000, alpha=1.0)))
+    assert isinstance(refused, Failed)
+    closed = client.model("m").closed
+    assert closed is not None
+    assert closed.reason == ModelEnd.NOT_CREATED
+    assert isinstance(await client.do("m", create()), ModelReady)
+    assert isinstance(await client.do("m", forward_backward(*random_data(1, 2))), Scores)
+
+
+async def test_what_was_saved_by_name_is_loaded_and_continued_bit_for_bit(client: TrainingClient) -> None:
+    client.stage.train()
+    await client.do("a", create())
+    for operation in (*steps(1, 2), training("half")):
+        await client.send("a", operation)
+    await client.results("a")
+    for operation in (*steps(50, 2), sampler("end")):
+        await client.send("a", operation)
+    whole = address((await client.results("a"))[-1])
+
+    await client.do("b", create(checkpoint="a/training/half", with_optimizer=True))
+    await client.do("c", create())
+    loaded = await client.do("c", LoadWeights(checkpoint="a/training/half", with_optimizer=True))
+    assert loaded == CheckpointLoaded(checkpoint="a/training/half", step=2)
+    for model in "bc":
+        for operation in (*steps(50, 2), sampler("end")):
+            await client.send(model, operation)
+        assert address((await client.results(model))[-1]) == whole
+
+    kept = client.stage.engine.tenants.kept["a/training/half"].noted.saved
+    root = client.stage.options.folder / "saved" / client.stage.bus.subjects.hive / ENGINE
+    assert Path(kept.folder) == root / "a" / "training" / "half", "apart from the run, which it outlives"
+    outside = await client.do("a", training("../../elsewhere"))
+    assert isinstance(outside, Failed)
+    assert "cannot be the name of a checkpoint" in outside.error
+
+
+async def test_a_model_is_ended_by_its_client_and_saved_when_its_session_ends(client: TrainingClient) -> None:
+    client.stage.train()
+    for model in ("done", "left"):
+        await client.do(model, create())
+    ended = await client.do("done", EndModel(save_as="last"))
+    assert isinstance(ended, ModelEnded)
+    await client.until_ended("done")
+    await client.stage.bus.inbox.request(
+        inbox.CloseSession(id=client.stage.id(), engine=ENGINE, session=client.session)
+    )
+    await client.until_ended("left")
+    closed = client.model("left").closed
+    assert closed is not None
+    assert closed.reason == ModelEnd.ENDED
+    kept = client.stage.engine.tenants.kept
+    assert {name: each.noted.saved.use for name, each in kept.items()} == {
+        "done/training/last": CheckpointKind.TRAINING,
+        "left/training/ended-2": CheckpointKind.TRAINING,
+    }
+    assert all(Path(each.noted.saved.folder, "facts.json").exists() for each in kept.values())
+
+
+async def test_covers_are_written_between_steps_and_only_the_newest_is_kept(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0) as client:
+        client.stage.train()
+        await client.do("m", create())
+        await client.until_covered("m", 1)
+        await client.do("m", forward_backward(*random_data(1, 2)))
+        await client.do("m", optim_step())
+        await client.until_covered("m", 3)
+        cover = client.model("m").cover
+        assert cover is not None
+        await client.do("m", sampler("after"))
+        await client.until_covered("m", 4)
+        places = client.stage.options.folder.glob("covers/*/main/run-1/m/training/*")
+        newest = client.model("m").cover
+        assert newest is not None
+        await client.do("m", forward_backward(*random_data(1, 2)))
+        assert [str(path) for path in places] == [newest.folder]
+        assert client.model("m").held_bytes > 0, "a gradient that was not stepped with is in no cover"
+
+
+async def test_a_trainer_that_begins_again_goes_on_where_the_log_is(bus: Bus, tmp_path: Path) -> None:
+    """With a cover, with a gradient since, and with one that failed: nothing that was executed is published again."""
+    operations: list[Operation] = [create(), *steps(1, 2), forward_backward(*random_data(9, 3))]
+    failing = [forward_backward(datum([99])), optim_step(), *steps(70, 1), forward_backward(*random_data(8, 3))]
+    rest: list[Operation] = [optim_step(), *steps(30, 1), sampler("end")]
+    async with serving(bus, tmp_path, cover_bytes=1500) as client:
+        trainer = client.stage.train()
+        for operation in (*operations, *failing, *rest):
+            await client.send("whole", operation)
+        wanted = await client.results("whole")
+        for part in (operations, failing, rest):
+            for operation in part:
+                await client.send("cut", operation)
+            before = await client.results("cut")
+            await stopped(trainer)
+            trainer = client.stage.train()
+        found = await client.results("cut")
+        assert found[: len(before)] == before
+        assert found[:-1] == wanted[:-1]
+        assert address(found[-1]) == address(wanted[-1])
+        numbers = [each.number for each in client.stage.events if isinstance(each, OperationCompleted)]
+        assert len(numbers) == 2 * len(found)
+
+
+async def test_a_checkpoint_that_was_loaded_may_be_replaced_before_the_trainer_begins_again(
+    client: TrainingClient,
+) -> None:
+    trainer = client.stage.train()
+    for operation in (create(), *steps(1, 1), training("x"), *steps(2, 1), LoadWeights(checkpoint="m/training/x")):
+        await client.send("m", operation)
+    await client.results("m")
+    loaded = await weights(client, "m", "loaded")
+    await client.do("other", create())
+    for operation in steps(3, 1):
+        await client.do("other", operation)
+    replaced = client.stage.options.folder / "saved" / client.stage.bus.subjects.hive / ENGINE / "m/training/x"
+    await client.until_covered("m", 9)
+    replaced.rename(replaced.with_name("gone"))
+    await stopped(trainer)
+    client.stage.train()
+    assert await weights(client, "m", "again") == loaded
+
+
+async def test_a_stopped_run_ends_its_models_and_the_next_one_begins_without_them(client: TrainingClient) -> None:
+    client.stage.train()
+    await client.do("m", create())
+    await client.stage.bus.inbox.request(inbox.Stop(id=client.stage.id(), engine=ENGINE))
+    await client.until_ended("m")
+    assert any(isinstance(each, EngineStopped) for each in client.stage.events)
+    assert isinstance(await client.do("n", create()), ModelReady)
+    assert (client.stage.engine.run, client.stage.engine.phase) == (2, Phase.ROLLING)
+    assert isinstance(await client.do("m", create()), ModelReady), "the name is free again"
+
+
+async def test_a_cover_that_is_away_suspends_the_run_until_it_is_back(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0) as client:
+        stage = client.stage
+        trainer = stage.train()
+        for operation in (create(), *steps(1, 1)):
+            await client.do("m", operation)
+        await client.until_covered("m", 4)
+        before = await weights(client, "m")
+        await client.until_covered("m", 5)
+        await stopped(trainer)
+        covers = stage.options.folder / "covers"
+        covers.rename(away := stage.folder / "unmounted")
+        stage.train()
+        await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), 30.0)
+        assert "model m cannot go on from its checkpoint at" in stage.engine.suspended
+        for left in sorted(covers.rglob("*"), reverse=True):
+            left.rmdir()
+        covers.rmdir()
+        away.rename(covers)
+        answer = await stage.bus.inbox.request(inbox.Resume(id=stage.id(), engine=ENGINE))
+        await stage.follower.wait_position(answer.position)
+        assert await weights(client, "m", "again") == before
+
+
+async def test_an_engine_without_a_configuration_says_what_it_lacks(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, configured=False) as client:
+        client.stage.train()
+        await client.send("m", create())
+        await client.until_ended("m")
+        assert "configure it with a job whose model.path names one" in client.stage.engine.failure
+
+
+async def test_two_trainers_do_not_execute_anything_twice(client: TrainingClient) -> None:
+    client.stage.train("one")
+    await client.do("m", create())
+    client.stage.train("two")
+    for operation in (*steps(1, 2), sampler("end")):
+        await client.send("m", operation)
+    found = await client.results("m")
+    await client.do("n", create())
+    for operation in (*steps(1, 2), sampler("end")):
+        await client.send("n", operation)
+    assert address((await client.results("n"))[-1]) == address(found[-1])

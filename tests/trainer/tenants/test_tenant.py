@@ -1,0 +1,69 @@
+"""The norm of a gradient and its bound, and which weights a model takes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bombus.errors import Refused
+from bombus.operations import AdamParams, AdapterSpec, Reduction
+from bombus_trainer.tenants.base import TenantBase
+from bombus_trainer.tenants.tenant import Tenant
+from tests.trainer.small_batches import tiny_settings
+
+
+@pytest.fixture(scope="module")
+def shared(base: Path) -> TenantBase:
+    return TenantBase(base, tiny_settings(), all_weights=False)
+
+
+def tenant(shared: TenantBase, rank: int = 1) -> Tenant:
+    return Tenant(shared, AdapterSpec(rank=rank, alpha=2.0, targets=("q_proj",)), rank_max=8)
+
+
+def with_gradient(made: Tenant, value: float, tokens: int) -> Tenant:
+    for parameter in made.parameters.values():
+        parameter.grad = torch.full_like(parameter, value)
+    made.epoch.operations, made.epoch.tokens = 1, tokens
+    return made
+
+
+def test_a_gradient_is_divided_before_its_norm_is_bounded(shared: TenantBase) -> None:
+    # 128 numbers of 6, divided by 3 tokens: the norm is 2 sqrt(128). Plain SGD shows what was left of it
+    for bound, left in ((0.0, 2.0), (100.0, 2.0), (128**0.5, 1.0)):
+        made = with_gradient(tenant(shared), 6.0, tokens=3)
+        grads = [parameter.grad for parameter in made.parameters.values() if parameter.grad is not None]
+        step = made.take_step(AdamParams(learning_rate=0.0, grad_clip_norm=bound), Reduction.TOKEN_MEAN)
+        assert (step.divisor, step.grad_norm) == pytest.approx((3.0, 2 * 128**0.5))
+        assert all(grad.flatten().tolist() == pytest.approx([left] * grad.numel()) for grad in grads)
+
+
+def test_a_step_clears_the_gradient(shared: TenantBase) -> None:
+    made = with_gradient(tenant(shared), 1.0, tokens=5)
+    made.take_step(AdamParams(learning_rate=0.1), Reduction.TOKEN_MEAN)
+    assert (made.step, made.epoch.operations, made.epoch.tokens) == (1, 0, 0)
+    assert all(parameter.grad is None for parameter in made.parameters.values())
+
+
+def test_weights_of_another_shape_are_refused_before_any_changes(shared: TenantBase) -> None:
+    made, other = tenant(shared), tenant(shared, rank=2)
+    before = {name: value.clone() for name, value in made.weights().items()}
+    for wrong, why in ((other.weights(), r"has shape \[2, 32\], not \[1, 32\]"), ({}, "is in only one of the two")):
+        with pytest.raises(Refused, match=why):
+            made.restore(wrong)
+    assert all(torch.equal(before[name], value) for name, value in made.weights().items())
+
+
+def named_while_on(shared: TenantBase, made: Tenant) -> list[str]:
+    with shared.switched_on(made.adapters):
+        return [name for name, _ in shared.network.named_modules()]
+
+
+def test_the_base_has_its_own_layers_when_no_adapter_is_switched_on(shared: TenantBase) -> None:
+    names = [name for name, _ in shared.network.named_modules()]
+    made = tenant(shared)
+    assert any(name.endswith("q_proj.base") for name in named_while_on(shared, made))
+    with pytest.raises(ZeroDivisionError), shared.switched_on(made.adapters):
+        made.step //= 0
+    assert [name for name, _ in shared.network.named_modules()] == names
+    assert not any(parameter.requires_grad for parameter in shared.network.parameters())
