@@ -306,6 +306,25 @@ def test_saved_models_are_listed_replaced_removed_and_expire() -> None:
     assert harness.tenants.kept == {}
 
 
+def test_the_time_to_live_of_a_saved_model_is_changed_from_now_on() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", SAVE)
+    harness.done("1", saved=saved("a", ttl_s=100.0))
+
+    def retain(name: str, ttl_s: float) -> inbox.AnyAnswer:
+        return harness.request(
+            inbox.RetainWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name=name, ttl_s=ttl_s)
+        )
+
+    harness.touch(after_s=60)
+    assert isinstance(retain("a", 50.0), inbox.Done)
+    assert harness.tick(after_s=49) == []
+    assert isinstance(retain("a", 0.0), inbox.Done)
+    assert harness.tick(after_s=1000) == []
+    refused(retain("a", float("nan")), Code.MALFORMED)
+    refused(retain("b", 1.0), Code.UNKNOWN_MODEL)
+
+
 def test_saved_models_outlive_their_run_their_session_and_an_episode_run() -> None:
     harness = TenantHarness().serving()
     harness.operate("1", SAVE)
