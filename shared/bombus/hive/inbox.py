@@ -157,6 +157,15 @@ class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     name: str
 
 
+class RetainWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="retain_weights"):
+    """Keep a saved model for `ttl_s` from now on, 0 for ever."""
+
+    model: str
+    use: str
+    name: str
+    ttl_s: float = 0.0
+
+
 # ---- facts ----------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +400,7 @@ AnyMessage = (
     | CloseSession
     | Operate
     | RemoveWeights
+    | RetainWeights
     | Tick
     | Touch
     | CallRecorded

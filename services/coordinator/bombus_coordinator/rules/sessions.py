@@ -5,7 +5,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, SessionEnd
-from bombus.hive.inbox import CloseSession, Done, OpenSession, RemoveWeights
+from bombus.hive.inbox import CloseSession, Done, OpenSession, RemoveWeights, RetainWeights
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.state import Tenant, TenantModel, kept_id
 from bombus_coordinator.rules.claims import no_room
@@ -16,6 +16,7 @@ from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MA
 METADATA_BYTES_MAX = 64 << 10
 TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
+TTL_S_MAX = 100 * 365 * 24 * 3600.0
 AGAIN_S = 60.0  # until a model that could not be saved is tried again
 ENDED_KEPT = 2  # times as many sessions as may be open: beyond it, those that have ended are forgotten early
 
@@ -176,6 +177,17 @@ def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> D
         at_ns=live.now_ns, engine=engine.name, model=message.model, use=message.use, name=message.name
     )
     yield Decision(events=(removed,), replies=reply)
+
+
+def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> Decisions:
+    kept = engine.tenants.kept.get(kept_id(message.model, message.use, message.name))
+    if kept is None:
+        raise Refused(Code.UNKNOWN_MODEL, f"Model {message.model} was not saved as {message.name} ({message.use}).")
+    if not 0 <= message.ttl_s <= TTL_S_MAX:
+        raise Refused(Code.MALFORMED, f"A time to live is 0 to {TTL_S_MAX:.0f} seconds, not {message.ttl_s}.")
+    saved = msgspec.structs.replace(kept.noted.saved, ttl_s=message.ttl_s)
+    noted = msgspec.structs.replace(kept.noted, at_ns=live.now_ns, saved=saved)
+    yield Decision(events=(noted,), replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 
 def expire_weights(engine: EngineState, live: Live) -> Decisions:
