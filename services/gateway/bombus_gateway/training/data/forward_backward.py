@@ -33,7 +33,8 @@ def read_forward_backward(body: bytes) -> Submission:
     model = checked_id(request.model_id, "model_id")
     if request.seq_id < 1:
         raise Refused(Code.MALFORMED, f"seq_id is {request.seq_id}, and the numbers of requests begin at 1.")
-    return Submission(model=model, seq=request.seq_id, operation=attempted(lambda: _operation(request)), counts=not request.forward_only)
+    operation = attempted(lambda: _operation(request))
+    return Submission(model=model, seq=request.seq_id, operation=operation, counts=not request.forward_only)
 
 
 def write_scores(scores: Scores) -> bytes:
