@@ -14,13 +14,17 @@ PENALTY_MAX = 2.0  # OpenAI's, and vLLM's
 REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # beyond these, logits may leave float32
 BIAS_MAX = 100.0  # OpenAI's; vLLM takes more for this much
 BIASED_TOKENS_MAX = 1024
+NO_ADAPTERS = (
+    "this replica serves no adapters beside its own policy; the torch backend does, with --adapters-mb above 0"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`max_model_len` is in tokens, prompt and completion; `waiting_max` is the number of sequences that may wait.
 
-    `constrains`: whether answers can be held to a form.
+    `constrains`: whether answers can be held to a form; `scores`: whether prompts are scored and logprobs of the plain
+    distribution are known; `adapters`: whether adapters are served beside the engine's own policy.
     """
 
     max_model_len: int
@@ -28,6 +32,8 @@ class Limits:
     choices_max: int
     waiting_max: int
     constrains: bool = False
+    scores: bool = False
+    adapters: bool = False
 
     def check(self, request: Generate, run: int) -> list[int]:
         """Return the request's prompt. Raises `Refused` for a request that a replica of `run` cannot serve."""
@@ -35,12 +41,19 @@ class Limits:
             raise Refused(Code.WRONG_PHASE, f"this replica serves run {run}, not {request.run}")
         if request.constraint is not None and not self.constrains:
             raise Refused(Code.UNSUPPORTED, "this replica cannot hold answers to a form; vLLM with a tokenizer can")
+        if (request.prompt_logprobs or request.plain_logprobs) and not self.scores:
+            why = "this replica does not score prompts and has no logprobs at temperature 1; the torch backend has both"
+            raise Refused(Code.UNSUPPORTED, why)
+        if request.adapter and not self.adapters:
+            raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
         prompt = self._prompt(request.prompt)
         self._check_sampling(request)
         return prompt
 
     def tokens_max(self, request: Generate, prompt: list[int]) -> int:
         """Return the most tokens that prompt and completion may have together."""
+        if request.prompt_logprobs and not request.sampling.max_tokens:
+            return len(prompt)
         completion = request.sampling.max_tokens or self.max_model_len
         return min(len(prompt) + completion, self.max_model_len)
 
@@ -69,6 +82,7 @@ class Limits:
             ("frequency_penalty", sampling.frequency_penalty, -PENALTY_MAX, PENALTY_MAX),
             ("repetition_penalty", sampling.repetition_penalty, REPETITION_MIN, REPETITION_MAX),
             ("top_logprobs", sampling.top_logprobs, 0, TOP_LOGPROBS_MAX),
+            ("top_prompt", request.top_prompt, 0, self._top_prompt_max(request)),
         )
         for name, value, low, high in ranges:
             if not low <= value <= high:
@@ -81,6 +95,9 @@ class Limits:
         self._check_bias(sampling.logit_bias)
         if request.n > self.waiting_max:
             raise Refused(Code.MALFORMED, f"n is {request.n}; at most {self.waiting_max} can wait")
+
+    def _top_prompt_max(self, request: Generate) -> int:
+        return min(TOP_LOGPROBS_MAX, self.vocabulary) if request.prompt_logprobs else 0
 
     def _check_bias(self, bias: Mapping[int, float]) -> None:
         if len(bias) > BIASED_TOKENS_MAX:

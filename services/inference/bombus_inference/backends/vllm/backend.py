@@ -24,11 +24,12 @@ from bombus.weights.adapters import ADAPTER_FILE
 from bombus.weights.deltas import FULL_FILE
 from bombus_inference.backends.answers import FrameAssembler
 from bombus_inference.backends.http_calls import JSON, BackendFailed, FrameBatches, HttpCalls, check_answer, server_sent
-from bombus_inference.backends.limits import CHOICES_MAX, Limits
+from bombus_inference.backends.limits import CHOICES_MAX, NO_ADAPTERS, Limits
 from bombus_inference.backends.protocol import (
     NOTHING_LOADED,
     STOPPING,
     UNLOADED,
+    AdapterUse,
     Deliver,
     Policy,
     ReportStage,
@@ -158,6 +159,17 @@ class VllmBackend:
                 for delta in parse_deltas(event, run, request.sampling.top_logprobs):
                     if frames := assembler.take(delta):
                         yield frames
+
+    # ---- adapters beside the policy ---------------------------------------------------------------------------
+
+    async def load_adapter(self, address: str, folder: Path) -> bool:
+        raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+
+    async def unload_adapter(self, address: str) -> None:
+        raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+
+    async def adapters(self) -> list[AdapterUse]:
+        return []
 
     # ---- weights ----------------------------------------------------------------------------------------------
 

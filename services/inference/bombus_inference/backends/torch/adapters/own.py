@@ -59,12 +59,12 @@ def read_adapter(folder: Path, settings: ComputeSettings) -> dict[str, LowRank]:
     return {name: LowRank(low_a.to(device, dtype), low_b.to(device, dtype)) for name, low_a, low_b in layers}
 
 
-def check_adapter(model: PreTrainedModel, adapter: Mapping[str, LowRank]) -> None:
-    """Raise `EngineFault` for an adapter that does not fit this model."""
+def check_adapter(model: PreTrainedModel, adapter: Mapping[str, LowRank], *, with_output: bool = False) -> None:
+    """Raise `EngineFault` for an adapter that does not fit this model, on its output layer only `with_output`."""
     output, layers = model.get_output_embeddings(), dict(model.named_modules())
     for name, low_rank in adapter.items():
         layer = layers.get(name)
-        if not isinstance(layer, nn.Linear) or layer is output:
+        if not isinstance(layer, nn.Linear) or (layer is output and not with_output):
             raise EngineFault(f"the adapter has {name}, and this model has no such layer that takes one")
         rank = len(low_rank.low_a)
         if low_rank.low_a.shape != (rank, layer.in_features) or low_rank.low_b.shape != (layer.out_features, rank):
@@ -76,11 +76,12 @@ def set_adapter(model: nn.Module, adapter: Mapping[str, LowRank]) -> None:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     for name, layer in layers.items():
         if name in adapter:
-            _replace(model, name, AdaptedLinear(layer, adapter[name]))
+            replace_layer(model, name, AdaptedLinear(layer, adapter[name]))
         elif isinstance(layer, AdaptedLinear):
-            _replace(model, name, layer.plain())
+            replace_layer(model, name, layer.plain())
 
 
-def _replace(model: nn.Module, name: str, layer: nn.Linear) -> None:
+def replace_layer(model: nn.Module, name: str, layer: nn.Linear) -> None:
+    """Put a layer into a model in the place of the one of this name."""
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, layer)
