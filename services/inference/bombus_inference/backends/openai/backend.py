@@ -75,8 +75,9 @@ class OpenAIBackend:
         self._calls.abort(ticket)
 
     async def _generate(self, server: Server, request: Generate, prompt: list[int]) -> FrameBatches:
-        assembler = FrameAssembler(request, self.version, lambda: True)
-        async for choices in server.generate(request, prompt, self._limits.tokens_max(request, prompt)):
+        tokens_max = self._limits.tokens_max(request, prompt)
+        assembler = FrameAssembler(request, self.version, lambda: True, tokens_max - len(prompt))
+        async for choices in server.generate(request, prompt, tokens_max):
             for choice in choices:
                 if choice.label and self._label and choice.label != self._label:
                     raise BackendFailed(f"somebody else changed the server's weights: they are {choice.label!r} now")

@@ -147,8 +147,9 @@ class VllmBackend:
     async def _frames(self, server: VllmServer, request: Generate, prompt: list[int]) -> FrameBatches:
         await self._steady.wait()
         swaps, run = self._swaps, self.run
-        assembler = FrameAssembler(request, self.version, lambda: self._swaps == swaps)
-        body = request_body(request, prompt, self._limits.tokens_max(request, prompt), self._model)
+        tokens_max = self._limits.tokens_max(request, prompt)
+        assembler = FrameAssembler(request, self.version, lambda: self._swaps == swaps, tokens_max - len(prompt))
+        body = request_body(request, prompt, tokens_max, self._model)
         async with server.client.stream("POST", GENERATE, content=body, headers=JSON) as response:
             await check_answer(response)
             if not request.stream:
@@ -244,7 +245,7 @@ class VllmBackend:
             made = parse_deltas(response.content, label.run, 0)
             if [delta.versions for delta in made] != [[label.version]]:
                 raise BackendFailed("the versions are not the ones that it was given")
-            FrameAssembler(request, label.version, lambda: False).take(made[0])
+            FrameAssembler(request, label.version, lambda: False, 1).take(made[0])
         except (BackendFailed, Refused, httpx.HTTPError, ValueError) as error:
             raise EngineFault(
                 "this vLLM does not give what a trainer needs, which is the ids, logprobs and weight versions of the "
