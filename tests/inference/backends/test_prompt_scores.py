@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from bombus.errors import Code, Refused
 from bombus.hive.generation import SCORES_A_FRAME_MAX, Generate
 from bombus.hive.records import unpack_logprobs
+from bombus_inference.backends.limits import Limits
 from bombus_inference.backends.torch.prompt_scores import PromptScoring, ScoredPiece, rows_at_once, score
 from tests.inference.backends.small_adapters import address_of, loaded, random_adapter, with_merged
 from tests.inference.backends.small_engines import (
@@ -228,3 +229,18 @@ def test_long_prompts_travel_in_frames_of_bounded_size() -> None:
     assert (first.start, len(first.logprobs) // 4, len(first.top_tokens) // 4) == (0, 65_536, 65_536)
     assert (last.start, last.version, unpack_logprobs(last.logprobs)) == (65_536, 2, [-1.0, -1.0, -1.0])
     assert unpack_logprobs(last.top_logprobs) == [-0.5] * 3
+
+
+def test_a_replica_that_scores_nothing_refuses_what_it_cannot_know_and_takes_the_rest() -> None:
+    limits = Limits(max_model_len=100, vocabulary=60, choices_max=8, waiting_max=8)
+    body = request(PROMPT, max_tokens=2)
+    for refused, why in (
+        (scored(body), "does not score prompts"),
+        (msgspec.structs.replace(request(PROMPT, temperature=0.5), plain_logprobs=True), "at temperature 1"),
+        (msgspec.structs.replace(request(PROMPT, top_k=3), plain_logprobs=True), "truncation"),
+        (msgspec.structs.replace(body, adapter=address_of(1)), "serves no adapters"),
+    ):
+        with pytest.raises(Refused, match=why) as raised:
+            limits.check(refused, 1)
+        assert raised.value.code == Code.UNSUPPORTED
+    assert limits.check(msgspec.structs.replace(body, plain_logprobs=True), 1) == PROMPT

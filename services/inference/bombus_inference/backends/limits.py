@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Generate
-from bombus.hive.records import TEMPERATURE_MIN, unpack_tokens
+from bombus.hive.records import TEMPERATURE_MIN, SamplingParams, unpack_tokens
 
 TOP_LOGPROBS_MAX = 20
 CHOICES_MAX = 128  # n of one request
@@ -23,8 +23,8 @@ NO_ADAPTERS = (
 class Limits:
     """`max_model_len` is in tokens, prompt and completion; `waiting_max` is the number of sequences that may wait.
 
-    `constrains`: whether answers can be held to a form; `scores`: whether prompts are scored and logprobs of the plain
-    distribution are known; `adapters`: whether adapters are served beside the engine's own policy.
+    `constrains`: whether answers can be held to a form; `scores`: whether prompts are scored, and logprobs of the plain
+    distribution are known whatever is sampled from; `adapters`: whether they are served beside the engine's own policy.
     """
 
     max_model_len: int
@@ -41,8 +41,13 @@ class Limits:
             raise Refused(Code.WRONG_PHASE, f"this replica serves run {run}, not {request.run}")
         if request.constraint is not None and not self.constrains:
             raise Refused(Code.UNSUPPORTED, "this replica cannot hold answers to a form; vLLM with a tokenizer can")
-        if (request.prompt_logprobs or request.plain_logprobs) and not self.scores:
-            why = "this replica does not score prompts and has no logprobs at temperature 1; the torch backend has both"
+        if request.prompt_logprobs and not self.scores:
+            raise Refused(Code.UNSUPPORTED, "this replica does not score prompts; the torch backend does")
+        if request.plain_logprobs and not (self.scores or _samples_plainly(request.sampling)):
+            why = (
+                "this replica has logprobs at temperature 1 only of what is sampled at temperature 1, without bias, "
+                "penalties and truncation; the torch backend has them of anything"
+            )
             raise Refused(Code.UNSUPPORTED, why)
         if request.adapter and not self.adapters:
             raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
@@ -108,3 +113,13 @@ class Limits:
             if not -BIAS_MAX <= value <= BIAS_MAX:
                 why = f"logit_bias of token {token} is {value}; it goes from {-BIAS_MAX:g} to {BIAS_MAX:g}"
                 raise Refused(Code.MALFORMED, why)
+
+
+def _samples_plainly(sampling: SamplingParams) -> bool:
+    """Return whether the distribution that is sampled from is the model's own."""
+    return sampling == SamplingParams(
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        stop_token_ids=sampling.stop_token_ids,
+        top_logprobs=sampling.top_logprobs,
+    )

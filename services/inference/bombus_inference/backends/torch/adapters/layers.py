@@ -81,31 +81,38 @@ class AdapterColumns:
         self._owners_R = torch.empty(0, dtype=torch.long)
         self._rows = PassRows()
 
-    @torch.no_grad()
+    @property
+    def columns(self) -> int:
+        """How many columns each layer computes for every row of a pass with adapters."""
+        return len(self._owners_R)
+
     def place(self, wanted: Mapping[str, LoadedAdapter]) -> None:
         """Have columns for these adapters. Those of others stay only while they are few."""
+        needed = sum(adapter.rank for adapter in wanted.values())
         missing = any(address not in self._placed for address in wanted)
         for address in wanted:
             if address in self._placed:
                 self._placed[address] = self._placed.pop(address)
-        if not missing and self._layers:
+        if not missing and self.columns <= 2 * (needed + SPARE_COLUMNS):
             return
         chosen = dict(wanted)
-        columns = sum(adapter.rank for adapter in wanted.values())
         spare = SPARE_COLUMNS
         for address in reversed(self._placed):
             adapter = self._placed[address]
             if address not in chosen and adapter.rank <= spare:
                 chosen[address] = adapter
                 spare -= adapter.rank
-                columns += adapter.rank
         self._placed = dict(reversed(chosen.items()))
-        self._build(columns)
+        self._build()
 
     def forget(self, address: str) -> None:
-        """Drop an adapter that is not loaded any more. Its columns go with the next change."""
-        if self._placed.pop(address, None) is not None:
+        """Drop an adapter that is not loaded any more. Its columns go when others change, or all have gone."""
+        if self._placed.pop(address, None) is None:
+            return
+        if self._placed:
             self._owners_R.masked_fill_(self._owners_R == self._numbers.pop(address), UNUSED_COLUMN)
+        else:
+            self.detach()
 
     def use_rows(self, addresses: Sequence[str], tokens: Sequence[int]) -> None:
         """Say which adapters the rows of the next pass have: `addresses`, "" for none, each for so many rows."""
@@ -133,8 +140,10 @@ class AdapterColumns:
         self._layers.clear()
         self._placed.clear()
         self._numbers.clear()
+        self._owners_R = self._owners_R[:0]
 
-    def _build(self, columns: int) -> None:
+    @torch.no_grad()
+    def _build(self) -> None:
         self._numbers = {address: number for number, address in enumerate(self._placed)}
         device = next(self._model.parameters()).device
         self._owners_R = torch.tensor(
@@ -147,8 +156,8 @@ class AdapterColumns:
         for name in names:
             layer = self._layers.get(name) or self._wrapped(name)
             weight = layer.weight
-            low_a = weight.new_zeros(columns, layer.in_features)
-            low_b = weight.new_zeros(layer.out_features, columns)
+            low_a = weight.new_zeros(self.columns, layer.in_features)
+            low_b = weight.new_zeros(layer.out_features, self.columns)
             start = 0
             for adapter in self._placed.values():
                 low_rank = adapter.layers.get(name)

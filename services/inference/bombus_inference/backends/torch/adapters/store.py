@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bombus.errors import Code, Refused
 from bombus_inference.backends.torch.adapters.own import LowRank
@@ -10,20 +10,20 @@ from bombus_inference.backends.torch.adapters.own import LowRank
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter by the names of its layers. `uses` is the number of open requests that are answered with it."""
+    """An adapter by the names of its layers. `rank` is the greatest of theirs.
+
+    `uses` is the number of open requests that are answered with it.
+    """
 
     layers: Mapping[str, LowRank]
     scale: float
+    rank: int = field(init=False)
+    bytes: int = field(init=False)
     uses: int = 0
 
-    @property
-    def rank(self) -> int:
-        """The greatest rank of its layers."""
-        return max(len(low_rank.low_a) for low_rank in self.layers.values())
-
-    @property
-    def bytes(self) -> int:
-        return sum(side.nbytes for low_rank in self.layers.values() for side in (low_rank.low_a, low_rank.low_b))
+    def __post_init__(self) -> None:
+        self.rank = max(len(low_rank.low_a) for low_rank in self.layers.values())
+        self.bytes = sum(side.nbytes for low_rank in self.layers.values() for side in (low_rank.low_a, low_rank.low_b))
 
 
 class AdapterStore:
