@@ -59,12 +59,12 @@ def read_adapter(folder: Path, settings: ComputeSettings) -> dict[str, LowRank]:
     return {name: LowRank(low_a.to(device, dtype), low_b.to(device, dtype)) for name, low_a, low_b in layers}
 
 
-def check_adapter(model: PreTrainedModel, adapter: Mapping[str, LowRank], *, with_output: bool = False) -> None:
-    """Raise `EngineFault` for an adapter that does not fit this model, on its output layer only `with_output`."""
+def check_adapter(model: PreTrainedModel, adapter: Mapping[str, LowRank]) -> None:
+    """Raise `EngineFault` for an adapter that does not fit this model."""
     output, layers = model.get_output_embeddings(), dict(model.named_modules())
     for name, low_rank in adapter.items():
         layer = layers.get(name)
-        if not isinstance(layer, nn.Linear) or (layer is output and not with_output):
+        if not isinstance(layer, nn.Linear) or layer is output:
             raise EngineFault(f"the adapter has {name}, and this model has no such layer that takes one")
         rank = len(low_rank.low_a)
         if low_rank.low_a.shape != (rank, layer.in_features) or low_rank.low_b.shape != (layer.out_features, rank):

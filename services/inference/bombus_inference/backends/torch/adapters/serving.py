@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bombus.errors import Code, EngineFault, Refused
 from bombus.weights.models import persistent_buffers
 from bombus_inference.backends.torch.adapters.base import AdapterBase
+from bombus_inference.backends.torch.adapters.fitting import adaptable_layers, check_fits
 from bombus_inference.backends.torch.adapters.layers import AdapterColumns
-from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank, check_adapter, set_adapter
+from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank, set_adapter
 from bombus_inference.backends.torch.adapters.store import AdapterStore, LoadedAdapter
 
 
@@ -21,6 +21,7 @@ class ServedAdapters:
         self.store = AdapterStore(bytes_max)
         self._model = model
         self._columns = AdapterColumns(model)
+        self._adaptable: dict[str, tuple[int, int]] | None = None  # found with the first adapter
         self._own = any(isinstance(layer, AdaptedLinear) for layer in model.modules())
         # Version 0 is the model that the run began with. Below an adapter of our own it is there in any version.
         self._base = AdapterBase(lambda: tensors_of(model), version, is_base=version == 0 or self._own)
@@ -37,10 +38,9 @@ class ServedAdapters:
 
     def add(self, address: str, adapter: LoadedAdapter) -> list[str] | None:
         """Load an adapter. Return the addresses of those dropped for it; None if it was there. Raises `Refused`."""
-        try:
-            check_adapter(self._model, adapter.layers, with_output=True)
-        except EngineFault as fault:
-            raise Refused(Code.MALFORMED, str(fault)) from fault
+        if self._adaptable is None:
+            self._adaptable = adaptable_layers(self._model)
+        check_fits(adapter.layers, self._adaptable)
         self._base.want()
         dropped = self.store.put(address, adapter)
         for each in dropped or ():
