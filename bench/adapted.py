@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from bombus_inference.backends.torch.adapted import AdaptedLinear, LowRank
+from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank
 
 SIZES = (3e-4, 1e-3, 3e-3, 1e-2)  # the norm of the change, relative to the weight's
 

@@ -166,7 +166,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "--hive h --engine e --nats n --backend vllm --host 0.0.0.0 --port 1 --max-requests 2 --drain-timeout 3 "
         "--advertise-url u --host-name x --replica r --alive-every 3 --load-retry 5 --cache c "
         "--dtype bfloat16 --device cuda:1 --kv-cache-mb 6 --block-tokens 7 --max-model-len 8 --max-running 9 "
-        "--max-waiting 10 --max-prefill-tokens 11 --threads 12 "
+        "--max-waiting 10 --max-prefill-tokens 11 --threads 12 --adapters-mb 19 "
         "--vllm-python p --tensor-parallel 13 --vllm-eager --gpu-memory-utilization 0.5 --vllm-start-timeout 14 "
         "--vllm-update-timeout 15 --vllm-health-timeout 16 "
         "--url http://s --api-key-env K --model m --openai-drain-timeout 17 --openai-update-timeout 18"
@@ -175,6 +175,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
     cli.add_arguments(parser)
     given = cli.settings_of(parser.parse_args(words.split()))
     assert given.compute.kv_cache_bytes == 6 << 20
+    assert given.compute.adapters_bytes == 19 << 20
     default = InferenceSettings()
     for name in InferenceSettings.model_fields:
         one, other = getattr(given, name), getattr(default, name)

@@ -22,7 +22,7 @@ from bombus.weights.deltas import FULL_FILE, chain, file_sha256
 from bombus.weights.merging import Adapter, save_merged
 from bombus.weights.models import load_model
 from bombus_inference.backends.protocol import Policy
-from bombus_inference.backends.torch.adapted import LowRank, read_adapter
+from bombus_inference.backends.torch.adapters.own import LowRank, read_adapter
 from bombus_inference.backends.torch.backend import TorchBackend, load_policy, read_state
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.fetching import Fetcher

@@ -1,14 +1,21 @@
-"""`POST /generate`, `GET /health` and `GET /metrics` as a plain ASGI app; a router would cost more than a call."""
+"""`/generate`, `/adapters`, `/health` and `/metrics` as a plain ASGI app; a router would cost more than a call.
+
+`POST /adapters` takes `{"address": ..., "folder": ...}`: the SHA-256 of an adapter's `adapter_model.safetensors` in
+hex, and a folder that this replica sees. It may be sent again. `GET /adapters` lists what is loaded, and
+`DELETE /adapters/ADDRESS` unloads one.
+"""
 
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
 
 from bombus import telemetry
-from bombus.errors import STATUS, Code
+from bombus.errors import STATUS, Code, Refused
+from bombus.hive.decoding import decoded
 from bombus.hive.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
 from bombus.host.host_names import AsgiMessage, AsgiReceive, AsgiSend
 from bombus_inference.backends.protocol import Deliver, Delivery, InferenceBackend
@@ -19,6 +26,8 @@ log = logging.getLogger(__name__)
 MakeBackend = Callable[[Deliver], InferenceBackend]
 
 BODY_BYTES_MAX = 16 << 20
+ADAPTERS = "/adapters"
+PATH_CHARS_MAX = 4096
 FRAMES_TYPE = (b"content-type", CONTENT_TYPE.encode())
 
 
@@ -28,6 +37,16 @@ class ClientDisconnected(Exception):
 
 class _BodyTooLarge(Exception):
     pass
+
+
+class AdapterPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an adapter is: its address, and a folder in peft's layout."""
+
+    address: str
+    folder: str
+
+
+_places = msgspec.json.Decoder(AdapterPlace)
 
 
 class _Reply:
@@ -99,8 +118,15 @@ class App:
                 await _respond(send, 200 if self.backend.version >= 0 else 503, b"application/json", self._health())
             case "GET", "/metrics":
                 await _respond(send, 200, b"text/plain; version=0.0.4", await self._metrics())
+            case "POST", "/adapters":
+                await self._answer_json(send, self._load_adapter(receive))
+            case "GET", "/adapters":
+                await self._answer_json(send, self._list_adapters())
+            case "DELETE", path if path.startswith(f"{ADAPTERS}/"):
+                await self._answer_json(send, self._unload_adapter(path.removeprefix(f"{ADAPTERS}/")))
             case _:
-                await _respond(send, 404, b"text/plain", b"POST /generate, GET /health, GET /metrics\n")
+                known = b"POST /generate, GET and POST /adapters, DELETE /adapters/ADDRESS, GET /health, GET /metrics\n"
+                await _respond(send, 404, b"text/plain", known)
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
@@ -183,6 +209,36 @@ class App:
             if done:
                 return
             body = await reply.take(until_done=False)
+
+    async def _answer_json(self, send: AsgiSend, answering: Awaitable[object]) -> None:
+        """Answer with JSON, or with the code and the sentence of a refusal."""
+        try:
+            status, answer = 200, await answering
+        except ClientDisconnected:
+            return
+        except Refused as refused:
+            status, answer = refused.status, {"code": refused.code, "why": refused.why}
+        await _respond(send, status, b"application/json", msgspec.json.encode(answer))
+
+    async def _load_adapter(self, receive: AsgiReceive) -> object:
+        try:
+            place = decoded(_places.decode, await self._body(receive))
+        except _BodyTooLarge:
+            raise Refused(Code.TOO_LARGE, f"the request is over {BODY_BYTES_MAX} bytes") from None
+        except msgspec.MsgspecError as error:
+            raise Refused(Code.MALFORMED, f'the body is not {{"address": ..., "folder": ...}}: {error}') from error
+        folder = Path(place.folder)
+        if not folder.is_absolute() or len(place.folder) > PATH_CHARS_MAX or "\0" in place.folder:
+            raise Refused(Code.MALFORMED, f"folder is {place.folder[:200]!r}; it is the full path of a folder")
+        new = await self.backend.load_adapter(place.address, folder)
+        return {"address": place.address, "new": new}
+
+    async def _list_adapters(self) -> object:
+        return {"adapters": await self.backend.adapters()}
+
+    async def _unload_adapter(self, address: str) -> object:
+        await self.backend.unload_adapter(address)
+        return {"address": address}
 
     def _health(self) -> bytes:
         run, version = self.backend.run, self.backend.version

@@ -28,6 +28,13 @@ def _mebibytes(typed: str) -> int | None:
     return megabytes << 20 or None
 
 
+def _adapter_mebibytes(typed: str) -> int:
+    """Return the number of bytes. Raises `Refused(BAD_CONFIG)`."""
+    megabytes = _whole_number(typed)
+    check_range("--adapters-mb", megabytes, 0, KV_CACHE_MB_MAX)
+    return megabytes << 20
+
+
 def _tokens(typed: str) -> int | None:
     """Return the number of tokens, or None for 0."""
     return _whole_number(typed) or None
@@ -79,6 +86,15 @@ class ComputeSettings(BaseModel):
     )
     prefill_tokens_max: Annotated[int, Flag(name="--max-prefill-tokens", metavar="TOKENS")] = Field(
         default=1024, ge=1, le=1 << 20, description="prompt tokens in one step of the torch backend"
+    )
+    adapters_bytes: Annotated[
+        int, Flag(name="--adapters-mb", metavar="MB", read=_adapter_mebibytes, default="1024")
+    ] = Field(
+        default=1 << 30,
+        ge=0,
+        le=1 << 42,
+        description="memory for LoRA adapters that the torch backend serves beside the engine's own policy, in MiB; "
+        "0: none. Those that are computed with take it twice",
     )
     threads: Annotated[int, Flag(declared_elsewhere=True)] = Field(
         default=0, ge=0, le=1024, description="torch's threads; 0: one for each core"

@@ -1,7 +1,7 @@
 """The protocol between a gateway and an inference replica: token ids in, token ids out.
 
 `POST /generate` takes a msgpack `Generate` and answers with frames, each a little-endian uint32 length and a msgpack
-`Tokens`, `Finished` or `Fault`. Closing the connection aborts the request.
+`Tokens`, `PromptScores`, `Finished` or `Fault`. Closing the connection aborts the request.
 """
 
 import struct
@@ -14,6 +14,7 @@ from bombus.hive.records import SamplingParams
 
 CONTENT_TYPE = "application/x-bombus-frames"
 FRAME_BYTES_MAX = 64 << 20
+SCORES_A_FRAME_MAX = 1 << 16  # prompt tokens in one `PromptScores`: with 20 alternatives each, 11 MB
 
 
 class CallShape(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +48,14 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     With `stream` false, each choice is sent in as few frames as its versions allow. `traceparent` is the trace (W3C
     trace context). A replica of another run than `run` refuses, and so does one that cannot hold its answers to the
     `constraint`.
+
+    `adapter` is the address of a LoRA adapter, the SHA-256 of its `adapter_model.safetensors` in hex; "" is the
+    engine's own policy. A replica that does not have it answers `unknown_model`: it has it after `POST /adapters`.
+
+    With `prompt_logprobs` the prompt is scored too, and `top_prompt` alternatives are reported for each of its tokens.
+    Nothing is generated then where `max_tokens` is 0, which otherwise stands for no limit. With `plain_logprobs` those
+    of sampled tokens, and of their alternatives, are of the model's own distribution: at temperature 1, before bias,
+    penalties and truncation.
     """
 
     id: str
@@ -59,6 +68,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     episode: str = ""
     traceparent: str = ""
     constraint: Constraint | None = None
+    adapter: str = ""
+    prompt_logprobs: bool = False
+    top_prompt: int = 0
+    plain_logprobs: bool = False
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens", tag_field="kind"):
@@ -74,8 +87,29 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
+class PromptScores(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="prompt_scores", tag_field="kind"
+):
+    """Logprobs of the prompt's tokens from number `start`, at temperature 1 and all under one policy version.
+
+    They come once, before anything of choice 0, in as many frames as `SCORES_A_FRAME_MAX` makes of them. The prompt's
+    first token is NaN, since nothing comes before it. `top_tokens` and `top_logprobs` have `width` alternatives for
+    each token, the most likely first; those of the first token are token 0 and NaN.
+    """
+
+    start: int = 0
+    version: int
+    logprobs: bytes  # float32
+    width: int = 0
+    top_tokens: bytes = b""  # int32
+    top_logprobs: bytes = b""  # float32
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="finished", tag_field="kind"):
-    """One choice is complete. `reason` is `stop` (at a stop token, the last one reported) or `length`."""
+    """One choice is complete. `reason` is `stop` (at a stop token, the last one reported) or `length`.
+
+    An answer that was broken off for another reason has no `Finished`.
+    """
 
     choice: int = 0
     reason: str
@@ -90,7 +124,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     retry: bool = False
 
 
-Frame = Tokens | Finished | Fault
+Frame = Tokens | PromptScores | Finished | Fault
 
 _header = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()

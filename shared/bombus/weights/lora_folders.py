@@ -91,13 +91,17 @@ def merged_model(
     `base_named` returns the folder of a model by its name. `made` makes a folder once, given its name and a function
     that fills it. The model is in the dtypes of its base, or in float32. Raises `EngineFault` when it cannot be made.
     """
-    config = _peft_config(folder)
+    config = peft_config(folder)
     _check_base(folder)
     base = _base_beside(folder) or _base_named(folder, config, base_named)
     return made(_name(folder, base, dtype), lambda draft: _merge(base, folder, config.scale, dtype, draft))
 
 
-def _peft_config(folder: Path) -> PeftConfig:
+def peft_config(folder: Path) -> PeftConfig:
+    """Return the configuration of the adapter in `folder`.
+
+    Raises `EngineFault` when it cannot be read, or has what is not computed here.
+    """
     try:
         config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=PeftConfig)
     except (OSError, msgspec.MsgspecError) as error:
@@ -122,7 +126,7 @@ def _check_base(folder: Path) -> None:
                 f"base_model_name_or_path in its {ADAPTER_CONFIG}"
             )
         seen.add(each.resolve())
-        each = of_a_run(Path(_peft_config(each).base_model_name_or_path or ""))
+        each = of_a_run(Path(peft_config(each).base_model_name_or_path or ""))
 
 
 def _base_beside(folder: Path) -> Path | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens
+from bombus.hive.generation import Fault, Finished, Frame, Generate, PromptScores, Tokens
 from bombus.hive.records import SamplingParams, pack_tokens, unpack_logprobs, unpack_tokens
 from bombus_inference.backends.torch import attention
 from bombus_inference.backends.torch.engine import Engine, Output
@@ -92,10 +92,16 @@ class Completion:
 class Answer:
     choices: dict[int, Completion] = field(default_factory=dict)
     fault: Fault | None = None
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_tops: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_version: int = -1
 
     def take(self, frame: Frame) -> None:
         if isinstance(frame, Fault):
             self.fault = frame
+            return
+        if isinstance(frame, PromptScores):
+            self._take_scores(frame)
             return
         choice = self.choices.setdefault(frame.choice, Completion())
         if isinstance(frame, Finished):
@@ -108,6 +114,14 @@ class Answer:
         choice.versions += [frame.version] * len(tokens)
         choice.top += frame.top
         choice.frames += 1
+
+    def _take_scores(self, frame: PromptScores) -> None:
+        assert (frame.start, self.choices.get(0)) == (len(self.prompt_logprobs), None)
+        self.prompt_version = frame.version
+        self.prompt_logprobs += unpack_logprobs(frame.logprobs)
+        tops = list(zip(unpack_tokens(frame.top_tokens), unpack_logprobs(frame.top_logprobs), strict=True))
+        if frame.width:
+            self.prompt_tops += [tops[at : at + frame.width] for at in range(0, len(tops), frame.width)]
 
     @property
     def only(self) -> Completion:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from bombus_inference.backends.torch.adapted import AdaptedLinear, LowRank, set_adapter
+from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank, set_adapter
 
 WIDTH, RANK, TOKENS = 256, 8, 256
 RELATIVE = 3e-4  # the norm of what is added, relative to the weight's: that of some steps at a learning rate of 1e-4

@@ -17,24 +17,24 @@ SIZE = 4
 def test_a_block_that_was_released_is_found_again_under_the_same_prefix_only() -> None:
     blocks = Blocks(3, SIZE)
     first = blocks.take()
-    name = blocks.remember(first, blocks.root, (1, 2, 3, 4))
+    name = blocks.remember(first, blocks.root(), (1, 2, 3, 4))
     second = blocks.take()
     blocks.remember(second, name, (5, 6, 7, 8))
     blocks.release([first, second])
     assert blocks.available == 3
-    assert blocks.find(blocks.root, (5, 6, 7, 8)) is None
-    assert blocks.find(blocks.root, (1, 2, 3, 4)) == first
+    assert blocks.find(blocks.root(), (5, 6, 7, 8)) is None
+    assert blocks.find(blocks.root(), (1, 2, 3, 4)) == first
     assert blocks.find(name, (5, 6, 7, 8)) == second
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     blocks = Blocks(2, SIZE)
     chain = [blocks.take(), blocks.take()]
-    name = blocks.remember(chain[0], blocks.root, (1, 1, 1, 1))
+    name = blocks.remember(chain[0], blocks.root(), (1, 1, 1, 1))
     blocks.remember(chain[1], name, (2, 2, 2, 2))
     blocks.release(chain)
     assert blocks.take() == chain[1]
-    assert blocks.find(blocks.root, (1, 1, 1, 1)) == chain[0]
+    assert blocks.find(blocks.root(), (1, 1, 1, 1)) == chain[0]
 
 
 def test_a_block_in_use_is_never_taken() -> None:
@@ -47,12 +47,12 @@ def test_a_block_in_use_is_never_taken() -> None:
 def test_after_forgetting_nothing_is_found_and_held_blocks_come_back_free() -> None:
     blocks = Blocks(2, SIZE)
     held, idle = blocks.take(), blocks.take()
-    old_root = blocks.root
+    old_root = blocks.root()
     blocks.remember(held, old_root, (1, 1, 1, 1))
     blocks.remember(idle, old_root, (2, 2, 2, 2))
     blocks.release([idle])
     blocks.forget_all()
-    for root in (old_root, blocks.root):
+    for root in (old_root, blocks.root()):
         assert blocks.find(root, (1, 1, 1, 1)) is None
         assert blocks.find(root, (2, 2, 2, 2)) is None
     blocks.release([held])

@@ -15,7 +15,7 @@ from bombus.bus.follow import Follower
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.hive.bounded import trim
 from bombus.hive.events import NotedCall
-from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens
+from bombus.hive.generation import Fault, Finished, Frame, Generate, PromptScores, Tokens
 from bombus.hive.inbox import CallRecorded
 from bombus.hive.records import (
     CallRecord,
@@ -416,7 +416,7 @@ class Call:
 
     def _feed(self, frame: Frame) -> tuple[Completion, CompletionDelta] | None:
         """Feed a frame to its completion, which stop strings may have ended before the replica does."""
-        assert not isinstance(frame, Fault)  # the client raises those
+        assert not isinstance(frame, Fault | PromptScores)  # the client raises faults, and no call asks for scores
         completion = self.completions[frame.choice]
         if isinstance(frame, Finished):
             self._unfinished -= 1

@@ -40,12 +40,16 @@ class _Choice:
 class FrameAssembler:
     """Builds the frames of one request as its answer arrives. `version` was being served when the request was sent.
 
+    `completion_max` is the number of tokens that the server was asked for: one that stops before it without a stop
+    token was broken off, whatever it says.
+
     Tokens are passed on at once with that version as long as `only_version()` is true, that is, no other version can
     have sampled them. After that they are held back until the server reports, at the end, which version sampled which.
     """
 
-    def __init__(self, request: Generate, version: int, only_version: Callable[[], bool]) -> None:
+    def __init__(self, request: Generate, version: int, only_version: Callable[[], bool], completion_max: int) -> None:
         self._request = request
+        self._completion_max = completion_max
         self._version = version
         self._only_version = only_version
         self._choices = [_Choice() for _ in range(request.n)]
@@ -60,7 +64,7 @@ class FrameAssembler:
         if delta.finish is not None:
             choice.finished = True
             frames += self._rest(delta.choice, choice, delta.versions)
-            reason = _reason(delta.finish)
+            reason = self._reason(delta.finish, len(choice.tokens))
             cached = delta.cached_prompt_tokens
             frames.append(Finished(choice=delta.choice, reason=reason, cached_prompt_tokens=cached))
         elif self._request.stream and delta.tokens and self._only_version():
@@ -78,6 +82,16 @@ class FrameAssembler:
             if len(delta.tops) != len(delta.tokens):
                 raise BackendFailed(f"the engine gave alternatives for {len(delta.tops)} of {len(delta.tokens)} tokens")
             choice.tops += delta.tops
+
+    def _reason(self, finish: str, count: int) -> FinishReason:
+        if finish not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise BackendFailed(f"the engine gave up in the middle: {finish}")
+        if finish == FinishReason.LENGTH and count < self._completion_max:
+            raise BackendFailed(
+                f"the engine gave up after {count} of {self._completion_max} tokens and calls that their end; if it "
+                "has a lower limit of its own, start the replica with that as --max-model-len"
+            )
+        return FinishReason(finish)
 
     def _rest(self, number: int, choice: _Choice, versions: Sequence[int] | None) -> list[Frame]:
         """Return the tokens that were not sent yet, split where the version changes."""
@@ -106,12 +120,6 @@ class FrameAssembler:
             logprobs=pack_logprobs(choice.logprobs[start:end]),
             top=tuple(choice.tops[start:end]),
         )
-
-
-def _reason(finish: str) -> FinishReason:
-    if finish not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise BackendFailed(f"the engine gave up in the middle: {finish}")
-    return FinishReason(finish)
 
 
 def most_likely(tokens: Sequence[tuple[int, float]], count: int) -> TopLogprobs:

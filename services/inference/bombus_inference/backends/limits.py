@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Generate
-from bombus.hive.records import TEMPERATURE_MIN, unpack_tokens
+from bombus.hive.records import TEMPERATURE_MIN, SamplingParams, unpack_tokens
 
 TOP_LOGPROBS_MAX = 20
 CHOICES_MAX = 128  # n of one request
@@ -14,13 +14,17 @@ PENALTY_MAX = 2.0  # OpenAI's, and vLLM's
 REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # beyond these, logits may leave float32
 BIAS_MAX = 100.0  # OpenAI's; vLLM takes more for this much
 BIASED_TOKENS_MAX = 1024
+NO_ADAPTERS = (
+    "this replica serves no adapters beside its own policy; the torch backend does, with --adapters-mb above 0"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`max_model_len` is in tokens, prompt and completion; `waiting_max` is the number of sequences that may wait.
 
-    `constrains`: whether answers can be held to a form.
+    `constrains`: whether answers can be held to a form; `scores`: whether prompts are scored, and logprobs of the plain
+    distribution are known whatever is sampled from; `adapters`: whether they are served beside the engine's own policy.
     """
 
     max_model_len: int
@@ -28,6 +32,8 @@ class Limits:
     choices_max: int
     waiting_max: int
     constrains: bool = False
+    scores: bool = False
+    adapters: bool = False
 
     def check(self, request: Generate, run: int) -> list[int]:
         """Return the request's prompt. Raises `Refused` for a request that a replica of `run` cannot serve."""
@@ -35,12 +41,24 @@ class Limits:
             raise Refused(Code.WRONG_PHASE, f"this replica serves run {run}, not {request.run}")
         if request.constraint is not None and not self.constrains:
             raise Refused(Code.UNSUPPORTED, "this replica cannot hold answers to a form; vLLM with a tokenizer can")
+        if request.prompt_logprobs and not self.scores:
+            raise Refused(Code.UNSUPPORTED, "this replica does not score prompts; the torch backend does")
+        if request.plain_logprobs and not (self.scores or _samples_plainly(request.sampling)):
+            why = (
+                "this replica has logprobs at temperature 1 only of what is sampled at temperature 1, without bias, "
+                "penalties and truncation; the torch backend has them of anything"
+            )
+            raise Refused(Code.UNSUPPORTED, why)
+        if request.adapter and not self.adapters:
+            raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
         prompt = self._prompt(request.prompt)
         self._check_sampling(request)
         return prompt
 
     def tokens_max(self, request: Generate, prompt: list[int]) -> int:
         """Return the most tokens that prompt and completion may have together."""
+        if request.prompt_logprobs and not request.sampling.max_tokens:
+            return len(prompt)
         completion = request.sampling.max_tokens or self.max_model_len
         return min(len(prompt) + completion, self.max_model_len)
 
@@ -69,6 +87,7 @@ class Limits:
             ("frequency_penalty", sampling.frequency_penalty, -PENALTY_MAX, PENALTY_MAX),
             ("repetition_penalty", sampling.repetition_penalty, REPETITION_MIN, REPETITION_MAX),
             ("top_logprobs", sampling.top_logprobs, 0, TOP_LOGPROBS_MAX),
+            ("top_prompt", request.top_prompt, 0, self._top_prompt_max(request)),
         )
         for name, value, low, high in ranges:
             if not low <= value <= high:
@@ -82,6 +101,9 @@ class Limits:
         if request.n > self.waiting_max:
             raise Refused(Code.MALFORMED, f"n is {request.n}; at most {self.waiting_max} can wait")
 
+    def _top_prompt_max(self, request: Generate) -> int:
+        return min(TOP_LOGPROBS_MAX, self.vocabulary) if request.prompt_logprobs else 0
+
     def _check_bias(self, bias: Mapping[int, float]) -> None:
         if len(bias) > BIASED_TOKENS_MAX:
             raise Refused(Code.MALFORMED, f"logit_bias has {len(bias)} tokens; at most {BIASED_TOKENS_MAX} are taken")
@@ -91,3 +113,13 @@ class Limits:
             if not -BIAS_MAX <= value <= BIAS_MAX:
                 why = f"logit_bias of token {token} is {value}; it goes from {-BIAS_MAX:g} to {BIAS_MAX:g}"
                 raise Refused(Code.MALFORMED, why)
+
+
+def _samples_plainly(sampling: SamplingParams) -> bool:
+    """Return whether the distribution that is sampled from is the model's own."""
+    return sampling == SamplingParams(
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        stop_token_ids=sampling.stop_token_ids,
+        top_logprobs=sampling.top_logprobs,
+    )

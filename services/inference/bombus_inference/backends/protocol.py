@@ -37,6 +37,15 @@ def refusal_fault(refused: Refused) -> Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """An adapter that is loaded beside the policy. `uses` is the number of open requests that it answers."""
+
+    address: str
+    bytes: int
+    uses: int
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """One version of a run's policy, with its checked weights in `folder`.
 
@@ -117,6 +126,19 @@ class InferenceBackend(Protocol):
 
     async def unload(self) -> None:
         """Stop serving and release the memory. Open requests end with a fault."""
+
+    async def load_adapter(self, address: str, folder: Path) -> bool:
+        """Have an adapter for requests that name it, while everything goes on. Return false if it was there already.
+
+        `address` is the SHA-256 of its file in `folder`, in hex. It goes with the engine of its run, and when others
+        need its room and no request uses it. Raises `Refused`.
+        """
+
+    async def unload_adapter(self, address: str) -> None:
+        """Drop an adapter. Raises `Refused` while a request uses it, and when it is not loaded."""
+
+    async def adapters(self) -> list[AdapterUse]:
+        """Return the adapters that are loaded, the least recently used first."""
 
     async def metrics(self) -> Mapping[str, float]:
         """Return metrics by name. Those whose names end in `_total` only grow."""

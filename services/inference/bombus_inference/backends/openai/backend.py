@@ -8,18 +8,27 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import httpx
 import msgspec
 
-from bombus.errors import Code, EngineFault
+from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Generate
 from bombus_inference.backends.answers import FrameAssembler
 from bombus_inference.backends.http_calls import BackendFailed, FrameBatches, HttpCalls
-from bombus_inference.backends.limits import CHOICES_MAX, Limits
+from bombus_inference.backends.limits import CHOICES_MAX, NO_ADAPTERS, Limits
 from bombus_inference.backends.openai.probe import find_missing
 from bombus_inference.backends.openai.servers import Server, detect_server
-from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, UNLOADED, Deliver, Policy, ReportStage
+from bombus_inference.backends.protocol import (
+    NOTHING_LOADED,
+    STOPPING,
+    UNLOADED,
+    AdapterUse,
+    Deliver,
+    Policy,
+    ReportStage,
+)
 from bombus_inference.backends.wire import WeightLabel
 from bombus_inference.model_files import read_config
 from bombus_inference.settings import ComputeSettings, OpenAISettings
@@ -66,13 +75,25 @@ class OpenAIBackend:
         self._calls.abort(ticket)
 
     async def _generate(self, server: Server, request: Generate, prompt: list[int]) -> FrameBatches:
-        assembler = FrameAssembler(request, self.version, lambda: True)
-        async for choices in server.generate(request, prompt, self._limits.tokens_max(request, prompt)):
+        tokens_max = self._limits.tokens_max(request, prompt)
+        assembler = FrameAssembler(request, self.version, lambda: True, tokens_max - len(prompt))
+        async for choices in server.generate(request, prompt, tokens_max):
             for choice in choices:
                 if choice.label and self._label and choice.label != self._label:
                     raise BackendFailed(f"somebody else changed the server's weights: they are {choice.label!r} now")
                 if frames := assembler.take(choice.delta(request.sampling.top_logprobs)):
                     yield frames
+
+    # ---- adapters beside the policy ---------------------------------------------------------------------------
+
+    async def load_adapter(self, address: str, folder: Path) -> bool:
+        raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+
+    async def unload_adapter(self, address: str) -> None:
+        raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+
+    async def adapters(self) -> list[AdapterUse]:
+        return []
 
     # ---- weights ----------------------------------------------------------------------------------------------
 

@@ -14,20 +14,30 @@ from transformers import PreTrainedModel
 
 from bombus.architectures.probing import refusing, sequence_limit
 from bombus.architectures.shapes import layer_shapes
-from bombus.errors import EngineFault, in_one_line
+from bombus.errors import Code, EngineFault, Refused, in_one_line
 from bombus.hive.generation import Generate
 from bombus.weights.deltas import FULL_FILE
 from bombus.weights.merging import Adapter
 from bombus.weights.models import load_model
-from bombus_inference.backends.protocol import UNLOADED, Deliver, Policy, ReportStage, with_precision
+from bombus_inference.backends.limits import NO_ADAPTERS
+from bombus_inference.backends.protocol import (
+    NOTHING_LOADED,
+    UNLOADED,
+    AdapterUse,
+    Deliver,
+    Policy,
+    ReportStage,
+    with_precision,
+)
 from bombus_inference.backends.torch import attention
-from bombus_inference.backends.torch.adapted import (
+from bombus_inference.backends.torch.adapters.own import (
     LowRank,
     check_adapter,
     is_computed_beside,
     read_adapter,
     set_adapter,
 )
+from bombus_inference.backends.torch.adapters.reading import check_address, read_loaded
 from bombus_inference.backends.torch.checking import check_faithful
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import read_patches
@@ -41,8 +51,8 @@ T = TypeVar("T")
 SWITCH_INTERVAL_S = 0.0005
 
 TRIAL_CACHE_BYTES = 64 << 20  # for small models that are tried and never served
-COUNTERS = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps")
-GAUGES = ("running", "waiting", "blocks", "blocks_held")
+COUNTERS = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps", "adapter_evictions")
+GAUGES = ("running", "waiting", "blocks", "blocks_held", "adapters", "adapter_bytes")
 ALL_ALIKE: Mapping[str, torch.dtype] = {}  # no tensor has another type than the engine
 
 
@@ -64,6 +74,7 @@ class TorchBackend:
         self._settings = settings
         self._run_settings = settings  # with the precision of this run
         self._dtypes = ALL_ALIKE
+        self._loading = asyncio.Lock()  # one adapter is read at a time, which bounds the memory
         self._base: Path | None = None  # the folder of the model that the engine has without its adapter
 
     @property
@@ -112,6 +123,29 @@ class TorchBackend:
     async def unload(self) -> None:
         self.version = -1
         await self.thread.install(None, UNLOADED)
+
+    async def load_adapter(self, address: str, folder: Path) -> bool:
+        check_address(address)
+        if not self._settings.adapters_bytes:
+            raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+        async with self._loading:
+            if self.version < 0:
+                raise Refused(Code.NO_REPLICA, NOTHING_LOADED.why)
+            try:
+                adapter = await asyncio.to_thread(read_loaded, address, folder, self._run_settings)
+            except (MemoryError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and not _lacks_memory(error):
+                    raise
+                why = f"there is no memory for adapter {address}: lower --adapters-mb or --kv-cache-mb"
+                raise Refused(Code.OVERLOADED, why) from error
+            return await self.thread.add_adapter(address, adapter)
+
+    async def unload_adapter(self, address: str) -> None:
+        check_address(address)
+        await self.thread.remove_adapter(address)
+
+    async def adapters(self) -> list[AdapterUse]:
+        return await self.thread.adapters()
 
     async def metrics(self) -> Mapping[str, float]:
         stats = self.thread.stats

@@ -1,7 +1,8 @@
 """Keeps track of which blocks of the KV cache are free, held or remembered. Pure accounting, no tensors.
 
 A full block is remembered under the name of its parent and its tokens, so the remembered blocks are a tree of prefixes
-and a lookup is exact. The root changes with every swap of weights, so no key or value of older weights is ever found.
+and a lookup is exact. Each adapter has a root of its own, and all roots change with every swap of weights, so no key or
+value of another adapter or of older weights is ever found.
 """
 
 from collections import OrderedDict
@@ -19,8 +20,8 @@ class Blocks:
     def __init__(self, count: int, block_tokens: int) -> None:
         self.count = count
         self.block_tokens = block_tokens
-        self.root = 0
-        self._next_name = 1
+        self._roots: dict[str, int] = {}
+        self._next_name = 0
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
         self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -38,6 +39,18 @@ class Blocks:
 
     def holders(self, block: int) -> int:
         return self._holders[block]
+
+    def root(self, adapter: str = "") -> int:
+        """Return the name of the empty prefix of an adapter, "" for the engine's own policy."""
+        name = self._roots.get(adapter)
+        if name is None:
+            name = self._roots[adapter] = self._next_name
+            self._next_name += 1
+        return name
+
+    def forget_root(self, adapter: str) -> None:
+        """Let nothing that was computed with this adapter be found again."""
+        self._roots.pop(adapter, None)
 
     def take(self) -> int:
         """Return a block that the caller holds alone, forgetting an idle one if none is free.
@@ -97,8 +110,7 @@ class Blocks:
         self._remembered.clear()
         self._keys = [None] * self.count
         self._names = [NO_NAME] * self.count
-        self.root = self._next_name
-        self._next_name += 1
+        self._roots.clear()
 
     def _forget(self, block: int) -> None:
         key = self._keys[block]

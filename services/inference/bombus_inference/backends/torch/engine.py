@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,15 @@ from bombus.architectures.probing import context_of, refusing, sequence_limit
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Frame, Generate
-from bombus.weights.models import persistent_buffers
 from bombus_inference.backends.limits import CHOICES_MAX, Limits
-from bombus_inference.backends.torch.adapted import LowRank, check_adapter, set_adapter
-from bombus_inference.backends.torch.attention import PLAN, plan_pass
+from bombus_inference.backends.torch.adapters.own import LowRank, check_adapter
+from bombus_inference.backends.torch.adapters.serving import ServedAdapters, tensors_of
+from bombus_inference.backends.torch.adapters.store import AdapterStore, LoadedAdapter
+from bombus_inference.backends.torch.attention import PLAN, ForwardPlan, plan_pass
 from bombus_inference.backends.torch.cache import Blocks
 from bombus_inference.backends.torch.patching import TensorPatch, apply_patches
 from bombus_inference.backends.torch.pool import KvPool
+from bombus_inference.backends.torch.prompt_scores import rows_at_once, score
 from bombus_inference.backends.torch.rows import Rows
 from bombus_inference.backends.torch.sampling import Drawn, draw
 from bombus_inference.backends.torch.scheduler import ScheduledChunks, Scheduler
@@ -55,6 +58,18 @@ class Stats:
     waiting: int
     blocks: int
     blocks_held: int
+    adapters: int = 0
+    adapter_bytes: int = 0
+    adapter_evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What one pass gave: sequences that are ready for a token, their logits, and tickets without sane scores."""
+
+    ready: list[SequenceState]
+    logits_RV: Tensor | None
+    broken: set[int]
 
 
 class Engine:
@@ -63,6 +78,9 @@ class Engine:
     A sequence ends at the least of the model's limit, `job_tokens` and the settings' `max_model_len`. Without a
     `max_model_len` it also ends at the size of the cache, since a longer one would preempt itself for ever. Raises
     `EngineFault` for a model that is not supported, or for a cache that cannot hold a sequence of `max_model_len`.
+
+    Requests may also name adapters that were added with `add_adapter`. They are on the model of version 0, or on that
+    below the policy's own adapter, and stay on it when the engine serves other weights later.
     """
 
     def __init__(
@@ -84,7 +102,6 @@ class Engine:
         self.version = version
         self._model = model
         self._decoder = model.get_decoder()
-        self._head = model.get_output_embeddings()
         self._form = LogitsForm.of(model.config)
         self._heads = int(text.num_attention_heads)
         like = next(model.parameters())
@@ -98,7 +115,10 @@ class Engine:
             vocabulary=int(text.vocab_size),
             choices_max=CHOICES_MAX,
             waiting_max=settings.max_waiting,
+            scores=True,
+            adapters=settings.adapters_bytes > 0,
         )
+        self._adapters = ServedAdapters(model, settings.adapters_bytes, version)
         self._pool = KvPool(shapes, count, settings.block_tokens, like)
         self._rows = Rows(self._pool, settings.cache_bytes - pool_bytes) if by_rows else None
         self.blocks = Blocks(count, settings.block_tokens)
@@ -125,7 +145,30 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             blocks=self.blocks.count,
             blocks_held=self.blocks.held,
+            adapters=len(self._adapters.store),
+            adapter_bytes=self._adapters.store.bytes,
+            adapter_evictions=self._adapters.store.evictions,
         )
+
+    @property
+    def adapters(self) -> AdapterStore:
+        """The adapters that are loaded."""
+        return self._adapters.store
+
+    def add_adapter(self, address: str, adapter: LoadedAdapter) -> bool:
+        """Load an adapter, dropping others that no request uses if there is no room. Return whether it is new.
+
+        Raises `Refused`, having changed nothing.
+        """
+        dropped = self._adapters.add(address, adapter)
+        for each in dropped or ():
+            self.blocks.forget_root(each)
+        return dropped is not None
+
+    def remove_adapter(self, address: str) -> None:
+        """Unload an adapter. Raises `Refused` while requests use it, and when it is not loaded."""
+        self._adapters.remove(address)
+        self.blocks.forget_root(address)
 
     def add(self, ticket: int, request: Generate) -> None:
         """Queue a request under a ticket that the caller chose. Raises `Refused` for one that cannot be served."""
@@ -133,13 +176,22 @@ class Engine:
         if len(self._scheduler.waiting) + request.n > self.settings.max_waiting:
             raise Refused(Code.OVERLOADED, f"{len(self._scheduler.waiting)} sequences wait already; ask again later")
         tokens_max = self.limits.tokens_max(request, prompt)
+        if request.adapter:
+            self._adapters.store.use(request.adapter)
         sequences = [SequenceState(ticket, request, choice, prompt, tokens_max) for choice in range(request.n)]
         self._open[ticket] = sequences
         self._scheduler.waiting.extend(sequences)
 
     def abort(self, ticket: int) -> None:
         """Forget a request. It is not an error if it is over or was never added."""
-        self._scheduler.drop(self._open.pop(ticket, ()))
+        self._scheduler.drop(self._forget(ticket))
+
+    def _forget(self, ticket: int) -> list[SequenceState]:
+        """Take a request off the open ones, so that it uses its adapter no more, and return its sequences."""
+        sequences = self._open.pop(ticket, [])
+        if sequences and sequences[0].request.adapter:
+            self._adapters.store.release(sequences[0].request.adapter)
+        return sequences
 
     def step(self) -> list[Output]:
         """Run one forward pass, and draw one token for every sequence whose prompt has been computed."""
@@ -147,16 +199,20 @@ class Engine:
         if not work:
             return []
         self._steps += 1
-        ready, drawn, sane = self._compute(work)
+        ready, drawn, broken, sane = self._compute(work)
         finished: list[SequenceState] = []
-        broken: set[int] = set()
         for sequence, token, logprob, top in zip(ready, drawn.tokens, drawn.logprobs, drawn.tops):
             if math.isfinite(logprob):
-                sequence.accept(token, logprob, top, self.version)
+                sequence.accept(token, logprob, top, self._version_of(sequence))
                 if sequence.finish is not None:
                     finished.append(sequence)
             else:
                 broken.add(sequence.ticket)
+        for sequence, _ in work:
+            if sequence.missing == 0 and not sequence.generates:
+                sequence.end_unsampled()
+                ready.append(sequence)
+                finished.append(sequence)
         self._scheduler.drop(finished)
         outputs = self._outputs(ready, broken)
         if not sane:
@@ -175,19 +231,24 @@ class Engine:
         """
         check_adapter(self._model, adapter)
         if state is not None:
+            self._check_tensors(state)
+        self._adapters.before_change(version, None if state is not None else {})
+        if state is not None:
             self._replace_tensors(state)
-        set_adapter(self._model, adapter)
+        self._adapters.set_own(adapter)
         self._changed(version, run)
 
-    def _replace_tensors(self, state: Mapping[str, Tensor]) -> None:
-        own = self._tensors()
+    def _check_tensors(self, state: Mapping[str, Tensor]) -> None:
+        own = tensors_of(self._model)
         missing = [name for name in own if name not in state]
         if missing:
             raise EngineFault(f"the new weights lack {len(missing)} tensors, such as {missing[0]}")
         for name, tensor in own.items():
             if state[name].shape != tensor.shape:
                 raise EngineFault(f"{name} is {list(state[name].shape)}, the model wants {list(tensor.shape)}")
-        for name, tensor in own.items():
+
+    def _replace_tensors(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors_of(self._model).items():
             if isinstance(tensor, nn.Parameter):
                 tensor.data = state[name].to(device=tensor.device, dtype=tensor.dtype)
             else:
@@ -195,17 +256,18 @@ class Engine:
 
     def patch_weights(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
         """Like `swap_weights`, for the elements in `patches` alone. Raises `EngineFault`, having changed nothing."""
-        apply_patches(self._tensors(), patches)
+        self._adapters.before_change(version, patches)
+        apply_patches(tensors_of(self._model), patches)
         self._changed(version, run)
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The type of each tensor of a version: of some models a few stay in float32 in an engine in half precision."""
-        return {name: tensor.dtype for name, tensor in self._tensors().items()}
+        return {name: tensor.dtype for name, tensor in tensors_of(self._model).items()}
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return all that the weights of a version replace: parameters, and buffers that belong to them."""
-        return dict(self._model.named_parameters()) | persistent_buffers(self._model)
+    def _version_of(self, sequence: SequenceState) -> int:
+        """Return the version of the weights that compute a sequence; under an adapter, of those that it is on."""
+        return self._adapters.version if sequence.request.adapter else self.version
 
     def _changed(self, version: int, run: int) -> None:
         self._scheduler.weights_changed()
@@ -213,39 +275,87 @@ class Engine:
         self.run = run
         self._swaps += 1
 
-    def _compute(self, work: ScheduledChunks) -> tuple[list[SequenceState], Drawn, bool]:
-        """Run the forward pass, and draw a token for each sequence whose keys and values are then complete.
+    def _compute(self, work: ScheduledChunks) -> tuple[list[SequenceState], Drawn, set[int], bool]:
+        """Compute the chunks, score prompts, and draw a token for each sequence that is ready for its next one.
 
-        Also return whether the logits that a token was drawn from are numbers. Where they are, and the token's logprob
-        is not, the fault is the request's.
+        Also return the tickets whose scores are not numbers, and whether the logits that a token was drawn from are.
+        Where they are, and the token's logprob is not, the fault is the request's.
         """
+        ready: list[SequenceState] = []
+        logits: list[Tensor] = []
+        broken: set[int] = set()
+        for part in self._parts(work):
+            computed = self._pass(part)
+            ready += computed.ready
+            broken |= computed.broken
+            if computed.logits_RV is not None:
+                logits.append(computed.logits_RV)
+        if not ready:
+            return ready, Drawn([], [], []), broken, not broken
         with torch.inference_mode():
-            plan = plan_pass(self._pool, self._rows, [chunk for _, chunk in work], self._heads)
-            hidden_1TD = self._decoder(
-                input_ids=plan.tokens_1T, position_ids=plan.positions_1T, use_cache=False, kv_plan=plan
-            ).last_hidden_state
-            ready: list[SequenceState] = []
-            rows: list[int] = []
-            at = -1
-            for number in plan.order:
-                sequence, chunk = work[number]
-                at += len(chunk.tokens)
-                if sequence.started and len(chunk.tokens) == 1:
-                    self._decode_tokens += 1
-                else:
-                    self._prefill_tokens += len(chunk.tokens)
-                if sequence.missing == 0:
-                    ready.append(sequence)
-                    rows.append(at)
-            if not ready:
-                return ready, Drawn([], [], []), True
-            hidden_TD = hidden_1TD[0]
-            if len(rows) < hidden_TD.shape[0]:
-                hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
-            logits_RV = self._form(self._head(hidden_TD))
+            logits_RV = logits[0] if len(logits) == 1 else torch.cat(logits)
             drawn = draw(logits_RV, [sequence.draw() for sequence in ready])
             sane = all(map(math.isfinite, drawn.logprobs)) or bool(logits_RV.isfinite().all())
-            return ready, drawn, sane
+        return ready, drawn, broken, sane and not broken
+
+    def _parts(self, work: ScheduledChunks) -> list[ScheduledChunks]:
+        """Return what is computed in one pass each: everything, unless adapters are on another model than our own."""
+        if not self._adapters.apart:
+            return [work]
+        parts: list[ScheduledChunks] = [[], []]
+        for sequence, chunk in work:
+            parts[bool(sequence.request.adapter)].append((sequence, chunk))
+        return [part for part in parts if part]
+
+    def _pass(self, part: ScheduledChunks) -> _Computed:
+        """Run one forward pass."""
+        adapted = any(sequence.request.adapter for sequence, _ in part)
+        with torch.inference_mode():
+            rows = None if adapted and self._adapters.apart else self._rows  # rows are of one pass in each step
+            plan = plan_pass(self._pool, rows, [chunk for _, chunk in part], self._heads)
+        ordered = [part[number] for number in plan.order]
+        if not adapted:
+            return self._computed(plan, ordered)
+        addresses = [sequence.request.adapter for sequence, _ in ordered]
+        with self._adapters.computing(addresses, [len(chunk.tokens) for _, chunk in ordered]):
+            return self._computed(plan, ordered)
+
+    @torch.inference_mode()
+    def _computed(self, plan: ForwardPlan, ordered: ScheduledChunks) -> _Computed:
+        """Return what a pass gives to its sequences, which are in the order of their tokens."""
+        hidden_TD = self._decoder(
+            input_ids=plan.tokens_1T, position_ids=plan.positions_1T, use_cache=False, kv_plan=plan
+        ).last_hidden_state[0]
+        ready: list[SequenceState] = []
+        broken: set[int] = set()
+        rows: list[int] = []
+        at = 0
+        for sequence, chunk in ordered:
+            if sequence.scoring is not None and sequence.is_scoring:
+                targets = sequence.scoring.targets(chunk.start, chunk.end)
+                head = partial(self._logits, hidden_TD)
+                piece = score(head, at, targets, sequence.request.top_prompt, rows_at_once(self.limits.vocabulary))
+                sequence.scoring.take(chunk.start, piece, self._version_of(sequence))
+                if any(map(math.isnan, piece.logprobs)):
+                    broken.add(sequence.ticket)
+            at += len(chunk.tokens)
+            if sequence.started and len(chunk.tokens) == 1:
+                self._decode_tokens += 1
+            else:
+                self._prefill_tokens += len(chunk.tokens)
+            if sequence.missing == 0 and sequence.generates:
+                ready.append(sequence)
+                rows.append(at - 1)
+        if not ready:
+            return _Computed(ready, None, broken)
+        index = slice(None) if len(rows) == at else torch.tensor(rows, device=hidden_TD.device)
+        return _Computed(ready, self._logits(hidden_TD, index), broken)
+
+    def _logits(self, hidden_TD: Tensor, index: Tensor | slice) -> Tensor:
+        """Return the logits of some rows of a pass."""
+        self._adapters.keep_rows(index)
+        logits_RV: Tensor = self._form(self._model.get_output_embeddings()(hidden_TD[index]))
+        return logits_RV
 
     def _outputs(self, ready: Iterable[SequenceState], broken: set[int]) -> list[Output]:
         frames: dict[int, list[Frame]] = {}
@@ -262,7 +372,7 @@ class Engine:
         for ticket, made in frames.items():
             done = all(sequence.finish is not None for sequence in self._open[ticket])
             if done:
-                del self._open[ticket]
+                self._forget(ticket)
             outputs.append(Output(ticket, made, done))
         return outputs
 

@@ -2,7 +2,8 @@
 
 That distribution is softmax(logits / temperature), truncated by min_p, then to top_k, then to top_p, and normalised
 again; the logits are those that a request's bias and penalties have left (`edits.py`). Greedy sampling (temperature 0)
-takes the most likely token and reports its logprob at temperature 1 without truncation.
+takes the most likely token and reports its logprob at temperature 1 without truncation. A row that wants plain logprobs
+gets those of softmax(logits) instead, before all edits, at temperature 1 and without truncation.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ class Draw:
     top_logprobs: int = 0
     min_p: float = 0.0
     edits: LogitEdits | None = None
+    plain: bool = False
 
     @property
     def truncated(self) -> bool:
@@ -46,7 +48,8 @@ class Drawn:
 
 def draw(logits_RV: Tensor, draws: Sequence[Draw]) -> Drawn:
     """Draw one token for each row of `logits_RV`, which may have any float type."""
-    logits_RV = _edited(logits_RV.float(), draws)
+    plain_RV = logits_RV.float()
+    logits_RV = _edited(plain_RV, draws)
     if any(one.temperature not in (0.0, 1.0) for one in draws):
         temperatures = [one.temperature or 1.0 for one in draws]
         logits_RV = logits_RV / torch.tensor(temperatures, device=logits_RV.device)[:, None]
@@ -59,6 +62,9 @@ def draw(logits_RV: Tensor, draws: Sequence[Draw]) -> Drawn:
         logits_RV = logits_RV.index_copy(0, index, truncated)
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     tokens_R1 = _choose(logprobs_RV, draws)
+    if any(one.plain for one in draws):
+        plain_R1 = torch.tensor([one.plain for one in draws], device=logits_RV.device)[:, None]
+        logprobs_RV = torch.where(plain_R1, torch.log_softmax(plain_RV, dim=-1), logprobs_RV)
     chosen_R = logprobs_RV.gather(1, tokens_R1).squeeze(1)
     return Drawn(tokens_R1.squeeze(1).tolist(), chosen_R.tolist(), _tops(logprobs_RV, draws))
 

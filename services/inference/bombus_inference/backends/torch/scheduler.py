@@ -68,7 +68,7 @@ class Scheduler:
     def _admit(self, sequence: SequenceState) -> bool:
         if len(self.running) >= self.max_running:
             return False
-        sequence.parent = self.blocks.root
+        sequence.parent = self.blocks.root(sequence.request.adapter)
         self._extend_from_cache(sequence)
         room = len(sequence.tokens) // self.blocks.block_tokens + 1 - len(sequence.blocks)
         # One spare block for each running sequence, so that the new one is not preempted at once.
@@ -82,7 +82,12 @@ class Scheduler:
         return True
 
     def _extend_from_cache(self, sequence: SequenceState) -> None:
-        """Use the remembered blocks of its next tokens. The last token is always computed, for its logits."""
+        """Use the remembered blocks of its next tokens. The last token is always computed, for its logits.
+
+        So are all tokens of a prompt that is being scored: the cache has no logits.
+        """
+        if sequence.is_scoring:
+            return
         size = self.blocks.block_tokens
         while sequence.parent is not None and sequence.computed == sequence.remembered * size:
             end = sequence.computed + size
@@ -153,3 +158,4 @@ class Scheduler:
         sequence.remembered = 0
         sequence.parent = None
         sequence.block_owner = object()
+        sequence.score_again()

@@ -8,6 +8,7 @@ from bombus.hive.generation import Finished, Frame, Generate, Tokens
 from bombus.hive.records import FinishReason, spans_of
 from bombus_inference.backends.protocol import TopLogprobs
 from bombus_inference.backends.torch.edits import LogitEdits
+from bombus_inference.backends.torch.prompt_scores import PromptScoring
 from bombus_inference.backends.torch.sampling import Draw
 
 
@@ -22,6 +23,7 @@ class SequenceState:
         "_draw",
         "_edits",
         "_rng",
+        "_scores_sent",
         "_sent",
         "block_owner",
         "blocks",
@@ -34,6 +36,7 @@ class SequenceState:
         "prompt_tokens",
         "remembered",
         "request",
+        "scoring",
         "ticket",
         "tokens",
         "tokens_max",
@@ -59,6 +62,10 @@ class SequenceState:
         self.tops: list[TopLogprobs] = []
         self.finish: FinishReason | None = None
         self._sent = 0
+        # One choice scores the prompt for all of them.
+        scores = request.prompt_logprobs and choice == 0
+        self.scoring = PromptScoring(prompt, request.top_prompt) if scores else None
+        self._scores_sent = False
         seed = request.sampling.seed
         # The random numbers depend on the seed and the choice alone, not on what else is running.
         self._rng = random.Random(None if seed is None else f"{seed}/{choice}")
@@ -72,12 +79,28 @@ class SequenceState:
             top_logprobs=sampling.top_logprobs,
             min_p=sampling.min_p,
             edits=self._edits,
+            plain=request.plain_logprobs,
         )
 
     @property
     def missing(self) -> int:
         """The number of tokens to compute before the next one can be drawn; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def generates(self) -> bool:
+        """Whether tokens are drawn after the prompt; otherwise it is only scored."""
+        return self.tokens_max > self.prompt_tokens
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether scores of its prompt are missing."""
+        return self.scoring is not None and not self.scoring.complete
+
+    def score_again(self) -> None:
+        """Forget the scores of a prompt that is computed again from its start, perhaps by other weights."""
+        if self.scoring is not None and not self.scoring.complete:
+            self.scoring.restart()
 
     @property
     def started(self) -> bool:
@@ -89,7 +112,9 @@ class SequenceState:
         if draw.temperature == 0:
             return draw
         uniform = self._rng.random()
-        return Draw(draw.temperature, draw.top_p, draw.top_k, uniform, draw.top_logprobs, draw.min_p, draw.edits)
+        return Draw(
+            draw.temperature, draw.top_p, draw.top_k, uniform, draw.top_logprobs, draw.min_p, draw.edits, draw.plain
+        )
 
     def accept(self, token: int, logprob: float, top: TopLogprobs, version: int) -> None:
         """Append a drawn token, and finish when it is a stop token or the last one allowed."""
@@ -106,10 +131,17 @@ class SequenceState:
         elif len(self.tokens) >= self.tokens_max:
             self.finish = FinishReason.LENGTH
 
+    def end_unsampled(self) -> None:
+        """Finish after the prompt: no token was wanted."""
+        self.finish = FinishReason.LENGTH
+
     def take_frames(self) -> list[Frame]:
-        """Return the frames to send now: for a stream all new tokens, otherwise everything once it has finished."""
+        """Return the frames to send now: for a stream all that is new, otherwise everything once it has finished."""
         frames: list[Frame] = []
         if self.request.stream or self.finish is not None:
+            if self.scoring is not None and self.scoring.complete and not self._scores_sent:
+                frames += self.scoring.frames()
+                self._scores_sent = True
             since = self._sent
             for span in spans_of(self.versions[since:]):
                 start, end = since + span.start, since + span.end

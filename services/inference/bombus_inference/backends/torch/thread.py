@@ -14,8 +14,17 @@ from torch import Tensor
 
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Generate, encode_frame
-from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, Deliver, Delivery, failure, refusal_fault
-from bombus_inference.backends.torch.adapted import LowRank
+from bombus_inference.backends.protocol import (
+    NOTHING_LOADED,
+    STOPPING,
+    AdapterUse,
+    Deliver,
+    Delivery,
+    failure,
+    refusal_fault,
+)
+from bombus_inference.backends.torch.adapters.own import LowRank
+from bombus_inference.backends.torch.adapters.store import LoadedAdapter
 from bombus_inference.backends.torch.engine import NO_ADAPTER, Engine, Output, Stats
 from bombus_inference.backends.torch.patching import TensorPatch
 
@@ -81,6 +90,23 @@ class EngineThread:
             engine.patch_weights(patches, version, run)
 
         await self.call(patch)
+
+    async def add_adapter(self, address: str, adapter: LoadedAdapter) -> bool:
+        """Call `Engine.add_adapter`. Raises `Refused` when it cannot be loaded."""
+        return await self.call(lambda engine: _loaded(engine).add_adapter(address, adapter))
+
+    async def remove_adapter(self, address: str) -> None:
+        """Call `Engine.remove_adapter`. Raises `Refused` when it cannot be unloaded."""
+        await self.call(lambda engine: _loaded(engine).remove_adapter(address))
+
+    async def adapters(self) -> list[AdapterUse]:
+        """Return what is loaded, the least recently used first."""
+
+        def listed(engine: Engine | None) -> list[AdapterUse]:
+            loaded = [] if engine is None else engine.adapters.items()
+            return [AdapterUse(address, adapter.bytes, adapter.uses) for address, adapter in loaded]
+
+        return await self.call(listed)
 
     async def call(self, work: Callable[[Engine | None], T]) -> T:
         """Run `work` on the engine between two steps. Raises what `work` raises."""
@@ -170,6 +196,12 @@ class EngineThread:
     def _stop(self) -> None:
         self._stopping = True
         self._install(None, STOPPING)
+
+
+def _loaded(engine: Engine | None) -> Engine:
+    if engine is None:
+        raise Refused(Code.NO_REPLICA, NOTHING_LOADED.why)
+    return engine
 
 
 def _settle(future: asyncio.Future[T], result: T) -> None:

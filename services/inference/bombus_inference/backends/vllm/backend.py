@@ -24,11 +24,12 @@ from bombus.weights.adapters import ADAPTER_FILE
 from bombus.weights.deltas import FULL_FILE
 from bombus_inference.backends.answers import FrameAssembler
 from bombus_inference.backends.http_calls import JSON, BackendFailed, FrameBatches, HttpCalls, check_answer, server_sent
-from bombus_inference.backends.limits import CHOICES_MAX, Limits
+from bombus_inference.backends.limits import CHOICES_MAX, NO_ADAPTERS, Limits
 from bombus_inference.backends.protocol import (
     NOTHING_LOADED,
     STOPPING,
     UNLOADED,
+    AdapterUse,
     Deliver,
     Policy,
     ReportStage,
@@ -146,8 +147,9 @@ class VllmBackend:
     async def _frames(self, server: VllmServer, request: Generate, prompt: list[int]) -> FrameBatches:
         await self._steady.wait()
         swaps, run = self._swaps, self.run
-        assembler = FrameAssembler(request, self.version, lambda: self._swaps == swaps)
-        body = request_body(request, prompt, self._limits.tokens_max(request, prompt), self._model)
+        tokens_max = self._limits.tokens_max(request, prompt)
+        assembler = FrameAssembler(request, self.version, lambda: self._swaps == swaps, tokens_max - len(prompt))
+        body = request_body(request, prompt, tokens_max, self._model)
         async with server.client.stream("POST", GENERATE, content=body, headers=JSON) as response:
             await check_answer(response)
             if not request.stream:
@@ -158,6 +160,17 @@ class VllmBackend:
                 for delta in parse_deltas(event, run, request.sampling.top_logprobs):
                     if frames := assembler.take(delta):
                         yield frames
+
+    # ---- adapters beside the policy ---------------------------------------------------------------------------
+
+    async def load_adapter(self, address: str, folder: Path) -> bool:
+        raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+
+    async def unload_adapter(self, address: str) -> None:
+        raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+
+    async def adapters(self) -> list[AdapterUse]:
+        return []
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
@@ -232,7 +245,7 @@ class VllmBackend:
             made = parse_deltas(response.content, label.run, 0)
             if [delta.versions for delta in made] != [[label.version]]:
                 raise BackendFailed("the versions are not the ones that it was given")
-            FrameAssembler(request, label.version, lambda: False).take(made[0])
+            FrameAssembler(request, label.version, lambda: False, 1).take(made[0])
         except (BackendFailed, Refused, httpx.HTTPError, ValueError) as error:
             raise EngineFault(
                 "this vLLM does not give what a trainer needs, which is the ids, logprobs and weight versions of the "

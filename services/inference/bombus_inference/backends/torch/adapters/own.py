@@ -76,11 +76,12 @@ def set_adapter(model: nn.Module, adapter: Mapping[str, LowRank]) -> None:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     for name, layer in layers.items():
         if name in adapter:
-            _replace(model, name, AdaptedLinear(layer, adapter[name]))
+            replace_layer(model, name, AdaptedLinear(layer, adapter[name]))
         elif isinstance(layer, AdaptedLinear):
-            _replace(model, name, layer.plain())
+            replace_layer(model, name, layer.plain())
 
 
-def _replace(model: nn.Module, name: str, layer: nn.Linear) -> None:
+def replace_layer(model: nn.Module, name: str, layer: nn.Linear) -> None:
+    """Put a layer into a model in the place of the one of this name."""
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, layer)

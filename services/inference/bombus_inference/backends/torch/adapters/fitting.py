@@ -1,0 +1,65 @@
+"""Finds the layers of a model that take adapters for each row, by watching the model compute, and checks adapters."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bombus.architectures.shapes import ShapeRecorder
+from bombus.errors import Code, Refused
+from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank
+from bombus_inference.backends.torch.attention import PLAN
+
+PROBE_TOKENS = 3  # few layers have as many rows of another kind
+
+
+def adaptable_layers(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Return the layers that may have an adapter for each row, with their shapes [out, in], the output layer too.
+
+    They are plain linear layers that are called with all rows of a pass at once. Some models have layers whose weight
+    another module reads by itself, and some that compute only the rows of an expert: there an adapter would be
+    ignored, or meet the wrong rows.
+    """
+    output = model.get_output_embeddings()
+    plain = {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) in (nn.Linear, AdaptedLinear) and isinstance(layer, nn.Linear)
+    }
+    rows: dict[str, set[int]] = {}
+
+    def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            rows.setdefault(name, set()).add(inputs[0].shape[:-1].numel())
+
+        return layer.register_forward_pre_hook(note)
+
+    handles = [watch(name, layer) for name, layer in plain.items() if layer is not output]
+    ids_1T = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None]
+    try:
+        with torch.no_grad():
+            model.get_decoder()(input_ids=ids_1T, position_ids=ids_1T, use_cache=False, **{PLAN: ShapeRecorder()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {
+        name: (layer.weight.shape[0], layer.weight.shape[1])
+        for name, layer in plain.items()
+        if layer is output or rows.get(name) == {PROBE_TOKENS}
+    }
+
+
+def check_fits(layers: Mapping[str, LowRank], adaptable: Mapping[str, tuple[int, int]]) -> None:
+    """Raise `Refused` for an adapter on another layer than these, or of another shape."""
+    for name, low_rank in layers.items():
+        if name not in adaptable:
+            raise Refused(Code.MALFORMED, f"the adapter has {name}, and this model has no such layer that takes one")
+        out, inside = adaptable[name]
+        rank = len(low_rank.low_a)
+        if low_rank.low_a.shape != (rank, inside) or low_rank.low_b.shape != (out, rank):
+            why = (
+                f"the adapter's {name} is {list(low_rank.low_b.shape)} times {list(low_rank.low_a.shape)}, and this "
+                f"model's is {[out, inside]}"
+            )
+            raise Refused(Code.MALFORMED, why)

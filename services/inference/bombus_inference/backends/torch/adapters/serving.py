@@ -1,0 +1,85 @@
+"""The adapters that an engine serves beside its own policy: what is loaded, and the passes that compute with it."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bombus.weights.models import persistent_buffers
+from bombus_inference.backends.torch.adapters.base import AdapterBase
+from bombus_inference.backends.torch.adapters.fitting import adaptable_layers, check_fits
+from bombus_inference.backends.torch.adapters.layers import AdapterColumns
+from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank, set_adapter
+from bombus_inference.backends.torch.adapters.store import AdapterStore, LoadedAdapter
+
+
+class ServedAdapters:
+    """The adapters of one engine, whose model begins with the weights of `version`."""
+
+    def __init__(self, model: PreTrainedModel, bytes_max: int, version: int) -> None:
+        self.store = AdapterStore(bytes_max)
+        self._model = model
+        self._columns = AdapterColumns(model)
+        self._adaptable: dict[str, tuple[int, int]] | None = None  # found with the first adapter
+        self._own = any(isinstance(layer, AdaptedLinear) for layer in model.modules())
+        # Version 0 is the model that the run began with. Below an adapter of our own it is there in any version.
+        self._base = AdapterBase(lambda: tensors_of(model), version, is_base=version == 0 or self._own)
+
+    @property
+    def apart(self) -> bool:
+        """Whether sequences with adapters need passes of their own, since the engine's own policy is another model."""
+        return self._own or self._base.is_apart
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that adapters are on."""
+        return self._base.version
+
+    def add(self, address: str, adapter: LoadedAdapter) -> list[str] | None:
+        """Load an adapter. Return the addresses of those dropped for it; None if it was there. Raises `Refused`."""
+        if self._adaptable is None:
+            self._adaptable = adaptable_layers(self._model)
+        check_fits(adapter.layers, self._adaptable)
+        self._base.want()
+        dropped = self.store.put(address, adapter)
+        for each in dropped or ():
+            self._columns.forget(each)
+        return dropped
+
+    def remove(self, address: str) -> None:
+        """Unload an adapter. Raises `Refused` while requests use it."""
+        self.store.remove(address)
+        self._columns.forget(address)
+
+    @contextmanager
+    def computing(self, addresses: Sequence[str], tokens: Sequence[int]) -> Iterator[None]:
+        """Compute the rows of a pass with adapters: `addresses`, "" for none, each for so many rows."""
+        with self._base.in_place():
+            self._columns.place(self._found(addresses))
+            self._columns.use_rows(addresses, tokens)
+            try:
+                yield
+            finally:
+                self._columns.use_rows((), ())
+
+    def keep_rows(self, index: Tensor | slice) -> None:
+        self._columns.keep_rows(index)
+
+    def before_change(self, version: int, changed: Mapping[str, object] | None) -> None:
+        """Get ready for other weights of the engine's own: all of them, or those `changed`."""
+        self._columns.detach()
+        self._base.before_change(version, changed)
+
+    def set_own(self, adapter: Mapping[str, LowRank]) -> None:
+        """Give the engine's own policy this adapter; none if it is empty."""
+        set_adapter(self._model, adapter)
+        self._own = bool(adapter)
+
+    def _found(self, addresses: Iterable[str]) -> dict[str, LoadedAdapter]:
+        return {address: adapter for address in addresses if address and (adapter := self.store.find(address))}
+
+
+def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return all that the weights of a version replace: parameters, and buffers that belong to them."""
+    return dict(model.named_parameters()) | persistent_buffers(model)

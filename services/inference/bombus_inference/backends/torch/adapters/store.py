@@ -1,0 +1,118 @@
+"""Keeps track of which adapters are loaded, how much memory they take, and which of them to drop. Pure accounting."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bombus.errors import Code, Refused
+from bombus_inference.backends.torch.adapters.own import LowRank
+
+
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter by the names of its layers. `rank` is the greatest of theirs.
+
+    `uses` is the number of open requests that are answered with it.
+    """
+
+    layers: Mapping[str, LowRank]
+    scale: float
+    rank: int = field(init=False)
+    bytes: int = field(init=False)
+    uses: int = 0
+
+    def __post_init__(self) -> None:
+        self.rank = max(len(low_rank.low_a) for low_rank in self.layers.values())
+        self.bytes = sum(side.nbytes for low_rank in self.layers.values() for side in (low_rank.low_a, low_rank.low_b))
+
+
+class AdapterStore:
+    """Adapters by address, at most `bytes_max` of them. The least recently used that no request uses goes first."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self.evictions = 0
+        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def items(self) -> list[tuple[str, LoadedAdapter]]:
+        """Return the addresses and adapters, the least recently used first."""
+        return list(self._loaded.items())
+
+    def find(self, address: str) -> LoadedAdapter | None:
+        return self._loaded.get(address)
+
+    def put(self, address: str, adapter: LoadedAdapter) -> list[str] | None:
+        """Add an adapter. Return the addresses of those dropped for it; None if it was there already.
+
+        Raises `Refused`, having changed nothing, when there is no room, or for another scale of the same tensors.
+        """
+        present = self._loaded.get(address)
+        if present is not None:
+            if present.scale != adapter.scale:
+                why = (
+                    f"adapter {address} is loaded with a scale of {present.scale:g}, and this folder has its tensors "
+                    f"with {adapter.scale:g}: write the configuration into the metadata of its file, so that two such "
+                    "adapters have two addresses"
+                )
+                raise Refused(Code.MALFORMED, why)
+            self._loaded.move_to_end(address)
+            return None
+        dropped = self._to_drop(adapter.bytes)
+        for each in dropped:
+            self.remove(each)
+            self.evictions += 1
+        self._loaded[address] = adapter
+        self.bytes += adapter.bytes
+        return dropped
+
+    def use(self, address: str) -> None:
+        """Count one more request that uses it, so that it stays. Raises `Refused` when it is not loaded."""
+        adapter = self._loaded.get(address)
+        if adapter is None:
+            raise Refused(Code.UNKNOWN_MODEL, f"this replica does not have adapter {address}: load it first")
+        adapter.uses += 1
+        self._loaded.move_to_end(address)
+
+    def release(self, address: str) -> None:
+        """Count one request less."""
+        self._loaded[address].uses -= 1
+
+    def remove(self, address: str) -> None:
+        """Forget an adapter. Raises `Refused` while a request uses it, and when it is not loaded."""
+        adapter = self._loaded.get(address)
+        if adapter is None:
+            raise Refused(Code.UNKNOWN_MODEL, f"this replica does not have adapter {address}")
+        if adapter.uses:
+            raise Refused(
+                Code.OVERLOADED, f"{adapter.uses} requests use adapter {address}: unload it when they have ended"
+            )
+        del self._loaded[address]
+        self.bytes -= adapter.bytes
+
+    def _to_drop(self, wanted: int) -> list[str]:
+        """Return which adapters to drop for `wanted` bytes. Raises `Refused` when that is not enough."""
+        if wanted > self.bytes_max:
+            raise Refused(
+                Code.TOO_LARGE,
+                f"the adapter takes {wanted} bytes and all adapters of this replica may take {self.bytes_max}: start "
+                "the replica with more by --adapters-mb",
+            )
+        dropped: list[str] = []
+        left = self.bytes
+        for address, adapter in self._loaded.items():
+            if left + wanted <= self.bytes_max:
+                break
+            if not adapter.uses:
+                dropped.append(address)
+                left -= adapter.bytes
+        if left + wanted > self.bytes_max:
+            raise Refused(
+                Code.OVERLOADED,
+                f"requests use {left} of the {self.bytes_max} bytes for adapters, and this one takes {wanted}: ask "
+                "again later, or start the replica with more by --adapters-mb",
+            )
+        return dropped

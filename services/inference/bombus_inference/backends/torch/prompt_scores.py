@@ -1,0 +1,95 @@
+"""Scores the tokens of a prompt as the prompt is computed: their logprobs at temperature 1, and alternatives."""
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bombus.hive.generation import SCORES_A_FRAME_MAX, PromptScores
+
+LOGITS_MAX = 1 << 24  # elements of the logits that are in memory at once
+
+Head = Callable[[slice], Tensor]  # the logits of these rows of hidden states
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPiece:
+    """The logprobs of some tokens, and for each of them `width` alternatives, one after the other."""
+
+    logprobs: list[float]
+    top_tokens: list[int]
+    top_logprobs: list[float]
+
+
+class PromptScoring:
+    """What is known so far of the scores of one prompt, from its first token on."""
+
+    __slots__ = ("_logprobs", "_prompt", "_top_logprobs", "_top_tokens", "_width", "version")
+
+    def __init__(self, prompt: Sequence[int], width: int) -> None:
+        self._prompt = prompt
+        self._width = width
+        self.version = -1
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all scores. The first token has none, since nothing comes before it."""
+        self._logprobs = array("f", [math.nan])
+        self._top_tokens = array("i", [0] * self._width)
+        self._top_logprobs = array("f", [math.nan] * self._width)
+
+    @property
+    def complete(self) -> bool:
+        return len(self._logprobs) == len(self._prompt)
+
+    def targets(self, start: int, end: int) -> list[int]:
+        """Return the tokens that the hidden states [start, end) of the prompt predict, within the prompt."""
+        return list(self._prompt[start + 1 : end + 1])
+
+    def take(self, start: int, piece: ScoredPiece, version: int) -> None:
+        """Append the scores of the tokens after `start`, which are the next ones."""
+        assert len(self._logprobs) == start + 1
+        self._logprobs.extend(piece.logprobs)
+        self._top_tokens.extend(piece.top_tokens)
+        self._top_logprobs.extend(piece.top_logprobs)
+        self.version = version
+
+    def frames(self) -> list[PromptScores]:
+        width, frames = self._width, []
+        for start in range(0, len(self._prompt), SCORES_A_FRAME_MAX):
+            end = start + SCORES_A_FRAME_MAX
+            frames.append(
+                PromptScores(
+                    start=start,
+                    version=self.version,
+                    logprobs=self._logprobs[start:end].tobytes(),
+                    width=width,
+                    top_tokens=self._top_tokens[start * width : end * width].tobytes(),
+                    top_logprobs=self._top_logprobs[start * width : end * width].tobytes(),
+                )
+            )
+        return frames
+
+
+def rows_at_once(vocabulary: int) -> int:
+    """Return how many rows of logits may be in memory at once."""
+    return max(1, LOGITS_MAX // vocabulary)
+
+
+def score(head: Head, first: int, targets: Sequence[int], width: int, at_once: int) -> ScoredPiece:
+    """Score `targets`, each predicted by the hidden state of one row from number `first` on, `at_once` at a time."""
+    piece = ScoredPiece([], [], [])
+    for start in range(0, len(targets), at_once):
+        here = targets[start : start + at_once]
+        logits_NV = head(slice(first + start, first + start + len(here))).float()
+        total_N1 = torch.logsumexp(logits_NV, dim=-1, keepdim=True)
+        chosen_N1 = logits_NV.gather(1, torch.tensor(here, device=logits_NV.device)[:, None])
+        piece.logprobs.extend((chosen_N1 - total_N1).squeeze(1).tolist())
+        if width:
+            values_NK, tokens_NK = logits_NV.topk(width, dim=-1)
+            piece.top_tokens.extend(tokens_NK.flatten().tolist())
+            piece.top_logprobs.extend((values_NK - total_N1).flatten().tolist())
+    return piece

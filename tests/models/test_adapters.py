@@ -1,0 +1,58 @@
+"""Adapters for each row of a batch are computed in every family as if they were merged: `make test-models`."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from bombus.architectures.miniatures import write_miniature
+from bombus_inference.backends.torch.adapters.fitting import adaptable_layers
+from bombus_inference.backends.torch.adapters.own import LowRank
+from bombus_inference.backends.torch.adapters.store import LoadedAdapter
+from bombus_inference.backends.torch.backend import load_policy
+from bombus_inference.backends.torch.engine import Engine
+from bombus_inference.settings import ComputeSettings
+from tests.inference.backends.small_engines import finish, request
+from tests.models.families import full_config
+from tests.models.test_families import COMPUTED, EVERY
+
+A_FEW = ("cohere2", "deepseek_v3", "gemma3_text", "gpt_oss", "longcat_flash", "phimoe")
+CONVOLUTIONS = ("gpt-sw3", "gpt2")  # their layers are not linear ones to torch, and an adapter on them is refused
+SETTINGS = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=64)
+PROMPT = [(7 * number + 3) % 90 for number in range(24)]
+ADDRESS = "a" * 64
+
+
+def scores(engine: Engine, adapter: str) -> torch.Tensor:
+    """Score the prompt beside another sequence, which has no adapter."""
+    engine.add(1, msgspec.structs.replace(request(PROMPT, max_tokens=0), prompt_logprobs=True, adapter=adapter))
+    engine.add(2, request(PROMPT[:5]))
+    return torch.tensor(finish(engine)[1].prompt_logprobs[1:])
+
+
+@pytest.mark.parametrize("family", sorted(COMPUTED) if EVERY else A_FEW)
+def test_an_adapter_on_all_layers_that_take_one_gives_what_the_merged_model_gives(family: str, tmp_path: Path) -> None:
+    write_miniature(full_config(family), tmp_path)
+    model = load_policy(tmp_path, SETTINGS)
+    output = model.get_output_embeddings()
+    random = torch.Generator().manual_seed(0)
+    layers = {
+        name: LowRank(0.1 * torch.randn(2, inside, generator=random), 0.1 * torch.randn(out, 2, generator=random))
+        for name, (out, inside) in adaptable_layers(model).items()
+        if model.get_submodule(name) is not output  # its weight may be that of the embeddings too
+    }
+    if family in CONVOLUTIONS:
+        assert not layers
+        return
+    engine = Engine(model, SETTINGS, run=1, version=0)
+    engine.add_adapter(ADDRESS, LoadedAdapter(layers, 1.0))
+    plain, adapted = scores(engine, ""), scores(engine, ADDRESS)
+    merged = load_policy(tmp_path, SETTINGS)
+    with torch.no_grad():
+        for name, low_rank in layers.items():
+            merged.get_parameter(f"{name}.weight").add_(low_rank.low_b @ low_rank.low_a)
+    expected = scores(Engine(merged, SETTINGS, run=1, version=0), "")
+    moved = float((expected - plain).abs().max())
+    assert moved > 0.01
+    assert float((adapted - expected).abs().max()) < 1e-3 * moved
