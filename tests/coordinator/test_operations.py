@@ -325,6 +325,15 @@ def test_the_time_to_live_of_a_saved_model_is_changed_from_now_on() -> None:
     refused(retain("b", 1.0), Code.UNKNOWN_MODEL)
 
 
+@pytest.mark.parametrize(("ttl_s", "is_kept"), [(float("nan"), True), (float("inf"), True), (-1.0, True), (1.0, False)])
+def test_a_time_to_live_that_makes_no_sense_removes_nothing(ttl_s: float, is_kept: bool) -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", SAVE)
+    harness.done("1", saved=saved("a", ttl_s=ttl_s))
+    harness.tick(after_s=2)
+    assert bool(harness.tenants.kept) == is_kept
+
+
 def test_saved_models_outlive_their_run_their_session_and_an_episode_run() -> None:
     harness = TenantHarness().serving()
     harness.operate("1", SAVE)

@@ -7,7 +7,7 @@ from bombus.hive import events as ev
 from bombus.hive.events import Event, SessionEnd
 from bombus.hive.inbox import CloseSession, Done, OpenSession, RemoveWeights, RetainWeights
 from bombus.hive.state import EngineState
-from bombus.hive.tenants.state import Tenant, TenantModel, kept_id
+from bombus.hive.tenants.state import TTL_S_MAX, Tenant, TenantModel, kept_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live, ns
@@ -15,8 +15,8 @@ from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MA
 
 METADATA_BYTES_MAX = 64 << 10
 TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
+SHOWN_CHARS = 128  # of a name that is not known
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
-TTL_S_MAX = 100 * 365 * 24 * 3600.0
 AGAIN_S = 60.0  # until a model that could not be saved is tried again
 ENDED_KEPT = 2  # times as many sessions as may be open: beyond it, those that have ended are forgotten early
 
@@ -73,7 +73,7 @@ def close_session(engine: EngineState, live: Live, message: CloseSession) -> Dec
     """End a session, and its models. The first reason stands."""
     session = engine.tenants.sessions.get(message.session)
     if session is None:
-        raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}.")
+        raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session[:SHOWN_CHARS]}.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if session.ended is not None:
         yield Decision(replies=reply)
@@ -182,7 +182,10 @@ def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> D
 def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> Decisions:
     kept = engine.tenants.kept.get(kept_id(message.model, message.use, message.name))
     if kept is None:
-        raise Refused(Code.UNKNOWN_MODEL, f"Model {message.model} was not saved as {message.name} ({message.use}).")
+        raise Refused(
+            Code.UNKNOWN_MODEL,
+            f"Model {message.model[:SHOWN_CHARS]} was not saved as {message.name[:SHOWN_CHARS]}: list what is saved.",
+        )
     if not 0 <= message.ttl_s <= TTL_S_MAX:
         raise Refused(Code.MALFORMED, f"A time to live is 0 to {TTL_S_MAX:.0f} seconds, not {message.ttl_s}.")
     saved = msgspec.structs.replace(kept.noted.saved, ttl_s=message.ttl_s)

@@ -14,6 +14,7 @@ from bombus.hive import events as ev
 from bombus.hive.records import BodyRef
 
 COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
+TTL_S_MAX = 100 * 365 * 24 * 3600.0
 COVER_OPERATIONS = 64  # after so many, or so many bytes of them, a cover is due
 COVER_BYTES = 64 << 20
 MODELS_KEPT = 256  # that have ended, with their results
@@ -306,7 +307,7 @@ def keep(tenants: Tenants, event: ev.WeightsKept) -> None:
     saved = event.saved
     name = kept_id(event.model, saved.use, saved.name)
     tenants.kept.pop(name, None)
-    until_ns = event.at_ns + int(saved.ttl_s * 1e9) if saved.ttl_s else 0
+    until_ns = event.at_ns + int(min(saved.ttl_s, TTL_S_MAX) * 1e9) if saved.ttl_s > 0 else 0
     tenants.kept[name] = KeptWeights(noted=event, until_ns=until_ns)
 
 
