@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from tinker import types
 PYTHON = os.environ.get("BOMBUS_PYTHON", "")  # of the environment that the hive runs in
 READY_S = 120.0
 BASE = "tiny"
+ROOT = Path(__file__).parents[2]
 SENTENCES = ([5, 6, 7, 8, 9, 10], [11, 12, 13, 14], [9, 8, 7, 6, 5])
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
@@ -207,6 +209,16 @@ def test_a_trainer_and_a_gateway_that_are_killed_in_the_middle_change_nothing(hi
     hive.kill("gateway")
     losses += learn(model, 3)
     assert losses == whole
+
+
+def test_the_example_learns(url: str) -> None:
+    environment = {**os.environ, "TINKER_BASE_URL": url, "TINKER_TELEMETRY": "0"}
+    command = [sys.executable, str(ROOT / "examples/tinker_sft.py")]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    losses = [float(line.split()[3]) for line in ran.stdout.splitlines() if line.startswith("step ")]
+    assert losses[-1] < losses[0] / 2
+    assert "tinker://" in ran.stdout
 
 
 def test_models_and_checkpoints_are_listed(service: Any) -> None:
