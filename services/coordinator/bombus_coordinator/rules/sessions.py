@@ -39,10 +39,10 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
         raise Refused(
             Code.QUOTA, f"Engine {engine.name} has at most {limits.sessions_max} sessions: end one, or try again later."
         )
+    forgotten: tuple[Event, ...] = ()
     if len(sessions) >= ENDED_KEPT * limits.sessions_max:
         oldest = next((each for each in sessions.values() if _is_over(engine, each)), None)
-        if oldest is not None:
-            yield _forgotten(engine, live, oldest)
+        forgotten = () if oldest is None else (_forgotten(engine, live, oldest),)
     opened = ev.SessionOpened(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -52,7 +52,7 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
         door=message.door,
         metadata=message.metadata,
     )
-    yield Decision(events=(opened,), replies=reply)
+    yield Decision(events=(*forgotten, opened), replies=reply)
 
 
 def _check_form(message: OpenSession, idle_s: float) -> None:
@@ -141,7 +141,7 @@ def expire(engine: EngineState, live: Live) -> Decisions:
         if again:
             yield Decision(events=tuple(_end(engine, live, model, session.ended.save) for model in again))
         elif _is_over(engine, session) and _is_old(engine, live, session):
-            yield _forgotten(engine, live, session)
+            yield Decision(events=(_forgotten(engine, live, session),))
 
 
 def _is_idle(engine: EngineState, live: Live, session: Tenant) -> bool:
@@ -160,9 +160,8 @@ def _is_old(engine: EngineState, live: Live, session: Tenant) -> bool:
     return max(session.ended.at_ns, last_ns) + ns(engine.collection.tenancy.results_s) <= live.now_ns
 
 
-def _forgotten(engine: EngineState, live: Live, session: Tenant) -> Decision:
-    forgotten = ev.SessionForgotten(at_ns=live.now_ns, engine=engine.name, session=session.session)
-    return Decision(events=(forgotten,))
+def _forgotten(engine: EngineState, live: Live, session: Tenant) -> ev.SessionForgotten:
+    return ev.SessionForgotten(at_ns=live.now_ns, engine=engine.name, session=session.session)
 
 
 # ---- saved models ---------------------------------------------------------------------------------------------
