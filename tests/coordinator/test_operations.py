@@ -6,7 +6,7 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import ModelEnd, RunKind
+from bombus.hive.events import ModelEnd, RunKind, Tenancy
 from bombus.hive.inbox import Accepted
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase
@@ -227,6 +227,32 @@ def test_r20_the_bytes_of_operations_have_a_limit_until_a_cover_makes_room() -> 
     assert harness.tenants.held_bytes == 100, "of operation 2: a forward pass is not executed again"
 
 
+def test_r20_a_model_that_no_trainer_covers_takes_operations_up_to_a_limit() -> None:
+    harness = TenantHarness()
+    harness.limits(operations_max=3)
+    harness.serving()
+    for key in ("1", "2"):
+        harness.operate(key)
+        harness.done(key)
+    why = refused(harness.operate("3"), Code.QUOTA)
+    assert why.startswith(f"Model {MODEL} has 3 operations since its trainer wrote a cover, of at most 3")
+
+
+def test_a_cover_is_due_after_many_operations_or_many_bytes() -> None:
+    harness = TenantHarness().serving()
+    for number in range(1, 63):
+        harness.operate(str(number))
+        harness.done(str(number))
+    assert not harness.model.cover_is_due(Tenancy())
+    harness.operate("63")
+    assert harness.model.cover_is_due(Tenancy()), "after the 64th"
+    harness.done("63")
+    harness.cover(64)
+    assert not harness.model.cover_is_due(Tenancy())
+    harness.operate("big", body=harness.body("big", size=32 << 20))
+    assert harness.model.cover_is_due(Tenancy()), "a sixteenth of 512 MiB, the share of one of 16 models"
+
+
 def test_the_oldest_results_are_dropped_beyond_their_limit_and_their_operations_are_still_recognised() -> None:
     harness = TenantHarness()
     harness.limits(results_bytes_max=250)
@@ -278,6 +304,34 @@ def test_saved_models_are_listed_replaced_removed_and_expire() -> None:
         assert isinstance(harness.request(remove), inbox.Done)
     assert harness.kinds().count("weights.removed") == 2
     assert harness.tenants.kept == {}
+
+
+def test_the_time_to_live_of_a_saved_model_is_changed_from_now_on() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", SAVE)
+    harness.done("1", saved=saved("a", ttl_s=100.0))
+
+    def retain(name: str, ttl_s: float) -> inbox.AnyAnswer:
+        return harness.request(
+            inbox.RetainWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name=name, ttl_s=ttl_s)
+        )
+
+    harness.touch(after_s=60)
+    assert isinstance(retain("a", 50.0), inbox.Done)
+    assert harness.tick(after_s=49) == []
+    assert isinstance(retain("a", 0.0), inbox.Done)
+    assert harness.tick(after_s=1000) == []
+    refused(retain("a", float("nan")), Code.MALFORMED)
+    refused(retain("b", 1.0), Code.UNKNOWN_MODEL)
+
+
+@pytest.mark.parametrize(("ttl_s", "is_kept"), [(float("nan"), True), (float("inf"), True), (-1.0, True), (1.0, False)])
+def test_a_time_to_live_that_makes_no_sense_removes_nothing(ttl_s: float, is_kept: bool) -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", SAVE)
+    harness.done("1", saved=saved("a", ttl_s=ttl_s))
+    harness.tick(after_s=2)
+    assert bool(harness.tenants.kept) == is_kept
 
 
 def test_saved_models_outlive_their_run_their_session_and_an_episode_run() -> None:

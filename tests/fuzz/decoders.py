@@ -20,6 +20,9 @@ from bombus.config.documents import parse_job
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault, LogCorrupted, Refused
 from bombus.hive import events, generation, inbox, records
+from bombus.hive.records import pack_tokens
+from bombus.operations import kinds
+from bombus.operations.arrays import Array, DType
 from bombus.replay import archive
 from bombus.replay.source import NotOnLog
 from bombus.telemetry import traceparent_of
@@ -203,6 +206,8 @@ def all_decoders() -> tuple[Decoder, ...]:
         Decoder("inbox answer", _plain(inbox.decode_answer), broken, examples(inbox.AnyAnswer)),
         Decoder("event", _plain(_event), (LogCorrupted,), examples(events.AnyEvent)),
         Decoder("call record", _plain(records.decode_record), (LogCorrupted,), examples(records.CallRecord)),
+        Decoder("operation", _plain(kinds.decode_operation), broken, _operations()),
+        Decoder("result", _plain(kinds.decode_result), broken, _results()),
         Decoder("generate", _plain(generation.decode_request), broken, examples(generation.Generate)),
         Decoder("frames", _plain(_frames), (ValueError,), examples(generation.Frame), _framed),
         Decoder("snapshot", _plain(snapshots.decode), (LogCorrupted,), examples(snapshots.Snapshot), _snapshot),
@@ -225,6 +230,24 @@ def all_decoders() -> tuple[Decoder, ...]:
         Decoder("end of an episode", _plain(_end), (Refused,), SWARM["/end_episode"], to_json),
         *_bodies(),
     )
+
+
+def _operations() -> list[Tree]:
+    """Return operations, whose arrays have the bytes that their shapes say."""
+    two = Array.of(DType.FLOAT32, [1.0, 2.0])
+    data = (kinds.Datum(pack_tokens([1, 2]), {"weights": two}),)
+    known: list[kinds.Operation] = [
+        kinds.ForwardBackward(loss=kinds.LossSpec("cross_entropy", {"eps": 0.1}), data=data),
+        kinds.OptimStep(adam=kinds.AdamParams(learning_rate=0.1), reduction=kinds.Reduction.SUM),
+    ]
+    others = examples(kinds.CreateModel | kinds.SaveWeights | kinds.LoadWeights | kinds.EndModel | kinds.AbortEpoch)
+    return [msgspec.msgpack.decode(kinds.encode_operation(each)) for each in known] + others
+
+
+def _results() -> list[Tree]:
+    scores = kinds.Scores(outputs=({"logprobs": Array.of(DType.FLOAT32, [1.0, 2.0])},), loss=1.0, tokens=2)
+    others = examples(kinds.StepTaken | kinds.CheckpointSaved | kinds.ModelReady | kinds.Failed | kinds.ModelEnded)
+    return [msgspec.msgpack.decode(kinds.encode_result(scores)), *others]
 
 
 def _configuration() -> Tree:

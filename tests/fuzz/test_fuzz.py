@@ -40,6 +40,7 @@ DECODING = {
     "bombus/hive/events.py": "event",
     "bombus/hive/generation.py": "generate",
     "bombus/hive/inbox.py": "inbox message",
+    "bombus/operations/kinds.py": "operation",
     "bombus/hive/records.py": "call record",
     "bombus/hive/status.py": OWN,
     "bombus/host/doctor_streams.py": SERVER,

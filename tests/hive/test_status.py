@@ -11,9 +11,10 @@ import pytest
 from bombus.cli import DEFAULT_NATS, hint_at_bus
 from bombus.hive import events as ev
 from bombus.hive.collection import measures
-from bombus.hive.events import Collection, Method
+from bombus.hive.events import Collection, Method, RunKind
 from bombus.hive.state import Hive, Phase, evolve
-from bombus.hive.status import byte_size, duration, engine_status, one_line, render_status, status_dict
+from bombus.hive.status import byte_size, duration, engine_status, hive_status, one_line, render_status, status_dict
+from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
 from tests.overwatch.story import ENGINE, SECOND, Story, failed, rolling
 
 
@@ -199,3 +200,30 @@ def test_without_a_bus_the_error_says_where_its_address_is() -> None:
     (hint,) = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
     assert "pass --nats" in hint
     assert "`nats-url` in its data folder" in hint
+
+
+def test_a_run_of_operations_shows_its_models_and_what_waits() -> None:
+    harness = TenantHarness()
+    assert status_dict(harness.core.hive)["engines"] == []
+    harness.serving()
+    harness.operate("1")
+    harness.operate("2")
+    harness.done("1", step=1)
+    (engine,) = hive_status(harness.core.hive, harness.now_ns + 4 * SECOND).engines
+    assert (engine.run_kind, engine.detail) == (RunKind.OPERATIONS, "serving 1 model, 1 operation waiting")
+    assert engine.operations is not None
+    assert (engine.operations.accepted, engine.operations.executed, engine.operations.failed) == (3, 2, 0)
+    (model,) = engine.operations.models
+    assert (model.model, model.waiting, model.executed, model.covered, model.step) == (MODEL, 1, 2, 0, 1)
+    assert model.adapter is not None
+    text = render_status(harness.core.hive, now_ns=harness.now_ns + 4 * SECOND)
+    assert "operations: 1 waiting, 2 executed, 0 failed; 1 session, 0 saved models\n" in text
+    assert (
+        "  s:train:0                    rank 8       step      1     1 waiting       2 executed, idle 4.0 s\n" in text
+    )
+    assert "collection:" not in text
+
+
+def test_an_engine_that_never_had_an_operation_says_nothing_of_them(hive: Hive) -> None:
+    assert all(engine.operations is None for engine in hive_status(hive).engines)
+    assert "operations" not in render_status(hive)

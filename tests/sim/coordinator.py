@@ -24,12 +24,13 @@ from tests.sim.lease import RENEW_S, Lease
 from tests.sim.link import Link, Net, Reader
 from tests.sim.loop import Process
 from tests.sim.referee import ENGINE, RECOVERED, Referee
-from tests.sim.server import CALLS_STREAM, EVENTS_STREAM, INBOX_STREAM, SIZE, Message
+from tests.sim.server import CALLS_STREAM, EVENTS_STREAM, INBOX_STREAM, OPS_STREAM, SIZE, Message
 from tests.sim.variants import Variant
 
 ASK_S = 0.3
 TICK_S = 1.0
 TRIM_S = 3.0
+GRACE_S = 6.0  # which a door that hangs exceeds
 WATCH_S = 2.0
 COMPACT_S = 4.0
 GROUPS = (1, 8, 512)
@@ -89,6 +90,8 @@ class Coordinator(Process):
         while not await self._take_over(fold):
             fold = await Fold.begin(self.link)
         upkeep = [self._trim(), self._retain(), self._watch()]
+        if OPS_STREAM in self.link.server.streams:
+            upkeep.append(self._release())
         if self.link.server.events_max:
             upkeep.append(self._compact())
         await self.together(self._serve(), self._tick(), self.lease.keep(), *upkeep)
@@ -152,6 +155,9 @@ class Coordinator(Process):
                 self._reply_to[command.id] = reply
                 self._commands[command.id] = command
             if self._variant == Variant.OLD_TRAINER and isinstance(command, inbox.StepDone):
+                epoch = self.core.hive.engine(command.engine).trainer_epoch
+                command = msgspec.structs.replace(command, trainer_epoch=epoch)
+            if self._variant == Variant.OLD_EXECUTOR and isinstance(command, inbox.OperationDone):
                 epoch = self.core.hive.engine(command.engine).trainer_epoch
                 command = msgspec.structs.replace(command, trainer_epoch=epoch)
             pending += self.core.receive(command, message.seq, message.time_ns)
@@ -256,6 +262,30 @@ class Coordinator(Process):
                 await self.link.call(lambda: calls.purge_below(below))  # noqa: B023
                 self._referee.purged_below(calls.first_seq)
                 self._referee.seen["calls purged"] += calls.first_seq > 1
+            except BusUnavailable:
+                pass  # the next one covers this one
+
+    async def _release(self) -> None:
+        """Let the core release training operations, then purge what the log says is released, as in releasing.py."""
+        ops = self.link.server.streams[OPS_STREAM]
+        ends: list[tuple[float, int]] = []
+        number = 0
+        while True:
+            released, position = self.core.hive.released, self._consumed
+            await self.sleep(TRIM_S)
+            number += 1
+            ends.append((self._net.loop.now_s, ops.last_seq + 1))
+            old = [end for since, end in ends if since <= self._net.loop.now_s - GRACE_S]
+            try:
+                if self._consumed != position:
+                    if self._variant == Variant.OPS_PURGED:
+                        released = ops.last_seq
+                    await self.link.call(lambda: ops.purge_below(released))  # noqa: B023
+                    assert self._referee.ledger is not None
+                    self._referee.ledger.purged()
+                if old:
+                    told = inbox.OperationsStored(id=f"{self.link.token}-{self._epoch}-ops-{number}", below=old[-1])
+                    await self.link.send(told)
             except BusUnavailable:
                 pass  # the next one covers this one
 

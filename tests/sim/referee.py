@@ -17,6 +17,7 @@ from bombus_coordinator.rules.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_replicas, check_stays
 from tests.hive.phases import TRANSITIONS
 from tests.sim.server import Message
+from tests.sim.tenants import OPS_ENGINE, Ledger
 
 ENGINE = "main"
 RECOVERED = "Sim-Recovered"  # on events that a new leader derived from the fold alone
@@ -63,6 +64,7 @@ class Referee:
     def __init__(self) -> None:
         self.hive = Hive()  # the fold of the log
         self.position = 0
+        self.ledger: Ledger | None = None  # of a hive that serves training operations
         self.disk: dict[str, Checkpoint] = {}
         self.weights: dict[str, Published] = {}
         self.seen: Counter[str] = Counter()
@@ -97,6 +99,9 @@ class Referee:
         for message in messages:
             event = message.event
             self._check_order(message, event)
+            if event.engine == OPS_ENGINE:
+                self._note_operations(message, event)
+                continue
             engine = self.hive.engine(ENGINE)
             before = engine.phase
             check_stays(event, engine)
@@ -109,6 +114,17 @@ class Referee:
             after = engine.phase
             assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
             self.seen[ev.kind_of(event)] += 1
+
+    def _note_operations(self, message: Message, event: Event) -> None:
+        assert self.ledger is not None
+        engine = self.hive.engine(OPS_ENGINE)
+        before = engine.phase
+        self.ledger.check(event, engine)
+        evolve(self.hive, event)
+        self.position = message.seq
+        after = self.hive.engine(OPS_ENGINE).phase
+        assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
+        self.seen[ev.kind_of(event)] += 1
 
     def _check_order(self, message: Message, event: Event) -> None:
         epoch, answers = int(message.headers[EPOCH]), int(message.headers[INBOX])

@@ -16,8 +16,8 @@ from tests.sim.loop import Future, Loop
 SECOND = 1_000_000_000
 BEGIN_NS = 1_000 * SECOND
 EPOCH_OPENED = "epoch.opened"
-INBOX_STREAM, EVENTS_STREAM, CALLS_STREAM = "inbox", "events", "calls"
-WINDOW_S = {INBOX_STREAM: 120, EVENTS_STREAM: 600, CALLS_STREAM: 120}
+INBOX_STREAM, EVENTS_STREAM, CALLS_STREAM, OPS_STREAM = "inbox", "events", "calls", "ops"
+WINDOW_S = {INBOX_STREAM: 120, EVENTS_STREAM: 600, CALLS_STREAM: 120, OPS_STREAM: 120}
 
 
 class Message:
@@ -134,12 +134,15 @@ class Lease(msgspec.Struct):
 
 
 class Server:
-    """With `fence_first`, an expected sequence is checked before duplicates are, as on one replica."""
+    """With `fence_first`, an expected sequence is checked before duplicates are, as on one replica.
 
-    def __init__(self, loop: Loop, fence_first: bool, replicas: int) -> None:
+    Only with `operations` there is a stream for them: without, seeds keep their draws.
+    """
+
+    def __init__(self, loop: Loop, fence_first: bool, replicas: int, operations: bool = False) -> None:
         self.replicas = replicas
         self.fence_first = fence_first
-        self.streams = {name: Stream(self, name) for name in WINDOW_S}
+        self.streams = {name: Stream(self, name) for name in WINDOW_S if operations or name != OPS_STREAM}
         self.lease: Lease | None = None
         self.snapshots: dict[int, bytes] = {}
         self.damaged: set[int] = set()

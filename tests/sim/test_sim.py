@@ -11,14 +11,15 @@ import pytest
 from bombus.hive import events as ev
 from tests.sim.faults import Fault
 from tests.sim.variants import Variant
-from tests.sim.world import simulate, tally
+from tests.sim.world import OPERATING, simulate, tally
 
 SEEDS = int(os.environ.get("BOMBUS_SIM_SEEDS", "1000"))
 VARIANT_SEEDS = 1000
+OPERATING_SEEDS = range(OPERATING - 1, 100 * OPERATING, OPERATING)  # those of hives with training operations
 # Fault rates that find a variant which the usual ones find only in one of thousands of seeds.
 RATES = {Variant.SWEPT_ALL: {Fault.SLOW: 0.2, Fault.ZOMBIE: 0.3}}
 # Seeds shortly before those that find a rare variant. The search starts there, and goes on with all others.
-STARTS = {Variant.OLD_TRAINER: 20, Variant.SWEPT_ALL: 130}
+STARTS = {Variant.OLD_TRAINER: 20, Variant.SWEPT_ALL: 130, Variant.OLD_EXECUTOR: 630}
 SWEPT_SEEDS = range(70, 150)  # among them 138, with which a trainer that removes too much is found
 
 
@@ -60,6 +61,22 @@ def test_a_thousand_hives_keep_every_guarantee_through_crashes_partitions_and_cl
         assert seen[str(kind.__struct_config__.tag)] > 0, kind
     for fault in Fault:
         assert seen[fault.name] > 0, fault
+
+
+def test_r17_operations_are_executed_in_the_order_of_the_log_and_completed_once_through_crashes_and_repeats() -> None:
+    """Each result is that of the model after exactly the operations before it: the ledger works out all of them."""
+    seen: Counter[str] = Counter()
+    for seed in OPERATING_SEEDS:
+        seen += tally(simulate(seed))
+    hives = len(OPERATING_SEEDS)
+    assert seen["operations executed"] > 20 * hives
+    assert seen["operations executed again"] > hives, "after a trainer was lost"
+    assert seen["operations acknowledged"] > seen["operations executed"] / 2
+    assert seen["operations that failed"] > hives / 2
+    assert seen["models that ended with operations waiting"] > 0
+    assert seen["operations purged"] > hives
+    for refused in ("quota", "body_gone", "storage_full", "unknown_model"):
+        assert seen[f"operations refused: {refused}"] > 0, refused
 
 
 def test_a_slow_superseded_trainer_removes_nothing_that_the_log_names() -> None:

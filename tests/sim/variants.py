@@ -13,6 +13,8 @@ class Variant(StrEnum):
     PURGE_EARLY = "the inbox is trimmed up to what was read, not up to what is stored"
     CALLS_PURGED = "calls are purged up to the one noted last"
     STEPS_PURGED = "calls are kept for the newest two steps alone, not for those that the older checkpoint lacks"
+    OPS_PURGED = "training operations are purged up to the end of their stream"
+    OLD_EXECUTOR = "an operation.done of a superseded trainer epoch is accepted"
     SNAPSHOT_EARLY = "a snapshot is taken while an append is in flight"
     OLD_TRAINER = "a step.done of a superseded trainer epoch is accepted"
     TOLD_EARLY = "a call is acknowledged before it was reported to the coordinator"

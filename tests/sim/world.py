@@ -14,6 +14,7 @@ from tests.sim.loop import Loop, Process
 from tests.sim.referee import ENGINE, Referee
 from tests.sim.replica import Replica
 from tests.sim.server import EVENTS_STREAM, SECOND, SIZE, Message, Server
+from tests.sim.tenants import Ledger, TenantClient, TenantTrainer
 from tests.sim.trainer import Trainer
 from tests.sim.variants import Variant
 
@@ -22,6 +23,8 @@ LEADER_S = 10.0  # until a coordinator leads: the lease, the time that a clock w
 STEP_S = 150.0  # until another step is completed
 QUIET_S = 60.0  # until every command is answered
 REPORTING = 8  # in one of so many hives gateways report how they read the model
+OPERATING = 10  # one of so many hives serves training operations too
+OVER_S = 90.0  # until every session of theirs is over
 COMPACTING = 6  # of so many seeds, some compact their logs
 EVENTS_MAX = {1: 60, 4: 150}  # by the rest of the seed: the size of a log that is compacted, in events
 
@@ -42,7 +45,10 @@ class World:
         if rates is not None:
             self.faults.rates = {fault: rates.get(fault, 0.0) for fault in Fault}
         self.referee = Referee()
-        self.server = Server(self.loop, fence_first=pick.random() < 0.5, replicas=pick.choice((1, 1, 3)))
+        operates = seed % OPERATING == OPERATING - 1
+        self.server = Server(
+            self.loop, fence_first=pick.random() < 0.5, replicas=pick.choice((1, 1, 3)), operations=operates
+        )
         self.server.events_max = EVENTS_MAX.get(seed % COMPACTING, 0)
         self.server.streams[EVENTS_STREAM].watchers.append(self.referee.stored)
         self.mood = Mood(self.faults)
@@ -62,8 +68,21 @@ class World:
             [*self.trainers],
             [*self.replicas],
         ]
+        self.tenants: list[TenantClient] = []
+        self.executors: list[TenantTrainer] = []
+        if operates:
+            self._add_tenants()
         if trace is not None:
             self.server.streams[EVENTS_STREAM].watchers.append(self._tell)
+
+    def _add_tenants(self) -> None:
+        """Add clients of training operations, on an engine of their own, and its trainer."""
+        ledger = Ledger(self.server, lambda: self.referee.hive, self.referee.seen)
+        self.referee.ledger = ledger
+        names = ("kim", "zoe")
+        self.tenants = [TenantClient(name, self.net, ledger, lambda: self.mood.playing) for name in names]
+        self.executors = [TenantTrainer(name, self.net, ledger) for name in ("o0", "o1")]
+        self._kinds += [[*self.tenants], [*self.executors]]
 
     def _tell(self, messages: Sequence[Message]) -> None:
         for each in messages:
@@ -80,7 +99,7 @@ class World:
     def run(self) -> None:
         """Run a time with faults, one without, and one without new work. Raises `AssertionError`."""
         for process in self.processes:
-            if process is not self.trainers[1]:
+            if process is not self.trainers[1] and process not in self.executors[1:]:
                 process.start()
         for caller in (*self.clients, self.operator):
             caller.start()
@@ -93,6 +112,10 @@ class World:
         self._expect(STEP_S, lambda: self.referee.seen["step.completed"] > steps, "the engine makes another step")
         self.mood.playing = False
         self._expect(QUIET_S, lambda: not any(caller.pending for caller in self.clients), "every command is answered")
+        ledger = self.referee.ledger
+        if ledger is not None:
+            self._expect(OVER_S, lambda: ledger.is_over, "every session of training operations is over")
+            ledger.finish()
         self.loop.run(self.loop.now_s + 5.0)
         self._expect(QUIET_S, self._all_agree, "every service has folded the log")
         self.referee.finish()
@@ -122,7 +145,7 @@ class World:
         for process in (*self.processes, *self.clients):
             if process.stopped:
                 process.resume()
-            if process is not self.trainers[1] or process.lives:
+            if process.lives or (process is not self.trainers[1] and process not in self.executors[1:]):
                 process.start()
 
     def _expect(self, within_s: float, holds: Callable[[], bool], what: str) -> None:
@@ -170,6 +193,9 @@ class World:
                 second = next(each for each in self.trainers if not current.startswith(each.name))
                 second.kill()
                 second.start()
+                for executor in self.executors[1:]:
+                    executor.kill()
+                    executor.start()
                 return second.name
             case Fault.LOST_CHECKPOINT:
                 return self.referee.damage_checkpoint()

@@ -75,6 +75,7 @@ class Tenancy(msgspec.Struct, frozen=True, kw_only=True):
     sessions_max: int = 256
     models_max: int = 16
     waiting_max: int = 256  # operations of one model
+    operations_max: int = 4096  # of one model, with those that were executed and no cover has
     bodies_bytes_max: int = 512 << 20  # of operations that wait, and of those that no checkpoint covers
     results_bytes_max: int = 256 << 20  # beyond which the oldest results are dropped
     results_s: float = 3600.0  # for which results can be read after their session has ended

@@ -23,6 +23,7 @@ from bombus.hive.records import BodyRef
 from bombus.hive.subjects import is_name
 
 DEPTH_MAX = 128  # of lists and objects within each other in metadata
+_NOT_PLAIN = f"metadata that is not JSON, or nested deeper than {DEPTH_MAX}"
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
@@ -155,6 +156,15 @@ class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     model: str
     use: str
     name: str
+
+
+class RetainWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="retain_weights"):
+    """Keep a saved model for `ttl_s` from now on, 0 for ever."""
+
+    model: str
+    use: str
+    name: str
+    ttl_s: float = 0.0
 
 
 # ---- facts ----------------------------------------------------------------------------------------------------
@@ -391,6 +401,7 @@ AnyMessage = (
     | CloseSession
     | Operate
     | RemoveWeights
+    | RetainWeights
     | Tick
     | Touch
     | CallRecorded
@@ -481,7 +492,9 @@ def decode_message(body: bytes) -> AnyMessage:
     if message.engine != HIVE and not is_name(message.engine):  # it becomes part of a subject
         raise msgspec.DecodeError(f"{message.engine[:40]!r} is not the name of an engine")
     if isinstance(message, End) and not all(_is_plain(result.metadata) for result in message.results):
-        raise msgspec.DecodeError(f"metadata that is not JSON, or nested deeper than {DEPTH_MAX}")
+        raise msgspec.DecodeError(_NOT_PLAIN)
+    if isinstance(message, OpenSession) and not _is_plain(message.metadata):
+        raise msgspec.DecodeError(_NOT_PLAIN)
     return message
 
 

@@ -9,9 +9,10 @@ import msgspec
 
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.collection import Measure, measures
-from bombus.hive.events import ConversationFormat, EpisodeType, Method, TrainerStalled
+from bombus.hive.events import AdapterShape, ConversationFormat, EpisodeType, Method, RunKind, TrainerStalled
 from bombus.hive.pacing import Pace, last_chances, pace
 from bombus.hive.state import EngineState, Episode, Hive, Phase, Replica
+from bombus.hive.tenants.state import TenantModel
 
 BAR_CELLS = 24
 EPISODES_SHOWN = 12  # in the plain text; the data has all of them
@@ -79,6 +80,35 @@ class EvalStatus(msgspec.Struct, frozen=True, kw_only=True):
     success_rate: float
 
 
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of a client of training operations. `step` counts its optimizer steps."""
+
+    model: str
+    session: str
+    owner: str
+    base: str
+    adapter: AdapterShape | None
+    step: int
+    waiting: int
+    executed: int
+    covered: int  # the last operation that need not be executed again
+    idle_s: float  # since an operation was accepted or executed
+
+
+class OperationsStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine has to do with training operations: totals, and the models that are there now."""
+
+    sessions: int
+    models: tuple[ModelStatus, ...]  # those that are open
+    accepted: int
+    waiting: int
+    executed: int
+    failed: int
+    held_bytes: int  # of operations that a trainer may still have to read
+    result_bytes: int
+    saved: int  # models that were saved for their clients
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     phase: Phase
@@ -104,6 +134,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pace: Pace | None = None  # None: the run is synchronous, or there is none
     formats: tuple[FormatStatus, ...] = ()  # empty until a gateway has read the model of the run
     disagreement: str = ""  # between gateways that read the model of the run in different ways
+    run_kind: RunKind = RunKind.EPISODES
+    operations: OperationsStatus | None = None  # None: there never was one
 
 
 class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,11 +187,7 @@ def _phase_detail(engine: EngineState, now_ns: int) -> str:
         case Phase.BOOTING:
             return engine.stage or "booting"
         case Phase.ROLLING:
-            waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
-            text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
-            if engine.batch:
-                text += f", step {engine.batch.step} training"
-            return text + _asynchronous(engine, waited_for)
+            return _rolling_detail(engine, now_ns)
         case Phase.ROLLING_POST:
             return f"waiting for {len(engine.open)} running episodes to finish"
         case Phase.WEIGHT_SYNCING:
@@ -168,6 +196,17 @@ def _phase_detail(engine: EngineState, now_ns: int) -> str:
             loaded = f"{len(engine.loaded)} of {len(engine.usable)} replicas"
             apart = len(engine.replicas) - len(engine.usable)
             return f"loading version {engine.version}: {loaded}" + (f", {apart} quarantined" if apart else "")
+
+
+def _rolling_detail(engine: EngineState, now_ns: int) -> str:
+    if engine.serves_operations:
+        models, waiting = len(engine.tenants.open_models), engine.tenants.waiting
+        return f"serving {_counted(models, 'model')}, {_counted(waiting, 'operation')} waiting"
+    waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
+    text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
+    if engine.batch:
+        text += f", step {engine.batch.step} training"
+    return text + _asynchronous(engine, waited_for)
 
 
 def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
@@ -261,6 +300,43 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
     )
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _model_status(engine: EngineState, model: TenantModel, now_ns: int) -> ModelStatus:
+    session = engine.tenants.sessions.get(model.session)
+    return ModelStatus(
+        model=model.name,
+        session=model.session,
+        owner="" if session is None else session.owner,
+        base=model.base,
+        adapter=model.adapter,
+        step=model.step,
+        waiting=model.waiting,
+        executed=model.executed,
+        covered=model.covered,
+        idle_s=seconds_between(model.last_ns, now_ns),
+    )
+
+
+def _operations(engine: EngineState, now_ns: int) -> OperationsStatus | None:
+    tenants = engine.tenants
+    if not (tenants.accepted or tenants.sessions):
+        return None
+    return OperationsStatus(
+        sessions=sum(session.ended is None for session in tenants.sessions.values()),
+        models=tuple(_model_status(engine, model, now_ns) for model in tenants.open_models),
+        accepted=tenants.accepted,
+        waiting=tenants.waiting,
+        executed=tenants.executed,
+        failed=tenants.failed,
+        held_bytes=tenants.held_bytes,
+        result_bytes=tenants.result_bytes,
+        saved=len(tenants.kept),
+    )
+
+
 def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> EngineStatus:
     """Return the status of an engine; `refusing` is the hive's.
 
@@ -302,6 +378,8 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         pace=pace(engine) if engine.phase == Phase.ROLLING else None,
         formats=formats,
         disagreement=disagreement_of(formats),
+        run_kind=engine.run_kind,
+        operations=_operations(engine, now_ns),
     )
 
 
@@ -428,6 +506,22 @@ def _collection_lines(status: EngineStatus) -> list[str]:
     ]
 
 
+def _operation_lines(found: OperationsStatus | None) -> list[str]:
+    if found is None:
+        return []
+    head = f"operations: {found.waiting} waiting, {found.executed} executed, {found.failed} failed"
+    lines = [f"{head}; {_counted(found.sessions, 'session')}, {_counted(found.saved, 'saved model')}"]
+    for row in found.models[:EPISODES_SHOWN]:
+        adapter = "all weights" if row.adapter is None else f"rank {row.adapter.rank}"
+        lines.append(
+            f"  {one_line(row.model):<28} {adapter:<12} step {row.step:>6} {row.waiting:>5} waiting "
+            f"{row.executed:>7} executed, idle {duration(row.idle_s)}"
+        )
+    if len(found.models) > EPISODES_SHOWN:
+        lines.append(f"  and {len(found.models) - EPISODES_SHOWN} more")
+    return lines
+
+
 def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
     apart = sum(bool(replica.quarantined) for replica in replicas)
     lines = [f"replicas: {len(replicas)}" + (f", {apart} of them quarantined" if apart else "")]
@@ -464,7 +558,9 @@ def _training_lines(status: EngineStatus, now_ns: int) -> list[str]:
 
 
 def _engine_text(status: EngineStatus, now_ns: int) -> str:
-    lines = _head_lines(status) + _collection_lines(status)
+    lines = _head_lines(status) + _operation_lines(status.operations)
+    if status.run_kind == RunKind.EPISODES:
+        lines += _collection_lines(status)
     return "\n".join(lines + _replica_lines(status.replicas) + _training_lines(status, now_ns))
 
 

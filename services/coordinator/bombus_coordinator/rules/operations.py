@@ -35,8 +35,8 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
         live.session_seen[engine.name, message.session] = live.now_ns
     model = tenants.models.get(message.model)
     before = None if model is None else model.operations.get(message.key)
-    if before is not None:
-        yield Decision(replies=(CommandReply(message.id, _again(engine, message, before)),))
+    if model is not None and before is not None:
+        yield Decision(replies=(CommandReply(message.id, _again(model, message, before)),))
         return
     _check_form(message)
     session = tenants.sessions.get(message.session)
@@ -86,7 +86,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     yield Decision(events=(*events, accepted), replies=(CommandReply(message.id, reply),))
 
 
-def _again(engine: EngineState, message: Operate, before: Queued) -> Accepted:
+def _again(model: TenantModel, message: Operate, before: Queued) -> Accepted:
     """Return the answer to an operation that was accepted before. Raises `Refused` for another one of the same key."""
     if before.body is None or before.body.digest != message.body.digest:
         raise Refused(
@@ -94,7 +94,7 @@ def _again(engine: EngineState, message: Operate, before: Queued) -> Accepted:
             f"Operation {message.key} of model {message.model} was accepted with another body; that one stands. Give "
             "each operation a key of its own.",
         )
-    return Accepted(run=engine.run, operation=f"{message.model}:{message.key}", number=before.number)
+    return Accepted(run=model.run, operation=f"{message.model}:{message.key}", number=before.number)
 
 
 def _check_form(message: Operate) -> None:
@@ -186,6 +186,12 @@ def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> No
             Code.QUOTA,
             f"{model.waiting} operations of model {model.name} wait, of at most {limits.waiting_max}: send this one "
             "again when one of them was executed.",
+        )
+    if len(model.operations) >= limits.operations_max:
+        raise Refused(
+            Code.QUOTA,
+            f"Model {model.name} has {len(model.operations)} operations since its trainer wrote a cover, of at most "
+            f"{limits.operations_max}: send this one again when it has written another.",
         )
     if engine.tenants.held_bytes + message.body.size > limits.bodies_bytes_max:
         raise Refused(

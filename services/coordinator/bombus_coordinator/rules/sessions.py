@@ -5,9 +5,9 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, SessionEnd
-from bombus.hive.inbox import CloseSession, Done, OpenSession, RemoveWeights
+from bombus.hive.inbox import CloseSession, Done, OpenSession, RemoveWeights, RetainWeights
 from bombus.hive.state import EngineState
-from bombus.hive.tenants.state import TenantModel, TenantSession, kept_id
+from bombus.hive.tenants.state import TTL_S_MAX, TenantModel, TenantSession, kept_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live, ns
@@ -15,6 +15,7 @@ from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MA
 
 METADATA_BYTES_MAX = 64 << 10
 TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
+SHOWN_CHARS = 128  # of a name that is not known
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
 AGAIN_S = 60.0  # until a model that could not be saved is tried again
 ENDED_KEPT = 2  # times as many sessions as may be open: beyond it, those that have ended are forgotten early
@@ -38,10 +39,10 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
         raise Refused(
             Code.QUOTA, f"Engine {engine.name} has at most {limits.sessions_max} sessions: end one, or try again later."
         )
+    forgotten: tuple[Event, ...] = ()
     if len(sessions) >= ENDED_KEPT * limits.sessions_max:
         oldest = next((each for each in sessions.values() if _is_over(engine, each)), None)
-        if oldest is not None:
-            yield _forgotten(engine, live, oldest)
+        forgotten = () if oldest is None else (_forgotten(engine, live, oldest),)
     opened = ev.SessionOpened(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -51,7 +52,7 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
         door=message.door,
         metadata=message.metadata,
     )
-    yield Decision(events=(opened,), replies=reply)
+    yield Decision(events=(*forgotten, opened), replies=reply)
 
 
 def _check_form(message: OpenSession, idle_s: float) -> None:
@@ -72,7 +73,7 @@ def close_session(engine: EngineState, live: Live, message: CloseSession) -> Dec
     """End a session, and its models. The first reason stands."""
     session = engine.tenants.sessions.get(message.session)
     if session is None:
-        raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}.")
+        raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session[:SHOWN_CHARS]}.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if session.ended is not None:
         yield Decision(replies=reply)
@@ -140,7 +141,7 @@ def expire(engine: EngineState, live: Live) -> Decisions:
         if again:
             yield Decision(events=tuple(_end(engine, live, model, session.ended.save) for model in again))
         elif _is_over(engine, session) and _is_old(engine, live, session):
-            yield _forgotten(engine, live, session)
+            yield Decision(events=(_forgotten(engine, live, session),))
 
 
 def _is_idle(engine: EngineState, live: Live, session: TenantSession) -> bool:
@@ -159,9 +160,8 @@ def _is_old(engine: EngineState, live: Live, session: TenantSession) -> bool:
     return max(session.ended.at_ns, last_ns) + ns(engine.collection.tenancy.results_s) <= live.now_ns
 
 
-def _forgotten(engine: EngineState, live: Live, session: TenantSession) -> Decision:
-    forgotten = ev.SessionForgotten(at_ns=live.now_ns, engine=engine.name, session=session.session)
-    return Decision(events=(forgotten,))
+def _forgotten(engine: EngineState, live: Live, session: TenantSession) -> ev.SessionForgotten:
+    return ev.SessionForgotten(at_ns=live.now_ns, engine=engine.name, session=session.session)
 
 
 # ---- saved models ---------------------------------------------------------------------------------------------
@@ -176,6 +176,20 @@ def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> D
         at_ns=live.now_ns, engine=engine.name, model=message.model, use=message.use, name=message.name
     )
     yield Decision(events=(removed,), replies=reply)
+
+
+def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> Decisions:
+    kept = engine.tenants.kept.get(kept_id(message.model, message.use, message.name))
+    if kept is None:
+        raise Refused(
+            Code.UNKNOWN_MODEL,
+            f"Model {message.model[:SHOWN_CHARS]} was not saved as {message.name[:SHOWN_CHARS]}: list what is saved.",
+        )
+    if not 0 <= message.ttl_s <= TTL_S_MAX:
+        raise Refused(Code.MALFORMED, f"A time to live is 0 to {TTL_S_MAX:.0f} seconds, not {message.ttl_s}.")
+    saved = msgspec.structs.replace(kept.noted.saved, ttl_s=message.ttl_s)
+    noted = msgspec.structs.replace(kept.noted, at_ns=live.now_ns, saved=saved)
+    yield Decision(events=(noted,), replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 
 def expire_weights(engine: EngineState, live: Live) -> Decisions:

@@ -14,6 +14,9 @@ from bombus.hive import events as ev
 from bombus.hive.records import BodyRef
 
 COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
+TTL_S_MAX = 100 * 365 * 24 * 3600.0
+COVER_OPERATIONS = 64  # after so many, or so many bytes of them, a cover is due
+COVER_BYTES = 64 << 20
 MODELS_KEPT = 256  # that have ended, with their results
 
 
@@ -76,6 +79,14 @@ class TenantModel(msgspec.Struct, kw_only=True):
     def covered(self) -> int:
         """Return the number of the last operation that need not be executed again."""
         return max(self.begun - 1, 0 if self.cover is None else self.cover.number)
+
+    def cover_is_due(self, limits: ev.Tenancy) -> bool:
+        """Return whether a trainer should write a cover: before the limits of operations refuse some.
+
+        After an optimizer step it has no gradient to save. Where that does not come, `held_bytes` may not wait for it.
+        """
+        share = min(limits.bodies_bytes_max // limits.models_max, COVER_BYTES)
+        return self.numbers - self.covered >= COVER_OPERATIONS or self.held_bytes >= share
 
     def again(self) -> list[Queued]:
         """Return the operations that a trainer executes after `cover`, in order.
@@ -296,7 +307,7 @@ def keep(tenants: Tenants, event: ev.WeightsKept) -> None:
     saved = event.saved
     name = kept_id(event.model, saved.use, saved.name)
     tenants.kept.pop(name, None)
-    until_ns = event.at_ns + int(saved.ttl_s * 1e9) if saved.ttl_s else 0
+    until_ns = event.at_ns + int(min(saved.ttl_s, TTL_S_MAX) * 1e9) if saved.ttl_s > 0 else 0
     tenants.kept[name] = KeptWeights(noted=event, until_ns=until_ns)
 
 

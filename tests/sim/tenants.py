@@ -1,0 +1,437 @@
+"""Training operations in the simulator: clients that send them, a trainer that executes them, and what must hold.
+
+A model is a chain of digests, one for each operation that changes it. So a result says which operations were executed
+before it, in which order and how often.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from bombus.bus.append import Outgoing
+from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import Collection, Event, RunKind, SavedWeights, Tenancy
+from bombus.hive.records import BodyRef, digest
+from bombus.hive.state import EngineState, Hive, Phase
+from bombus.hive.tenants.state import Queued, TenantModel
+from bombus_coordinator.rules.operations import CREATE, END, SAVE
+from tests.sim.faults import Fault
+from tests.sim.fold import RETRY_S, Follower
+from tests.sim.link import Link, Net
+from tests.sim.loop import Process
+from tests.sim.server import OPS_STREAM, Server
+
+OPS_ENGINE = "ops"
+BASE = "tiny"
+ANSWER_S = 15.0
+BEAT_S = 2.0
+SUPERSEDED_S = 5.0
+AGAIN = (Code.QUOTA, Code.STORAGE_FULL, Code.BODY_GONE)
+RULES = Collection(
+    tenancy=Tenancy(
+        models_max=3,
+        waiting_max=4,
+        bodies_bytes_max=2_000,
+        results_bytes_max=1_000,
+        results_s=4.0,
+        session_idle_s=10.0,
+        run_idle_s=5.0,
+    )
+)
+
+
+async def store(link: Link, body: bytes) -> BodyRef:
+    """Store a body in one or two parts, as parts.py does. Raises `BusUnavailable`."""
+    token = link.net.fresh("body")
+    cut = len(body) // 2 if link.net.pick.random() < 0.3 else len(body)
+    parts = [part for part in (body[:cut], body[cut:]) if part]
+    acks = [
+        await link.publish(OPS_STREAM, Outgoing("op", part, f"{token}.{number}", {}))
+        for number, part in enumerate(parts)
+    ]
+    return BodyRef(seqs=tuple(ack.seq for ack in acks), size=len(body), digest=digest(body))
+
+
+def fetch(server: Server, ref: BodyRef) -> bytes:
+    """Return a body. Raises `LogCorrupted` when it is gone, or is another."""
+    body = b"".join(server.streams[OPS_STREAM].get(seq).body for seq in ref.seqs)
+    if digest(body) != ref.digest:
+        raise LogCorrupted(f"another body is at {ref.first}")
+    return body
+
+
+def after(state: bytes, op: str, body: bytes) -> bytes:
+    """Return what stands for a model after an operation on it."""
+    return digest(state + op.encode() + body)
+
+
+class Ledger:
+    """Sees every event about training operations and every answer to their clients."""
+
+    def __init__(self, server: Server, hive: Callable[[], Hive], seen: Counter[str]) -> None:
+        """`hive` is the fold of the log."""
+        self.hive = hive
+        self.disk: dict[str, tuple[int, bytes]] = {}  # covers: the number of the last operation, and the model
+        self.seen = seen
+        self._server = server
+        self._numbers: dict[str, int] = {}
+        self._bodies: dict[str, dict[int, bytes]] = {}  # by model and number: of what is not executed yet
+        self._models: dict[str, bytes] = {}  # after the operations that were executed
+        self._executed: set[str] = set()
+        self._over: set[str] = set()
+        self._accepted: dict[str, int] = {}  # operation: its number
+        self._acknowledged: dict[str, int] = {}
+
+    def acknowledged(self, answer: inbox.Accepted) -> None:
+        """Note an answer to a client: the same operation always has the same number."""
+        before = self._acknowledged.setdefault(answer.operation, answer.number)
+        assert before == answer.number, f"{answer.operation} was the {before}th and is the {answer.number}th"
+        assert self._accepted[answer.operation] == answer.number, "an answered operation is on the log"
+        self.seen["operations acknowledged"] += 1
+
+    def check(self, event: Event, engine: EngineState) -> None:
+        match event:
+            case ev.EngineStarted():
+                assert engine.phase == Phase.OFFLINE
+                assert event.run_kind == RunKind.OPERATIONS
+            case ev.OperationAccepted():
+                self._check_accepted(event, engine)
+            case ev.OperationCompleted():
+                self._check_completed(event, engine)
+            case ev.ModelCovered():
+                assert self.disk[event.folder][0] == event.number, "a cover is durable before it is on the log"
+            case ev.ModelClosed():
+                self._close(engine.tenants.models[event.model])
+            case ev.EngineStopped() | ev.EngineFailed():
+                for model in engine.tenants.open_models:
+                    self._close(model)
+
+    def _fetch(self, ref: BodyRef) -> bytes:
+        """Return a body that must be there. Within a message's storing, another error would be its sender's."""
+        try:
+            return fetch(self._server, ref)
+        except LogCorrupted as error:
+            raise AssertionError(f"a body that is needed is gone: {error}") from error
+
+    def _check_accepted(self, event: ev.OperationAccepted, engine: EngineState) -> None:
+        assert event.operation not in self._accepted, f"{event.operation} is accepted twice"
+        assert event.number == self._numbers.get(event.model, 0) + 1, "numbers follow each other"
+        self._numbers[event.model] = self._accepted[event.operation] = event.number
+        body = b"" if event.body is None else self._fetch(event.body)
+        self._bodies.setdefault(event.model, {})[event.number] = body
+        assert engine.tenants.models[event.model].waiting <= RULES.tenancy.waiting_max + 1, "and one that ends it"
+
+    def _check_completed(self, event: ev.OperationCompleted, engine: EngineState) -> None:
+        operation = f"{event.model}:{event.key}"
+        assert operation not in self._executed | self._over, f"{operation} is completed twice"
+        self._executed.add(operation)
+        assert event.trainer_epoch == engine.trainer_epoch
+        bodies = self._bodies[event.model]
+        assert event.number == min(bodies), f"{operation} is executed before operation {min(bodies)}"
+        model, body = self._models.get(event.model, b""), bodies.pop(event.number)
+        expected = after(b"" if event.op == CREATE else model, event.op, body)
+        found = self._fetch(event.result)
+        assert found == (b"failed" if event.failed else expected), f"{operation} was executed on another model"
+        queued = engine.tenants.models[event.model].operations[event.key]
+        if not (event.failed or queued.passive):
+            self._models[event.model] = expected
+        self.seen["operations executed"] += 1
+        self.seen["operations that failed"] += event.failed
+
+    def _close(self, model: TenantModel) -> None:
+        """Note that what waits for a model is over."""
+        self._over |= {f"{model.name}:{each.key}" for each in model.operations.values() if each.waits}
+        self._bodies.pop(model.name, None)
+        self.seen["models that ended with operations waiting"] += model.waiting > 0
+
+    def purged(self) -> None:
+        """Check that what is needed is still there, whatever was purged."""
+        for model in self.hive().engine(OPS_ENGINE).tenants.models.values():
+            for body in model.needed():
+                self._fetch(body)
+        self.seen["operations purged"] += self._server.streams[OPS_STREAM].first_seq > 1
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing is left to do."""
+        engine = self.hive().engine(OPS_ENGINE)
+        return engine.phase == Phase.OFFLINE and not engine.tenants.sessions
+
+    def finish(self) -> None:
+        engine = self.hive().engine(OPS_ENGINE)
+        assert engine.phase == Phase.OFFLINE, "the run has ended by itself"
+        assert not engine.tenants.sessions, "every session is over and forgotten"
+        assert not engine.tenants.models
+        assert engine.tenants.held_bytes == engine.tenants.result_bytes == 0
+        missing = set(self._accepted) - self._executed - self._over
+        assert not missing, f"operations {sorted(missing)} were never completed"
+        assert set(self._acknowledged) <= set(self._accepted)
+
+
+class TenantClient(Process):
+    """A client with its door: it opens sessions, creates models, and sends operations without waiting for each."""
+
+    def __init__(self, name: str, net: Net, ledger: Ledger, playing: Callable[[], bool]) -> None:
+        super().__init__(net.loop, name)
+        self._net = net
+        self._ledger = ledger
+        self._playing = playing
+
+    async def main(self) -> None:
+        self.link = Link(self, self._net)
+        self.follower = Follower(self.link)
+        self.spawn(self.follower.run())
+        await self._configure()
+        while True:
+            await self.sleep(self._net.pick.random())
+            if self._playing():
+                await self._play()
+
+    async def _configure(self) -> None:
+        """Give the engine its limits, unless it is configured or at work already."""
+        configured = inbox.Configure(
+            id=self._net.fresh("limits"),
+            engine=OPS_ENGINE,
+            config="{}",
+            config_digest="d",
+            collection=RULES,
+            model=BASE,
+        )
+        while self._engine.configured is None:
+            if await self._ask(configured) is not None:
+                return
+
+    @property
+    def _engine(self) -> EngineState:
+        return self.follower.hive.engine(OPS_ENGINE)
+
+    async def _ask(self, message: inbox.AnyMessage) -> inbox.AnyAnswer | Refused | None:
+        """Send a command. Return None when nobody has answered it."""
+        try:
+            return await self.link.request(message, ANSWER_S)
+        except Refused as refused:
+            return refused
+        except BusUnavailable:
+            await self.sleep(RETRY_S * self._net.pick.random())
+            return None
+
+    async def _play(self) -> None:
+        """Play one session: with a few models, one after another, and an end that may be forgotten."""
+        pick = self._net.pick
+        session = self._net.fresh(f"{self.name}-s")
+        opens = inbox.OpenSession(id=self._net.fresh("open"), engine=OPS_ENGINE, session=session)
+        opened = await self._ask(opens)
+        if not isinstance(opened, inbox.Done):
+            return
+        beating = self.spawn(self._beat(session))
+        for number in range(pick.choice((1, 1, 2))):
+            if not await self._train(session, f"{session}:train:{number}"):
+                break
+        beating.close()
+        self.tasks.pop(beating, None)
+        if pick.random() < 0.5:  # otherwise it is forgotten and becomes idle
+            await self._ask(inbox.CloseSession(id=self._net.fresh("close"), engine=OPS_ENGINE, session=session))
+
+    async def _beat(self, session: str) -> None:
+        while True:
+            await self.sleep(BEAT_S)
+            touch = inbox.Touch(id=self._net.fresh("touch"), engine=OPS_ENGINE, sessions=(session,))
+            try:
+                await self.link.send(touch)
+            except BusUnavailable:
+                pass  # the next one will do
+
+    async def _train(self, session: str, model: str) -> bool:
+        """Create a model and send it operations. Return False when it was refused."""
+        pick = self._net.pick
+        if not await self._operate(session, model, "0", CREATE):
+            return False
+        keys = list(range(1, pick.choice((2, 5, 12))))
+        if pick.random() < 0.2:
+            pick.shuffle(keys)
+        for key in keys:
+            op = pick.choice(("forward", "forward_backward", "forward_backward", "optim_step", SAVE))
+            if not await self._operate(session, model, str(key), op):
+                return False
+            if pick.random() < 0.3:
+                await self._read(model, str(key))
+        return pick.random() < 0.5 or await self._operate(session, model, "end", END)
+
+    async def _operate(self, session: str, model: str, key: str, op: str) -> bool:
+        """Send an operation until it is answered, and sometimes again. Return False when it is refused for good."""
+        pick = self._net.pick
+        text = self._net.fresh(f"{model}/{key}/").encode() * pick.choice((1, 5))
+        answered: inbox.Accepted | None = None
+        while True:
+            try:
+                body = await store(self.link, text)
+            except BusUnavailable:
+                continue
+            if pick.random() < 0.05:
+                await self.sleep(pick.random() * 20)  # a door that hangs between the two
+            message = inbox.Operate(
+                id=self._net.fresh("operate"), engine=OPS_ENGINE, session=session, model=model, key=key, op=op,
+                body=body, passive=op == "forward", base=BASE,
+            )  # fmt: skip
+            answer = await self._ask(message)
+            if isinstance(answer, inbox.Accepted):
+                self._ledger.acknowledged(answer)
+                answered = answer
+                if not self._net.faults.strikes(Fault.REPEAT):
+                    return True
+            elif isinstance(answer, Refused):
+                self._ledger.seen[f"operations refused: {answer.code}"] += 1
+                assert answer.code != Code.OTHER_BODY
+                if answered is not None or answer.code not in AGAIN:
+                    return answered is not None
+                await self.sleep(pick.random())
+
+    async def _read(self, model: str, key: str) -> None:
+        """Wait for a result, which is there unless it was dropped."""
+
+        def over() -> bool:
+            found = self._engine.tenants.operation(f"{model}:{key}")
+            return found is None or not found.waits
+
+        try:
+            await self.follower.wait_for(over, ANSWER_S)
+        except TimeoutError:
+            return
+        queued = self._engine.tenants.operation(f"{model}:{key}")
+        if queued is not None and queued.result is not None:
+            self._ledger.seen["results read"] += 1
+
+
+class TenantTrainer(Process):
+    """Executes what waits, in the order of the log, and writes covers. It may be killed anywhere."""
+
+    def __init__(self, name: str, net: Net, ledger: Ledger) -> None:
+        super().__init__(net.loop, name)
+        self._net = net
+        self._ledger = ledger
+
+    async def main(self) -> None:
+        self.link = Link(self, self._net)
+        self.follower = Follower(self.link)
+        self.spawn(self.follower.run())
+        await self.follower.caught_up()
+        while True:
+            await self.follower.wait_for(lambda: self._engine.serves_operations)
+            try:
+                await self._serve(self._engine.run)
+                if self._engine.serves_operations:  # another has opened the run; it may be gone again
+                    await self.sleep(SUPERSEDED_S * (1 + self._net.pick.random()))
+            except BusUnavailable:
+                await self.sleep(RETRY_S)
+
+    @property
+    def _engine(self) -> EngineState:
+        return self.follower.hive.engine(OPS_ENGINE)
+
+    async def _serve(self, run: int) -> None:
+        opens = inbox.TrainerOpens(id=self._net.fresh("open"), engine=OPS_ENGINE, run=run, trainer=self.link.token)
+        try:
+            answer = await self.link.request(opens, ANSWER_S)
+        except Refused:
+            await self.sleep(RETRY_S)
+            return
+        assert isinstance(answer, inbox.Done)
+        self._run, self._epoch = run, answer.epoch
+        self._models: dict[str, tuple[int, int, bytes]] = {}  # its beginning, the last operation in it, and the model
+        await self.follower.wait_for(lambda: self.follower.position >= answer.position)
+        serves = inbox.TrainerServes(
+            id=self._net.fresh("serves"), engine=OPS_ENGINE, run=run, trainer_epoch=self._epoch
+        )
+        await self.link.send(serves)
+        while self._is_ours():
+            found = next(self._next(), None)
+            if found is None:
+                await self.follower.wait_for(lambda: not self._is_ours() or any(self._next()))
+            else:
+                await self._execute(*found)
+
+    def _is_ours(self) -> bool:
+        engine = self._engine
+        return engine.serves_operations and (engine.run, engine.trainer_epoch) == (self._run, self._epoch)
+
+    def _next(self) -> Iterator[tuple[TenantModel, Queued]]:
+        """Yield the next operation of each model, those that came first before the others."""
+        found = []
+        for model in self._engine.tenants.open_models:
+            begun, last, _ = self._models.get(model.name, (model.begun, self._covered(model), b""))
+            if begun != model.begun:
+                last = self._covered(model)
+            ahead = [each for each in model.again() if each.number > last]
+            if ahead:
+                found.append((model, ahead[0]))
+        yield from sorted(found, key=lambda each: each[1].arrival)
+
+    def _covered(self, model: TenantModel) -> int:
+        return model.begun - 1 if model.cover is None else self._ledger.disk[model.cover.folder][0]
+
+    def _restored(self, model: TenantModel) -> bytes:
+        begun, _, state = self._models.get(model.name, (0, 0, b""))
+        if begun == model.begun:
+            return state
+        return b"" if model.cover is None else self._ledger.disk[model.cover.folder][1]
+
+    async def _execute(self, model: TenantModel, queued: Queued) -> None:
+        before, again, begun = self._restored(model), not queued.waits, model.begun
+        body = b""
+        if queued.body is not None:
+            try:
+                ref = queued.body
+                body = await self.link.call(lambda: fetch(self.link.server, ref))
+            except LogCorrupted:
+                assert self._is_late(model, queued), f"the body of {model.name}:{queued.key} is gone"
+                await self.sleep(0.1)
+                return
+        await self.sleep(self._net.pick.random() * 0.5)
+        if again:  # a failure that is on the log is not made good
+            failed = queued.failed
+            self._ledger.seen["operations executed again"] += 1
+        else:
+            failed = queued.body is not None and self._net.faults.strikes(Fault.BROKEN_STEP)
+        state = after(b"" if queued.op == CREATE else before, queued.op, body)
+        kept = before if failed or queued.passive else state
+        if not again:
+            await self._tell(model, queued, b"failed" if failed else state, failed)
+        self._models[model.name] = (begun, queued.number, kept)
+        if self._net.pick.random() < 0.3:
+            await self._cover(model.name, queued.number, kept)
+
+    def _is_late(self, model: TenantModel, queued: Queued) -> bool:
+        """Return whether the log has gone on, so that this body is not needed any more."""
+        now = self._ledger.hive().engine(OPS_ENGINE)
+        found = now.tenants.models.get(model.name)
+        ours = (now.run, now.trainer_epoch) == (self._run, self._epoch) and now.serves_operations
+        return not ours or found is None or queued.number not in [each.number for each in found.again()]
+
+    async def _tell(self, model: TenantModel, queued: Queued, result: bytes, failed: bool) -> None:
+        run, epoch, number, key = self._run, self._epoch, queued.number, queued.key
+        saved = None
+        if queued.op == SAVE or queued.save_as:
+            ttl_s = self._net.pick.choice((0.0, 5.0))
+            saved = SavedWeights(use="training", name=queued.save_as or key, folder="/w", address="a", ttl_s=ttl_s)
+        ref = await store(self.link, result)
+        done = inbox.OperationDone(
+            id=self._net.fresh("done"), engine=OPS_ENGINE, run=run, trainer_epoch=epoch, model=model.name,
+            number=number, key=key, result=ref, failed=failed, closes=queued.op == END, saved=saved,
+        )  # fmt: skip
+        await self.link.send(done)
+        if self._net.pick.random() < 0.2:
+            again = msgspec.structs.replace(done, id=self._net.fresh("done"))
+            await self.link.send(again)
+
+    async def _cover(self, model: str, number: int, state: bytes) -> None:
+        """Write a cover and report it once the log has the results of what is in it."""
+        folder = self._net.fresh(f"covers/{model}/")
+        self._ledger.disk[folder] = (number, state)
+        written = inbox.CoverWritten(
+            id=self._net.fresh("cover"), engine=OPS_ENGINE, run=self._run, trainer_epoch=self._epoch, model=model,
+            number=number, folder=folder, digest="d",
+        )  # fmt: skip
+        await self.link.send(written)
