@@ -35,7 +35,9 @@ def executor(folder: Path, root: Path, bin_tokens: int = 4096, **options: int) -
     """Make an executor on the model in `folder`, which callers name `BASE`. It writes below `root`."""
     settings = tiny_settings(model={"path": BASE}, bin_tokens=bin_tokens)
     return OperationExecutor(
-        folder, settings, TenantSettings(checkpoints=root / "checkpoints", scratch=root / "scratch", **options)
+        folder,
+        settings,
+        TenantSettings(checkpoints=root / "checkpoints", covers=root / "covers", scratch=root / "scratch", **options),
     )
 
 

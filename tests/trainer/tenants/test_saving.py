@@ -9,6 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from bombus.errors import Refused
 from bombus.operations import (
     AdapterSpec,
     Category,
@@ -21,9 +22,11 @@ from bombus.operations import (
     ModelEnded,
     ModelReady,
     Operation,
+    Reduction,
     SaveWeights,
 )
 from bombus.weights.adapters import read_adapter_config
+from bombus_trainer.tenants.checkpoints import TenantMarks
 from bombus_trainer.tenants.executor import OperationExecutor
 from tests.trainer.tenants.small_tenants import (
     BASE,
@@ -115,7 +118,7 @@ def test_a_load_clears_the_gradient_and_a_failure_on_it(base: Path, tmp_path: Pa
     created(made, "a")
     scored(made, "a", forward_backward(*random_data(0, 3)))
     saved = save(made, "a", "x")
-    assert made.checkpoint_facts("a/training/x").unstepped == 1
+    assert made.checkpoint_facts("a/training/x").unstepped.operations == 1
     failed(made, "a", forward_backward(datum([99])))
     loaded(made, "a", "a/training/x")
     assert stepped(made, "a", optim_step()).grad_norm == 0.0
@@ -175,10 +178,7 @@ def test_what_the_caller_says_is_in_the_facts(base: Path, tmp_path: Path) -> Non
     kept = SaveWeights(checkpoint=TRAINING, name="x", ttl_s=60.0)
     first = made.execute("a", kept, "op-3", b"\x01\x02")
     facts = made.checkpoint_facts("a/training/x")
-    assert (facts.ttl_s, facts.operation, facts.executed, facts.base, facts.adapter) == (
-        *(60.0, "op-3", b"\x01\x02"),
-        *(BASE, SPEC),
-    )
+    assert (facts.marks, facts.base, facts.adapter) == (TenantMarks(60.0, "op-3", b"\x01\x02"), BASE, SPEC)
     train(made, "a", 0)
     assert made.execute("a", kept, "op-3", b"\x01\x02\x03") == first
     assert "ttl_s is -1.0" in failed(made, "a", SaveWeights(checkpoint=TRAINING, name="y", ttl_s=-1.0)).error
@@ -277,3 +277,68 @@ def test_an_optimizer_whose_file_is_damaged_is_replaced_by_a_checkpoints(base: P
     assert loaded(made, "a", "a/training/x") == 1
     train(made, "a", 1)
     assert load_file(Path(save(made, "a", "y").folder) / "optimizer.safetensors")
+
+
+# ---- covers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [SPEC, None], ids=["adapter", "all weights"])
+def test_a_model_recovers_in_the_middle_of_a_step(base: Path, tmp_path: Path, spec: AdapterSpec | None) -> None:
+    def begun(root: str) -> OperationExecutor:
+        made = executor(base, tmp_path / root)
+        created(made, "a", spec)
+        train(made, "a", 0)
+        scored(made, "a", forward_backward(*random_data(1, 4)))
+        return made
+
+    def ended(made: OperationExecutor) -> str:
+        scored(made, "a", forward_backward(*random_data(2, 4)))
+        step = stepped(made, "a", optim_step(Reduction.TOKEN_MEAN))
+        return f"{step} {save(made, 'a', 'end').address}"
+
+    wanted = ended(begun("unbroken"))
+    first = begun("broken")
+    covered = first.cover("a", "7", b"up to 7")
+    assert first.cover("a", "7", b"up to 7") == covered
+    second = executor(base, tmp_path / "broken")
+    assert second.recover("a", "7") == b"up to 7"
+    assert ended(second) == wanted
+    assert second.recover("a", "7") == b"up to 7"  # in the place of the model that is there
+    assert second.models == {"a": 1}
+
+
+def test_a_failure_on_a_gradient_is_recovered_too(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    failed(made, "a", forward_backward(datum([99])))
+    made.cover("a", "1", b"")
+    again = executor(base, tmp_path)
+    again.recover("a", "1")
+    assert "datum 0 has the token id 99" in failed(again, "a", optim_step()).error
+
+
+def test_covers_are_apart_from_what_callers_save_and_go_when_they_are_not_needed(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    for name in ("1", "2", "3"):
+        made.cover("a", name, b"")
+    assert "there is no checkpoint a/training/3" in failed(made, "a", LoadWeights(checkpoint="a/training/3")).error
+    made.uncover("a", kept="3")
+    with pytest.raises(Refused, match="there is no checkpoint a/training/2"):
+        made.recover("a", "2")
+    assert made.models == {"a": 0}
+    assert made.recover("a", "3") == b""
+    made.uncover("a")
+    with pytest.raises(Refused, match="there is no checkpoint a/training/3"):
+        made.recover("a", "3")
+
+
+def test_a_checkpoint_that_was_removed_can_be_saved_again(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    save(made, "a", "x")
+    made.remove_checkpoint("a/training/x")
+    made.remove_checkpoint("a/training/x")
+    with pytest.raises(Refused, match="there is no checkpoint"):
+        made.checkpoint_facts("a/training/x")
+    save(made, "a", "x")

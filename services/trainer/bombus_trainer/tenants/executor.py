@@ -35,9 +35,9 @@ from bombus_trainer.publish.checkpoint import Seal
 from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.tenants.base import TenantBase
 from bombus_trainer.tenants.batches import DataLimits, read_batch
-from bombus_trainer.tenants.checkpoints import CheckpointFolder, CheckpointName, TenantFacts
+from bombus_trainer.tenants.checkpoints import CheckpointFolder, CheckpointName, TenantFacts, TenantMarks
 from bombus_trainer.tenants.client_losses import read_loss
-from bombus_trainer.tenants.saving import check_origin, load_tenant, weights_file, write_tenant
+from bombus_trainer.tenants.saving import Contents, check_origin, load_tenant, weights_file, write_tenant
 from bombus_trainer.tenants.settings import TenantSettings
 from bombus_trainer.tenants.shelf import OptimizerShelf
 from bombus_trainer.tenants.tenant import Tenant
@@ -57,6 +57,7 @@ class OperationExecutor:
         self._base: TenantBase | None = TenantBase(folder, settings, all_weights=False)
         self._tenants: dict[str, Tenant] = {}
         self._checkpoints = CheckpointFolder(options.checkpoints)
+        self._covers = CheckpointFolder(options.covers)
         self._shelf = OptimizerShelf(options.scratch, options.optimizer_bytes_max)
 
     @property
@@ -73,11 +74,50 @@ class OperationExecutor:
         """Return what the checkpoint `MODEL/KIND/NAME` is. Raises `Refused` or `EngineFault`."""
         return self._checkpoints.facts(CheckpointName.read(checkpoint))
 
+    def remove_checkpoint(self, checkpoint: str) -> None:
+        """Remove the checkpoint `MODEL/KIND/NAME`, if there is one. Raises `Refused` for what names none."""
+        self._checkpoints.remove(CheckpointName.read(checkpoint))
+
+    # ---- covers ---------------------------------------------------------------------------------------------------
+
+    def cover(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
+        """Save all that a model is, with the gradient of the step to come, apart from its callers' checkpoints.
+
+        `recover` goes on from there as if nothing had happened in between. A cover of the same name stays as it is.
+        Raises `Refused` where there is no such model, `EngineFault` and `OSError` where it cannot be written.
+        """
+        tenant, where = self._tenant(model), _cover_name(model, name)
+        optimizer = self._shelf.bring(model)
+        contents = Contents(CheckpointKind.TRAINING, self._files_with(tenant), optimizer, gradient=True)
+        fill = partial(write_tenant, tenant=tenant, contents=contents)
+        marks = TenantMarks(operation=name, executed=executed)
+        return self._covers.save(where, False, name, fill, partial(self._facts, where, tenant, marks))
+
+    def recover(self, model: str, name: str) -> bytes:
+        """Make a model again from its cover, in the place of any model of this id. Returns what was `executed`.
+
+        Raises `Refused` where there is none of this name, `EngineFault` where it is damaged.
+        """
+        where = _cover_name(model, name)
+        facts = self._covers.facts(where)
+        self._tenants.pop(model, None)
+        self._shelf.remove(model)
+        self._take(model, self._new_from(self._covers, where, with_optimizer=True))
+        return facts.marks.executed
+
+    def uncover(self, model: str, kept: str = "") -> None:
+        """Remove a model's covers, except the one that is `kept`."""
+        for name in self._covers.names(model, CheckpointKind.TRAINING):
+            if name != kept:
+                self._covers.remove(_cover_name(model, name))
+
+    # ---- operations -----------------------------------------------------------------------------------------------
+
     def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:
         """Execute an operation on a model.
 
         `name` is the caller's for this operation: a checkpoint that an operation has made is not refused to it when it
-        is executed again. `executed` is kept in a checkpoint that this operation makes, see `TenantFacts`.
+        is executed again. `executed` is kept in a checkpoint that this operation makes, see `TenantMarks`.
         """
         try:
             return self._run(model, operation, name, executed)
@@ -101,7 +141,7 @@ class OperationExecutor:
         """Note that a gradient is incomplete: the step that would take it fails."""
         tenant = self._tenants.get(model)
         if tenant is not None and isinstance(operation, ForwardBackward) and not operation.forward_only:
-            tenant.epoch.failed = tenant.epoch.failed or why
+            tenant.spoil(why)
 
     def _run(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
         match operation:
@@ -141,17 +181,24 @@ class OperationExecutor:
             )
         if len(self._tenants) >= self._options.models_max:
             raise Refused(Code.OVERLOADED, f"there are {len(self._tenants)} models here, as many as may be: end one")
-        if not operation.checkpoint:
-            tenant = self._new(operation)
-        else:
+        if operation.checkpoint:
             name = CheckpointName.read(operation.checkpoint)
-            facts = self._checkpoints.facts(name)
-            check_origin(name, facts, self._base_name, operation.with_optimizer)
-            tenant = self._new(CreateModel(base=operation.base, adapter=facts.adapter))
-            load_tenant(tenant, self._checkpoints, name, facts, operation.with_optimizer)
+            tenant = self._new_from(self._checkpoints, name, operation.with_optimizer)
+        else:
+            tenant = self._new(operation)
+        self._take(model, tenant)
+        return ModelReady(adapter=tenant.spec, parameters=tenant.size)
+
+    def _take(self, model: str, tenant: Tenant) -> None:
         self._tenants[model] = tenant
         self._shelf.add(model, tenant.optimizer)
-        return ModelReady(adapter=tenant.spec, parameters=tenant.size)
+
+    def _new_from(self, folder: CheckpointFolder, name: CheckpointName, with_optimizer: bool) -> Tenant:
+        facts = folder.facts(name)
+        check_origin(name, facts, self._base_name, with_optimizer)
+        tenant = self._new(CreateModel(base=self._base_name, adapter=facts.adapter))
+        load_tenant(tenant, folder, name, facts, with_optimizer)
+        return tenant
 
     @property
     def _base_name(self) -> str:
@@ -191,9 +238,7 @@ class OperationExecutor:
         self._shelf.remove(model)
         if tenant.spec is None and operation.reset_weights:
             del tenant
-            fresh = self._new(CreateModel(base=self._base_name))
-            self._tenants[model] = fresh
-            self._shelf.add(model, fresh.optimizer)
+            self._take(model, self._new(CreateModel(base=self._base_name)))
         return ModelEnded(saved=saved)
 
     # ---- gradients and steps --------------------------------------------------------------------------------------
@@ -226,29 +271,31 @@ class OperationExecutor:
             raise Refused(
                 Code.MALFORMED, f"ttl_s is {operation.ttl_s}: it has to be a number of seconds, or 0 for ever"
             )
-        optimizer = self._shelf.bring(model) if kind is CheckpointKind.TRAINING else None
-        files = load_tokenizer_files(self._folder) if tenant.spec is None else {}
         where = CheckpointName(model, kind, operation.name)
+        optimizer = self._shelf.bring(model) if kind is CheckpointKind.TRAINING else None
+        fill = partial(write_tenant, tenant=tenant, contents=Contents(kind, self._files_with(tenant), optimizer))
+        marks = TenantMarks(operation.ttl_s, name, executed)
+        return self._checkpoints.save(
+            where, operation.overwrite, name, fill, partial(self._facts, where, tenant, marks)
+        )
 
-        def describe(seals: dict[str, Seal]) -> TenantFacts:
-            return TenantFacts(
-                base=self._base_name,
-                model=model,
-                kind=kind,
-                name=operation.name,
-                step=tenant.step,
-                weights=weights_file(tenant),
-                address=seals[weights_file(tenant)].sha256,
-                files=seals,
-                adapter=tenant.spec,
-                unstepped=tenant.epoch.operations,
-                ttl_s=operation.ttl_s,
-                operation=name,
-                executed=executed,
-            )
+    def _files_with(self, tenant: Tenant) -> dict[str, bytes]:
+        return load_tokenizer_files(self._folder) if tenant.spec is None else {}
 
-        fill = partial(write_tenant, tenant=tenant, kind=kind, optimizer=optimizer, files=files)
-        return self._checkpoints.save(where, operation.overwrite, name, fill, describe)
+    def _facts(self, name: CheckpointName, tenant: Tenant, marks: TenantMarks, seals: dict[str, Seal]) -> TenantFacts:
+        return TenantFacts(
+            base=self._base_name,
+            model=name.model,
+            kind=name.kind,
+            name=name.name,
+            step=tenant.step,
+            weights=weights_file(tenant),
+            address=seals[weights_file(tenant)].sha256,
+            files=seals,
+            adapter=tenant.spec,
+            unstepped=tenant.epoch,
+            marks=marks,
+        )
 
     def _load(self, model: str, operation: LoadWeights) -> CheckpointLoaded:
         tenant = self._tenant(model)
@@ -258,3 +305,7 @@ class OperationExecutor:
         load_tenant(tenant, self._checkpoints, name, facts, operation.with_optimizer)
         self._shelf.renew(model)
         return CheckpointLoaded(checkpoint=operation.checkpoint, step=tenant.step)
+
+
+def _cover_name(model: str, name: str) -> CheckpointName:
+    return CheckpointName(model, CheckpointKind.TRAINING, name)
