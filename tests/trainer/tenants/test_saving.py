@@ -245,6 +245,19 @@ def test_a_damaged_checkpoint_is_the_servers_fault(base: Path, tmp_path: Path) -
     assert (refused.category, "is damaged" in refused.error) == (Category.SERVER, True)
 
 
+def test_a_save_that_cannot_be_written_is_the_servers_fault_and_the_model_stays(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    train(made, "a", 0)
+    (tmp_path / "checkpoints" / "a").write_text("a file where the model's folder has to be")
+    for operation in (SaveWeights(checkpoint=TRAINING, name="x"), EndModel(save_as="x")):
+        refused = failed(made, "a", operation)
+        assert (refused.category, "a file could not be written" in refused.error) == (Category.SERVER, True)
+    (tmp_path / "checkpoints" / "a").unlink()
+    train(made, "a", 1)
+    assert save(made, "a", "x").name == "x"
+
+
 def test_models_whose_optimizers_wait_in_files_train_to_the_same_bits(base: Path, tmp_path: Path) -> None:
     def addresses(root: str, bytes_max: int) -> list[str]:
         made = executor(base, tmp_path / root, optimizer_bytes_max=bytes_max)

@@ -92,9 +92,9 @@ class Tenant:
         """
         targets = len(batch.counted_M)
         logprobs_M, terms_M = np.zeros(targets, dtype=np.float32), np.zeros(targets, dtype=np.float32)
-        total, metrics = 0.0, dict[str, float]()
+        total, metrics, settings = 0.0, dict[str, float](), self.base.settings
         with self.base.switched_on(self.adapters), torch.no_grad() if forward_only else nullcontext():
-            for packed in pack(batch.items, self.base.settings.bin_tokens):
+            for packed in pack(batch.items, settings.bin_tokens, settings.config.share_prefixes):
                 found = self._score(packed, batch, loss, forward_only)
                 logprobs_M[found.ids_N], terms_M[found.ids_N] = found.logprobs_N, found.terms_N
                 total += found.loss
@@ -167,8 +167,10 @@ class Tenant:
             )
         divisor = float(max(1, self.epoch.tokens)) if reduction is Reduction.TOKEN_MEAN else 1.0
         grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm = self._scaled(grads, divisor, adam.grad_clip_norm) if grads else 0.0
+        norm = 0.0
         if grads:
+            self.optimizer.make_state()
+            norm = self._scaled(grads, divisor, adam.grad_clip_norm)
             self.optimizer.step(adam)
         self.clear()
         self.step += 1
