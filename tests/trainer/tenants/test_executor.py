@@ -61,7 +61,7 @@ def gradient_norm(made: OperationExecutor, model: str) -> float:
 
 
 def test_logprobs_are_those_of_transformers_in_the_order_of_the_data(base: Path, tmp_path: Path) -> None:
-    made = executor(base, tmp_path, bin_tokens=16)
+    made = executor(base, tmp_path, {"bin_tokens": 16})
     created(made, "a")
     data = random_data(3, 7)
     found = scored(made, "a", forward_backward(*data, forward_only=True))
@@ -142,6 +142,19 @@ def test_the_z_loss_is_the_square_of_the_logits_normalizer(base: Path, tmp_path:
     assert gradient_norm(made, "a") == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-4)
 
 
+def test_a_mask_multiplies_the_terms_and_leaves_the_logprobs(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    inputs = {"logprobs": floats(-1.0, -2.0, -3.0), "advantages": floats(1.0, -1.0, 2.0)}
+    plain = scored(made, "a", forward_backward(datum([1, 2, 3], **inputs), loss=IMPORTANCE, forward_only=True))
+    masked = datum([1, 2, 3], mask=floats(0.5, 0.0, 2.0), **inputs)
+    found = scored(made, "a", forward_backward(masked, loss=IMPORTANCE, forward_only=True))
+    first, _, third = plain.outputs[0]["elementwise_loss"].values()
+    assert found.outputs[0]["elementwise_loss"].values() == pytest.approx([0.5 * first, 0.0, 2.0 * third])
+    assert (logprobs(found), found.tokens) == (logprobs(plain), 2)
+    assert found.loss == pytest.approx(0.5 * first + 2.0 * third)
+
+
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +171,20 @@ def test_gradients_of_several_operations_are_added(base: Path, tmp_path: Path) -
         scored(made, "halves", half)
     steps = [stepped(made, model, optim_step()) for model in ("whole", "parts", "halves")]
     assert [step.grad_norm for step in steps] == pytest.approx([steps[0].grad_norm] * 3, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"gradient_checkpointing": True}, {"share_prefixes": False}, {"bin_tokens": 16}, {"logits_bytes_max": 1 << 16}],
+)
+def test_how_a_job_spends_memory_changes_no_gradient(base: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    norms = []
+    for number, each in enumerate(({}, changes)):
+        made = executor(base, tmp_path / str(number), each)
+        created(made, "a")
+        scored(made, "a", forward_backward(*random_data(5, 6)))
+        norms.append(gradient_norm(made, "a"))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_the_same_operations_give_the_same_bits(base: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -142,6 +142,20 @@ def test_peft_reads_a_sampler_checkpoint_and_computes_the_same(base: Path, tmp_p
     with torch.no_grad():
         wanted = torch.log_softmax(peft(torch.tensor([[5, 6, 7, 8]])).logits[0], -1)[torch.arange(4), [6, 7, 8, 0]]
     assert found == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def test_an_external_checkpoint_names_its_base_and_needs_nothing_else(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path, {"model": {"path": str(base)}})
+    assert isinstance(made.execute("a", CreateModel(base=str(base), adapter=SPEC)), ModelReady)
+    train(made, "a", 0, 1)
+    found = logprobs(scored(made, "a", forward_backward(datum([5, 6, 7, 8]), forward_only=True)))
+    folder = Path(save(made, "a", "out", CheckpointKind.EXTERNAL).folder)
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        lines = torch.log_softmax(model(torch.tensor([[5, 6, 7, 8]])).logits[0], -1)
+    assert found == pytest.approx(lines[torch.arange(4), [6, 7, 8, 0]].tolist(), abs=1e-5)
+    assert loaded(made, "a", "a/external/out", with_optimizer=False) == 0
 
 
 def test_transformers_reads_a_model_of_all_weights(base: Path, tmp_path: Path) -> None:

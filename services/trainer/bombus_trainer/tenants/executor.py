@@ -1,6 +1,7 @@
 """Execute training operations: here models, their optimizers and their checkpoints meet. It does not know the bus."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -30,9 +31,10 @@ from bombus.operations import (
     Scores,
     StepTaken,
 )
-from bombus.weights.models import load_tokenizer_files
+from bombus.weights.models import hub_name, load_tokenizer_files
 from bombus_trainer.publish.checkpoint import Seal
 from bombus_trainer.settings import TrainerSettings
+from bombus_trainer.tenants.adam import TenantOptimizer
 from bombus_trainer.tenants.base import TenantBase
 from bombus_trainer.tenants.batches import DataLimits, read_batch
 from bombus_trainer.tenants.checkpoints import CheckpointFolder, CheckpointName, TenantFacts, TenantMarks
@@ -88,7 +90,7 @@ class OperationExecutor:
         """
         tenant, where = self._tenant(model), _cover_name(model, name)
         optimizer = self._shelf.bring(model)
-        contents = Contents(CheckpointKind.TRAINING, self._files_with(tenant), optimizer, gradient=True)
+        contents = replace(self._contents(tenant, CheckpointKind.TRAINING, optimizer), gradient=True)
         fill = partial(write_tenant, tenant=tenant, contents=contents)
         marks = TenantMarks(operation=name, executed=executed)
         return self._covers.save(where, False, name, fill, partial(self._facts, where, tenant, marks))
@@ -273,14 +275,15 @@ class OperationExecutor:
             )
         where = CheckpointName(model, kind, operation.name)
         optimizer = self._shelf.bring(model) if kind is CheckpointKind.TRAINING else None
-        fill = partial(write_tenant, tenant=tenant, contents=Contents(kind, self._files_with(tenant), optimizer))
+        fill = partial(write_tenant, tenant=tenant, contents=self._contents(tenant, kind, optimizer))
         marks = TenantMarks(operation.ttl_s, name, executed)
         return self._checkpoints.save(
             where, operation.overwrite, name, fill, partial(self._facts, where, tenant, marks)
         )
 
-    def _files_with(self, tenant: Tenant) -> dict[str, bytes]:
-        return load_tokenizer_files(self._folder) if tenant.spec is None else {}
+    def _contents(self, tenant: Tenant, kind: CheckpointKind, optimizer: TenantOptimizer | None) -> Contents:
+        files = load_tokenizer_files(self._folder) if tenant.spec is None else {}
+        return Contents(kind, files, hub_name(self._base_name) or str(self._folder.absolute()), optimizer)
 
     def _facts(self, name: CheckpointName, tenant: Tenant, marks: TenantMarks, seals: dict[str, Seal]) -> TenantFacts:
         return TenantFacts(

@@ -1,5 +1,6 @@
 """What a tenant's checkpoint has in it, and how a tenant goes on from one."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,13 @@ def weights_file(tenant: Tenant) -> str:
 class Contents:
     """What a checkpoint has beside weights. Whatever the `kind`, an inference engine can read its folder.
 
-    `files` are those of the base beside its tensors, which a model of all weights has with it.
+    `files` are those of the base beside its tensors, which a model of all weights has with it. `base_model` is what
+    `from_pretrained` loads the base by.
     """
 
     kind: CheckpointKind
     files: Mapping[str, bytes]
+    base_model: str
     optimizer: TenantOptimizer | None = None
     gradient: bool = False
 
@@ -42,11 +45,7 @@ def write_tenant(draft: Path, tenant: Tenant, contents: Contents) -> dict[str, S
     files, optimizer = contents.files, contents.optimizer
     seals: dict[str, Seal] = {}
     if tenant.spec is not None:
-        config = tenant.adapter_config().to_json()
-        (draft / ADAPTER_CONFIG).write_text(config)
-        seals[ADAPTER_FILE] = _write(
-            draft / ADAPTER_FILE, tenant.weights().items(), _shapes(tenant.weights()), {ADAPTER_CONFIG: config}
-        )
+        seals[ADAPTER_FILE] = _write_adapter(draft, tenant, contents)
     elif contents.kind is CheckpointKind.TRAINING:
         write_files(draft, files, torch.float32)
         weights = tenant.weights()
@@ -62,6 +61,17 @@ def write_tenant(draft: Path, tenant: Tenant, contents: Contents) -> dict[str, S
         gradient = tenant.gradient()
         seals[GRADIENT] = _write(draft / GRADIENT, gradient.items(), _shapes(gradient))
     return seals
+
+
+def _write_adapter(draft: Path, tenant: Tenant, contents: Contents) -> Seal:
+    """Write an adapter's two files. One for others names its base; ours has its configuration under its address too."""
+    config, weights = tenant.adapter_config().to_json(), tenant.weights()
+    metadata = {ADAPTER_CONFIG: config}
+    if contents.kind is CheckpointKind.EXTERNAL:
+        named = {**json.loads(config), "base_model_name_or_path": contents.base_model}
+        config, metadata = json.dumps(named, indent=2, sort_keys=True), {}
+    (draft / ADAPTER_CONFIG).write_text(config)
+    return _write(draft / ADAPTER_FILE, weights.items(), _shapes(weights), metadata)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
