@@ -122,7 +122,9 @@ class OperationServer:
             remove_earlier(covers, ownership.run, ownership.epoch)
             run = f"run-{ownership.run}"
             settings = TenantSettings(
-                checkpoints=self._folder("saved"), scratch=scratch / f"{run}-epoch-{ownership.epoch}"
+                checkpoints=self._folder("saved"),
+                covers=covers / run,
+                scratch=scratch / f"{run}-epoch-{ownership.epoch}",
             )
             executor = load_base(job, options, settings)
             return ServedModels(
