@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bombus.bus import Bus
@@ -205,6 +206,24 @@ async def test_what_was_saved_by_name_is_loaded_and_continued_bit_for_bit(client
     outside = await client.do("a", training("../../elsewhere"))
     assert isinstance(outside, Failed)
     assert "cannot be the name of a checkpoint" in outside.error
+
+
+async def test_a_checkpoint_that_is_removed_goes_from_the_disk_and_its_name_is_free(client: TrainingClient) -> None:
+    client.stage.train()
+    await client.do("m", create())
+    first = await client.do("m", training("x"))
+    assert isinstance(first, CheckpointSaved)
+    assert isinstance(await client.do("m", training("x")), Failed), "the name is taken"
+    remove = inbox.RemoveWeights(id=client.stage.id(), engine=ENGINE, model="m", use="training", name="x")
+    await client.stage.bus.inbox.request(remove)
+    second = await client.do("m", training("x"))
+    assert isinstance(second, CheckpointSaved)
+    assert Path(second.folder, "facts.json").exists()
+    await client.stage.bus.inbox.request(msgspec.structs.replace(remove, id=client.stage.id()))
+    missing = await client.do("m", LoadWeights(checkpoint="m/training/x"))
+    assert isinstance(missing, Failed)
+    assert "there is no checkpoint m/training/x" in missing.error
+    assert not Path(second.folder).exists()
 
 
 async def test_a_model_is_ended_by_its_client_and_saved_when_its_session_ends(client: TrainingClient) -> None:
