@@ -8,7 +8,7 @@ import torch
 from bombus.errors import Refused
 from bombus.operations import AdamParams, AdapterSpec, Reduction
 from bombus_trainer.tenants.base import TenantBase
-from bombus_trainer.tenants.tenant import Tenant
+from bombus_trainer.tenants.tenant import GradientEpoch, Tenant
 from tests.trainer.small_batches import tiny_settings
 
 
@@ -24,7 +24,7 @@ def tenant(shared: TenantBase, rank: int = 1) -> Tenant:
 def with_gradient(made: Tenant, value: float, tokens: int) -> Tenant:
     for parameter in made.parameters.values():
         parameter.grad = torch.full_like(parameter, value)
-    made.epoch.operations, made.epoch.tokens = 1, tokens
+    made.epoch = GradientEpoch(1, tokens)
     return made
 
 
@@ -41,7 +41,7 @@ def test_a_gradient_is_divided_before_its_norm_is_bounded(shared: TenantBase) ->
 def test_a_step_clears_the_gradient(shared: TenantBase) -> None:
     made = with_gradient(tenant(shared), 1.0, tokens=5)
     made.take_step(AdamParams(learning_rate=0.1), Reduction.TOKEN_MEAN)
-    assert (made.step, made.epoch.operations, made.epoch.tokens) == (1, 0, 0)
+    assert (made.step, made.epoch) == (1, GradientEpoch())
     assert all(parameter.grad is None for parameter in made.parameters.values())
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from bombus.errors import Code, Refused
 from bombus.operations import Array, Datum, DType
+from bombus_trainer.backends.torch.transfer import to_device
 from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.tenants.client_losses import MASK, RATIO_MASK, TARGETS, WEIGHTS, ClientLoss, ScoredTokens
@@ -22,6 +22,7 @@ NUMPY: dict[DType, np.dtype[Any]] = {
 }
 INTEGERS = (DType.INT32, DType.INT64)
 NOT_NEGATIVE = (RATIO_MASK, MASK)
+OWN = "of the batch: "  # in the names of arrays that are not a caller's
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,17 @@ class TokenBatch:
 
     def scored(self, ids_N: Ints, logprobs_N: Tensor, logsumexp_N: Tensor | None) -> ScoredTokens:
         """Return the targets numbered `ids_N`, all those of some sequences, with their logprobs."""
-        device = logprobs_N.device
         sequences, lines_N = np.unique(self.lines_M[ids_N], return_inverse=True)
-
-        def moved(values_M: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(values_M).to(device)
-
+        inputs = {name: values_M[ids_N] for name, values_M in self.inputs.items()}
+        own = {f"{OWN}counted": self.counted_M[ids_N], f"{OWN}first": self.first_M[ids_N]}
+        moved = to_device({**inputs, **own, f"{OWN}lines": lines_N}, logprobs_N.device)
         return ScoredTokens(
             logprobs_N=logprobs_N,
-            inputs={name: moved(values_M[ids_N]) for name, values_M in self.inputs.items()},
-            lines_N=moved(lines_N),
+            inputs={name: moved[name] for name in inputs},
+            lines_N=moved[f"{OWN}lines"],
             lines=len(sequences),
-            counted_N=moved(self.counted_M[ids_N]),
-            first_N=moved(self.first_M[ids_N]),
+            counted_N=moved[f"{OWN}counted"],
+            first_N=moved[f"{OWN}first"],
             logsumexp_N=logsumexp_N,
         )
 
