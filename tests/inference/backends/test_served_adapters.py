@@ -133,6 +133,9 @@ def test_an_unknown_adapter_is_refused_by_name_and_the_engine_goes_on(model: Pre
     with pytest.raises(Refused, match=f"does not have adapter {ONE}: load it first") as refused:
         engine.add(1, with_adapter(request([1]), ONE))
     assert refused.value.code == Code.UNKNOWN_MODEL
+    with pytest.raises(Refused) as refused:
+        engine.add(1, with_adapter(request([1]), "x" * 1_000_000))
+    assert len(refused.value.why) < 200
     assert not engine.has_work
     assert len(answer(engine, request([1])).only.tokens) == 12
 
