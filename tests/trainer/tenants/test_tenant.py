@@ -8,7 +8,7 @@ import torch
 from bombus.errors import Refused
 from bombus.operations import AdamParams, AdapterSpec, Reduction
 from bombus_trainer.tenants.base import TenantBase
-from bombus_trainer.tenants.tenant import GradientEpoch, Tenant
+from bombus_trainer.tenants.tenant import GradientEpoch, TrainedTenant
 from tests.trainer.small_batches import tiny_settings
 
 
@@ -17,11 +17,11 @@ def shared(base: Path) -> TenantBase:
     return TenantBase(base, tiny_settings(), all_weights=False)
 
 
-def tenant(shared: TenantBase, rank: int = 1) -> Tenant:
-    return Tenant(shared, AdapterSpec(rank=rank, alpha=2.0, targets=("q_proj",)), rank_max=8)
+def tenant(shared: TenantBase, rank: int = 1) -> TrainedTenant:
+    return TrainedTenant(shared, AdapterSpec(rank=rank, alpha=2.0, targets=("q_proj",)), rank_max=8)
 
 
-def with_gradient(made: Tenant, value: float, tokens: int) -> Tenant:
+def with_gradient(made: TrainedTenant, value: float, tokens: int) -> TrainedTenant:
     for parameter in made.parameters.values():
         parameter.grad = torch.full_like(parameter, value)
     made.epoch = GradientEpoch(1, tokens)
@@ -54,7 +54,7 @@ def test_weights_of_another_shape_are_refused_before_any_changes(shared: TenantB
     assert all(torch.equal(before[name], value) for name, value in made.weights().items())
 
 
-def named_while_on(shared: TenantBase, made: Tenant) -> list[str]:
+def named_while_on(shared: TenantBase, made: TrainedTenant) -> list[str]:
     with shared.switched_on(made.adapters):
         return [name for name, _ in shared.network.named_modules()]
 

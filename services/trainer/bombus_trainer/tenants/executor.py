@@ -43,7 +43,7 @@ from bombus_trainer.tenants.client_losses import read_loss
 from bombus_trainer.tenants.saving import Contents, check_origin, load_tenant, weights_file, write_tenant
 from bombus_trainer.tenants.settings import TenantSettings
 from bombus_trainer.tenants.shelf import OptimizerShelf
-from bombus_trainer.tenants.tenant import Tenant
+from bombus_trainer.tenants.tenant import TrainedTenant
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class OperationExecutor:
         """Load the base in `folder`, which callers name as the job does (`model.path`). Raises `EngineFault`."""
         self._folder, self._settings, self._options = folder, settings, options
         self._base: TenantBase | None = TenantBase(folder, settings, all_weights=False)
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, TrainedTenant] = {}
         self._checkpoints = CheckpointFolder(options.checkpoints)
         self._covers = CheckpointFolder(options.covers)
         self._shelf = OptimizerShelf(options.scratch, options.optimizer_bytes_max)
@@ -176,7 +176,7 @@ class OperationExecutor:
             case _:
                 assert_never(operation)
 
-    def _tenant(self, model: str) -> Tenant:
+    def _tenant(self, model: str) -> TrainedTenant:
         tenant = self._tenants.get(model)
         if tenant is None:
             raise Refused(Code.UNKNOWN_MODEL, f"there is no model {model[:140]!r} here: create it first")
@@ -203,11 +203,11 @@ class OperationExecutor:
         self._take(model, tenant)
         return ModelReady(adapter=tenant.spec, parameters=tenant.size)
 
-    def _take(self, model: str, tenant: Tenant) -> None:
+    def _take(self, model: str, tenant: TrainedTenant) -> None:
         self._tenants[model] = tenant
         self._shelf.add(model, tenant.optimizer)
 
-    def _new_from(self, folder: CheckpointFolder, name: CheckpointName, with_optimizer: bool) -> Tenant:
+    def _new_from(self, folder: CheckpointFolder, name: CheckpointName, with_optimizer: bool) -> TrainedTenant:
         facts = folder.facts(name)
         check_origin(name, facts, self._base_name, with_optimizer)
         tenant = self._new(CreateModel(base=self._base_name, adapter=facts.adapter))
@@ -218,7 +218,7 @@ class OperationExecutor:
     def _base_name(self) -> str:
         return self._settings.job.model.path
 
-    def _new(self, operation: CreateModel) -> Tenant:
+    def _new(self, operation: CreateModel) -> TrainedTenant:
         all_weights = operation.adapter is None
         if self._tenants and all_weights:
             raise Refused(
@@ -232,7 +232,7 @@ class OperationExecutor:
                 f"the model {next(iter(self._tenants))} trains all weights of the base, so there can be no other: end "
                 "it first",
             )
-        return Tenant(self._need_base(all_weights), operation.adapter, self._options.rank_max)
+        return TrainedTenant(self._need_base(all_weights), operation.adapter, self._options.rank_max)
 
     def _need_base(self, all_weights: bool | None) -> TenantBase:
         """Return the base, loaded again where its weights are trained or were, which only happens without tenants."""
@@ -256,7 +256,7 @@ class OperationExecutor:
 
     # ---- gradients and steps --------------------------------------------------------------------------------------
 
-    def _forward_backward(self, tenant: Tenant, operation: ForwardBackward) -> Scores:
+    def _forward_backward(self, tenant: TrainedTenant, operation: ForwardBackward) -> Scores:
         loss = read_loss(operation.loss)
         limits = DataLimits(
             vocabulary=tenant.base.policy.vocab_size,
@@ -271,7 +271,7 @@ class OperationExecutor:
         self._shelf.bring(model)
         return tenant.take_step(operation.adam, operation.reduction)
 
-    def _abort(self, tenant: Tenant) -> EpochAborted:
+    def _abort(self, tenant: TrainedTenant) -> EpochAborted:
         operations = tenant.epoch.operations
         tenant.clear()
         return EpochAborted(step=tenant.step, operations=operations)
@@ -292,11 +292,13 @@ class OperationExecutor:
             where, operation.overwrite, name, fill, partial(self._facts, where, tenant, marks)
         )
 
-    def _contents(self, tenant: Tenant, kind: CheckpointKind, optimizer: TenantOptimizer | None) -> Contents:
+    def _contents(self, tenant: TrainedTenant, kind: CheckpointKind, optimizer: TenantOptimizer | None) -> Contents:
         files = load_tokenizer_files(self._folder) if tenant.spec is None else {}
         return Contents(kind, files, hub_name(self._base_name) or str(self._folder.absolute()), optimizer)
 
-    def _facts(self, name: CheckpointName, tenant: Tenant, marks: TenantMarks, seals: dict[str, Seal]) -> TenantFacts:
+    def _facts(
+        self, name: CheckpointName, tenant: TrainedTenant, marks: TenantMarks, seals: dict[str, Seal]
+    ) -> TenantFacts:
         return TenantFacts(
             base=self._base_name,
             model=name.model,

@@ -17,10 +17,10 @@ from bombus_trainer.publish.export import METADATA, write_files
 from bombus_trainer.publish.tensorfile import Shape, write_tensors
 from bombus_trainer.tenants.adam import TenantOptimizer
 from bombus_trainer.tenants.checkpoints import GRADIENT, OPTIMIZER, CheckpointFolder, CheckpointName, TenantFacts
-from bombus_trainer.tenants.tenant import Tenant
+from bombus_trainer.tenants.tenant import TrainedTenant
 
 
-def weights_file(tenant: Tenant) -> str:
+def weights_file(tenant: TrainedTenant) -> str:
     """Return the name of the file with a tenant's weights."""
     return FULL_FILE if tenant.spec is None else ADAPTER_FILE
 
@@ -40,7 +40,7 @@ class Contents:
     gradient: bool = False
 
 
-def write_tenant(draft: Path, tenant: Tenant, contents: Contents) -> dict[str, Seal]:
+def write_tenant(draft: Path, tenant: TrainedTenant, contents: Contents) -> dict[str, Seal]:
     """Write a tenant into an empty folder, durably but for small files. Returns the seals of the others."""
     files, optimizer = contents.files, contents.optimizer
     seals: dict[str, Seal] = {}
@@ -63,7 +63,7 @@ def write_tenant(draft: Path, tenant: Tenant, contents: Contents) -> dict[str, S
     return seals
 
 
-def _write_adapter(draft: Path, tenant: Tenant, contents: Contents) -> Seal:
+def _write_adapter(draft: Path, tenant: TrainedTenant, contents: Contents) -> Seal:
     """Write an adapter's two files. One for others names its base; ours has its configuration under its address too."""
     config, weights = tenant.adapter_config().to_json(), tenant.weights()
     metadata = {ADAPTER_CONFIG: config}
@@ -99,7 +99,7 @@ def check_origin(name: CheckpointName, facts: TenantFacts, base: str, with_optim
 
 
 def load_tenant(
-    tenant: Tenant, folder: CheckpointFolder, name: CheckpointName, facts: TenantFacts, with_optimizer: bool
+    tenant: TrainedTenant, folder: CheckpointFolder, name: CheckpointName, facts: TenantFacts, with_optimizer: bool
 ) -> None:
     """Let a tenant go on from a checkpoint, with a new optimizer at step 0 unless `with_optimizer`.
 
@@ -123,7 +123,7 @@ def load_tenant(
         tenant.restore_gradient(gradient, facts.unstepped)
 
 
-def _same_shape(facts: TenantFacts, tenant: Tenant) -> bool:
+def _same_shape(facts: TenantFacts, tenant: TrainedTenant) -> bool:
     """Whether both are adapters that differ in their seeds or in how their layers are named at most."""
     if facts.adapter is None or tenant.spec is None:
         return False

@@ -48,7 +48,7 @@ class _BinScores:
     metrics: Mapping[str, float]
 
 
-class Tenant:
+class TrainedTenant:
     """A model: an adapter on the base, or all weights of the base."""
 
     def __init__(self, base: TenantBase, spec: AdapterSpec | None, rank_max: int) -> None:
