@@ -98,7 +98,8 @@ def read_batch(data: Sequence[Datum], loss: ClientLoss, limits: DataLimits) -> T
             Code.TOO_LARGE,
             f"one operation may have {limits.tokens_max} tokens, and this one has {total}: divide it into several",
         )
-    read = [_Reader(number, datum, loss, limits).read() for number, datum in enumerate(data)]
+    masked = any(MASK in datum.inputs for datum in data)
+    read = [_Reader(number, datum, loss, limits).read(masked) for number, datum in enumerate(data)]
     names = list(dict.fromkeys(name for each in read for name in each.inputs))
     for name in names:
         lacking = next((number for number, each in enumerate(read) if name not in each.inputs), None)
@@ -168,7 +169,8 @@ class _Reader:
     def __init__(self, number: int, datum: Datum, loss: ClientLoss, limits: DataLimits) -> None:
         self._number, self._datum, self._loss, self._limits = number, datum, loss, limits
 
-    def read(self) -> _Read:
+    def read(self, masked: bool) -> _Read:
+        """Read it; `masked`: some data have a mask, and where it is missing it is 1."""
         tokens_N = self._tokens()
         given = self._datum.inputs
         own = (TARGETS, *self._loss.needs, *self._loss.takes, MASK)
@@ -184,11 +186,10 @@ class _Reader:
         }
         if WEIGHTS in self._loss.takes:
             inputs.setdefault(WEIGHTS, np.ones(len(rows_M), dtype=np.float32))
-        counts_M = inputs[self._loss.counted_by] != 0.0
-        if MASK in inputs:
-            masked_M = inputs[MASK] != 0.0
-            counts_M = masked_M & counts_M if self._loss.counted_by == WEIGHTS else masked_M
         inputs.setdefault(MASK, np.ones(len(rows_M), dtype=np.float32))
+        counts_M = inputs[MASK] != 0.0
+        if self._loss.counted_by == WEIGHTS or not masked:
+            counts_M &= inputs[self._loss.counted_by] != 0.0
         if RATIO_MASK in inputs and counts_M.any() and not inputs[RATIO_MASK].any():
             raise self._refused(f"has a {RATIO_MASK} of zeros: it says which tokens the sequence's ratio is a mean of")
         return _Read(tokens_N, shape, targets_M, rows_M, inputs, counts_M.astype(np.float32))
