@@ -208,6 +208,35 @@ async def test_what_was_saved_by_name_is_loaded_and_continued_bit_for_bit(client
     assert "cannot be the name of a checkpoint" in outside.error
 
 
+@pytest.mark.parametrize("cover_s", [0.0, 600.0])
+async def test_a_model_of_all_weights_goes_on_after_a_crash_and_begins_again_from_its_base(
+    bus: Bus, tmp_path: Path, cover_s: float
+) -> None:
+    async with serving(bus, tmp_path, cover_s=cover_s) as client:
+        trainer = client.stage.train()
+        await client.do("m", create(None))
+        fresh = await weights(client, "m", "fresh")
+        refused = await client.do("n", create())
+        assert isinstance(refused, Failed)
+        assert "there can be no other" in refused.error
+        for operation in steps(1, 2):
+            await client.send("m", operation)
+        await client.results("m")
+        trained = await weights(client, "m", "trained")
+        await stopped(trainer)
+        trainer = client.stage.train()
+        assert await weights(client, "m", "again") == trained != fresh
+        ended = await client.do("m", EndModel(save_as="last", reset_weights=True))
+        assert isinstance(ended, ModelEnded)
+        assert client.model("m").closed is None
+        await stopped(trainer)
+        client.stage.train()
+        assert await weights(client, "m", "reset") == fresh
+        loaded = await client.do("m", LoadWeights(checkpoint="m/training/last", with_optimizer=True))
+        assert loaded == CheckpointLoaded(checkpoint="m/training/last", step=2)
+        assert await weights(client, "m", "loaded") == trained
+
+
 async def test_a_checkpoint_that_is_removed_goes_from_the_disk_and_its_name_is_free(client: TrainingClient) -> None:
     client.stage.train()
     await client.do("m", create())

@@ -1,5 +1,7 @@
 """R17 on real trainer processes, killed at every fault point of a run of operations: nothing that they make changes."""
 
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ from tests.trainer.trainer_lives import Life
 
 FIRST = (Point.SERVING_SAID, Point.OPERATION_SEEN)  # in a run that boots, and with nothing to make again
 KILLED = [p for p in Point if p.startswith(("operation.", "cover.", "serving.")) and p is not Point.SERVING_SAID]
+FROZEN = (Point.OPERATION_READ, Point.OPERATION_EXECUTED, Point.OPERATION_SAID, Point.COVER_WRITTEN, Point.COVER_SEEN)
 OPERATION = [point for point in KILLED if point.startswith("operation.")]
 # With a cover every few gradients most lives begin with one and operations after it; without any, with all operations.
 LIVES = {1000: (*FIRST, *KILLED, *reversed(KILLED[1:])), 1 << 30: (*FIRST, *OPERATION)}
@@ -97,3 +100,28 @@ async def test_r17_killed_at_each_point_a_trainer_publishes_each_result_once_and
             await calm.send("ab"[number], operation)
         await Life(calm.stage, forge, nats_url).trainer()
         assert await found(calm) == killed
+
+
+async def test_r17_a_trainer_that_was_frozen_while_another_took_over_changes_nothing(
+    nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
+) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0) as client:
+        life = Life(client.stage, forge, nats_url)
+        await client.send("m", create(SMALL))
+        for seed, point in enumerate(FROZEN):
+            for operation in (*steps(seed, 2), training(f"step-{seed}")):
+                await client.send("m", operation)
+            zombie = await life.freezes(point)
+            successor = await life.trainer()
+            before = [comparable(each) for each in await client.results("m")]
+            await client.until_covered("m", len(before))
+            os.kill(zombie, signal.SIGCONT)
+            assert (await life.ended(zombie)).by(signal.SIGKILL, Point.TRAINER_SUPERSEDED), point
+            await forge.kill(successor)
+            assert [comparable(each) for each in await client.results("m")] == before
+        await life.trainer()
+        last = await client.do("m", sampler("end"))
+        calm = [create(SMALL), *(each for seed in range(len(FROZEN)) for each in steps(seed, 2)), sampler("end")]
+        for operation in calm:
+            await client.send("calm", operation)
+        assert comparable((await client.results("calm"))[-1]) == comparable(last)

@@ -44,14 +44,14 @@ def test_a_model_that_comes_back_after_a_while_does_not_catch_up_on_turns() -> N
 def test_clients_that_send_one_operation_at_a_time_do_not_keep_a_queue_from_its_turns() -> None:
     turns, queue = Turns(), model("queue", *range(1, 6))
     order = []
-    for arrival in range(10, 18):
-        first, second = model("first", arrival), model("second", arrival)
-        found = turns.take([queue, first if arrival % 2 else model("first"), second])
+    for arrival in range(10, 16):
+        even = arrival % 2 == 0
+        found = turns.take([queue, model("even", *[arrival] * even), model("odd", *[arrival] * (not even))])
         assert found is not None
         order.append(found[0].name)
         if found[0] is queue:
             found[1].completed_ns, queue.waiting = 1, queue.waiting - 1
-    assert order.count("queue") >= 2
+    assert order == ["queue", "odd", "even", "queue", "even", "odd"]
 
 
 def test_nothing_is_next_where_nothing_waits() -> None:

@@ -196,6 +196,7 @@ class OperationServer:
         reached(Point.OPERATION_FOUND)
         operation = await models.read(queued)
         reached(Point.OPERATION_READ)
+        ownership.check()  # a trainer that was superseded writes no checkpoint
         result = await models.execute(model, queued, operation)
         reached(Point.OPERATION_EXECUTED)
         result, body = models.encoded(model, operation, result)
