@@ -61,6 +61,42 @@ CLIENTS = {
     "/v1/models/x",
 }
 
+TRAINING = {
+    "/abort_gradient_epoch",
+    "/checkpoints",
+    "/client/config",
+    "/client/dynamic_config",
+    "/create_model",
+    "/create_session",
+    "/delete_checkpoint",
+    "/forward",
+    "/forward_backward",
+    "/get_info",
+    "/get_server_capabilities",
+    "/healthz",
+    "/kill_session",
+    "/list_checkpoints",
+    "/load_weights",
+    "/optim_step",
+    "/retrieve_future",
+    "/save_weights",
+    "/save_weights_external",
+    "/save_weights_for_sampler",
+    "/session_heartbeat",
+    "/session_info",
+    "/sessions",
+    "/sessions/{session}",
+    "/sessions/{session}/finish",
+    "/telemetry",
+    "/training_runs",
+    "/training_runs/{model}",
+    "/training_runs/{model}/checkpoints",
+    "/training_runs/{model}/checkpoints/{kind}/{name}",
+    "/unload_model",
+    "/weights_info",
+}  # below /api/v1, for clients
+CLIENTS |= {f"/api/v1{path}" for path in TRAINING}
+
 
 @pytest.fixture
 async def keyed(bus: Bus) -> AsyncIterator[PlayedHive]:
@@ -114,6 +150,12 @@ async def test_a_key_counts_however_it_is_presented(
     for path, status in (("/claim_episode", client), ("/e/main/claim_episode", client), ("/stop_engine", control)):
         reply = await keyed.http.post(prefix + path, headers=headers)
         assert reply.status_code == status, path
+
+
+async def test_tinkers_prefix_may_stand_before_a_key(keyed: PlayedHive) -> None:
+    for key, status in ((f"tml-{CLIENT}", 200), (CLIENT, 200), (f"tml-{WRONG}", 401), ("tml-", 401)):
+        reply = await keyed.http.post("/api/v1/client/config", headers={"X-API-Key": key})
+        assert reply.status_code == status, key
 
 
 async def test_one_right_key_is_enough_beside_a_wrong_one(keyed: PlayedHive) -> None:

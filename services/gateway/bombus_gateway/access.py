@@ -21,6 +21,7 @@ from bombus.host.hive_keys import HiveKeys
 from bombus_gateway.keys import PREFIX, KeyClaims, Keys
 
 PATH_KEY = "/k/"
+SDK_PREFIX = b"tml-"  # Tinker's client sends no key that does not begin so: it may stand before one
 
 HeaderPair = tuple[bytes, bytes]
 RawHeaders = Iterable[HeaderPair]  # as ASGI has them
@@ -172,7 +173,7 @@ def _presented(headers: RawHeaders) -> list[bytes]:
             scheme, _, key = value.partition(b" ")
             if scheme.lower() == b"bearer":
                 found.append(key.strip())
-    return found
+    return [*found, *(key.removeprefix(SDK_PREFIX) for key in found if key.startswith(SDK_PREFIX))]
 
 
 def _is_own_page(origin: str, host: str) -> bool:
