@@ -184,7 +184,6 @@ async def test_killing_a_session_ends_its_model_and_answers_when_it_has_ended(
     assert (await client.get("session_info")).json()["registered_models"] == ["mine"]
     assert (await ask(client, "kill_session", model_id="mine"))["success"]
     assert (await client.get("session_info")).json()["registered_models"] == []
-    assert (await ask(client, "kill_session", model_id="mine"))["success"], "a repeat within seconds"
     gone = await ask(client, "kill_session", model_id="mine", save_checkpoint=False)
     assert not gone["success"]
     assert "has ended" in gone["message"]

@@ -52,7 +52,7 @@ HOLD_S = 30.0  # a request for a result that is not there yet is held for so lon
 NEWS_S = 1.0  # for an operation that another gateway has just accepted
 POSITION_S = 5.0
 ATTEMPTS_MAX = 4
-REPEAT_S = 10.0  # within which xorl's client may send a request again; it has no other mark
+REPEAT_S = 30.0  # within which xorl's client may send a request again; it has no other mark
 REMEMBERED = 10_000
 DECODING_MAX = 2  # bodies at once: one takes many times its size while it is read
 
