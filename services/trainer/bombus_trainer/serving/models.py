@@ -230,7 +230,9 @@ def _changes(operation: Operation) -> bool:
 
 def _is_whole(operation: Operation) -> bool:
     """Return whether an operation changes its model entirely or not at all: a failure in the midst must not show."""
-    return isinstance(operation, OptimStep | AbortEpoch | LoadWeights | EndModel)
+    if isinstance(operation, EndModel):
+        return operation.reset_weights
+    return isinstance(operation, OptimStep | AbortEpoch | LoadWeights)
 
 
 def _reads_files(operation: Operation) -> bool:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from bombus.bus import Bus
 from bombus.bus.large.parts import Parts
 from bombus.config.job import RunConfig
-from bombus.errors import BusUnavailable, EngineFault
+from bombus.errors import BusUnavailable, Code, EngineFault, Refused
 from bombus.faults import Point, reached
 from bombus.hive.inbox import CoverWritten, OperationDone, TrainerServes
 from bombus.hive.records import BodyRef
@@ -200,33 +200,51 @@ class OperationServer:
         result = await models.execute(model, queued, operation)
         reached(Point.OPERATION_EXECUTED)
         result, body = models.encoded(model, operation, result)
-        subject = self._bus.subjects.operation(self._options.engine, model.name)
-        ref = await self._when_back(lambda: self._parts.store(subject, body))
-        reached(Point.OPERATION_STORED)
-        done = OperationDone(
-            id=ownership.id(f"operation-{next(self._facts)}"),
+        there = models.executor.models
+        done = partial(
+            OperationDone,
             engine=self._options.engine,
             run=ownership.run,
             trainer_epoch=ownership.epoch,
             model=model.name,
             number=queued.number,
             key=queued.key,
-            result=ref,
             failed=isinstance(result, Failed),
-            closes=isinstance(result, ModelEnded) and model.name not in models.executor.models,
-            step=models.executor.models.get(model.name, model.step),
+            closes=isinstance(result, ModelEnded) and model.name not in there,
+            step=there.get(model.name, model.step),
             metrics=metrics_of(result),
             made=shape_of(result),
             saved=saved_by(operation, result),
         )
-        await ownership.send(done)
-        reached(Point.OPERATION_SAID)
+        await self._publish(model, queued, body, done)
         await ownership.wait(partial(_is_settled, model=model, queued=queued))
         reached(Point.OPERATION_SEEN)
         if not models.note(model, queued, operation, result):
             now = ownership.engine.tenants.models.get(model.name)
             if now is not None and now.closed is None:
                 await models.make_again(now)
+
+    async def _publish(
+        self, model: TenantModel, queued: Queued, body: bytes, done: Callable[..., OperationDone]
+    ) -> None:
+        """Store a result, and say so until it is decided: it may be stored too long ago by then."""
+        ownership = self._ownership
+        subject = self._bus.subjects.operation(self._options.engine, model.name)
+        while not _is_settled(ownership.engine, model, queued):
+            ref = await self._when_back(lambda: self._parts.store(subject, body))
+            reached(Point.OPERATION_STORED)
+            try:
+                await self._bus.inbox.request(done(id=ownership.id(f"operation-{next(self._facts)}"), result=ref))
+            except BusUnavailable as error:
+                log.warning("a result of model %s waits for the bus: %s", model.name, error)
+                await ownership.pause(self._options.retry_s)
+            except Refused as refused:
+                log.info("a result of model %s was refused: %s", model.name, refused.why)
+                if refused.code is not Code.BODY_GONE:
+                    await ownership.pause(self._options.retry_s)  # until the log says here too that the run is over
+            else:
+                break
+        reached(Point.OPERATION_SAID)
 
     async def _cover(self, models: ServedModels, name: str) -> None:
         """Write a model's cover, publish it, and remove older ones. Where it cannot be written, that is tried later."""
