@@ -271,8 +271,92 @@ TOKENIZE: list[Tree] = [
     {"model": "any", "messages": [USER], "tools": [TOOL], "add_generation_prompt": False},
 ]
 DETOKENIZE: list[Tree] = [{"model": "any", "tokens": [1, 2, 3]}]
+TENANT = "s-fuzz:train:0"
+ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 1.0}
+DATUM = {
+    "model_input": {"input_ids": [1, 2]},
+    "loss_fn_inputs": {
+        "target_tokens": {"data": [2, 3], "dtype": "int64", "shape": [2]},
+        "weights": {"data": [1.0, 0.5], "dtype": "float32", "shape": [2]},
+    },
+}
+LOSS = {"data": [DATUM], "loss_fn": "cross_entropy", "loss_fn_params": {"z_loss_coef": 0.1}}
+SAVE: list[Tree] = [
+    {"model_id": "default", "seq_id": 1, "path": "a", "ttl_seconds": 60.0, "overwrite": True},
+    {"model_id": TENANT, "seq_id": 3, "sampling_session_seq_id": 1, "kind": "snapshot"},
+]
+TRAINING: dict[str, list[Tree]] = {
+    "client/config": [{"sdk_version": "0.38.0"}],
+    "client/dynamic_config": [{"sdk_version": "0.38.0"}],
+    "telemetry": [{"events": [], "platform": "p", "session_id": "s-fuzz"}],
+    "create_session": [{"tags": ["a"], "user_metadata": {"k": "v"}, "sdk_version": "0.38.0", "project_id": "p"}],
+    "session_heartbeat": [{"session_id": "s-fuzz"}],
+    "sessions/{session}/finish": [{"reason": {"type": "success"}, "detail": "d"}],
+    "create_model": [
+        {
+            "session_id": "s-fuzz",
+            "model_seq_id": 0,
+            "base_model": "tiny",
+            "user_metadata": {"k": "v"},
+            "lora_config": {"rank": 4, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": False},
+            "optimizer_config": {"type": "adamw"},
+        },
+        {
+            "model_id": "fuzzed",
+            "base_model": "tiny",
+            "lora_config": {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj"]},
+        },
+    ],
+    "forward_backward": [{"model_id": "default", "seq_id": 1, "forward_backward_input": LOSS}],
+    "forward": [{"model_id": "default", "seq_id": 1, "forward_input": LOSS}],
+    "optim_step": [
+        {"model_id": "default", "seq_id": 2, "adam_params": ADAM, "learning_rate": 1e-3, "gradient_clip": 1.0},
+        {"model_id": TENANT, "seq_id": 2, "adam_params": ADAM},
+    ],
+    "abort_gradient_epoch": [{"model_id": "default", "seq_id": 1}],
+    "save_weights": SAVE,
+    "save_weights_for_sampler": SAVE,
+    "save_weights_external": SAVE,
+    "load_weights": [
+        {"model_id": "default", "seq_id": 1, "path": "xorl://default/weights/a", "optimizer": True},
+        {"session_id": "s-fuzz", "model_seq_id": 1, "path": f"tinker://{TENANT}/weights/a", "optimizer": False},
+    ],
+    "unload_model": [{"model_id": "default"}],
+    "kill_session": [{"model_id": "default", "save_checkpoint": True, "reset_weights": False}],
+    "retrieve_future": [{"request_id": f"{TENANT}:1", "allow_metadata_only": True}, {"request_id": "default:1.1"}],
+    "get_info": [{"model_id": TENANT}],
+    "weights_info": [{"tinker_path": f"tinker://{TENANT}/weights/a"}, {"xorl_path": "xorl://default/weights/a"}],
+    "list_checkpoints": [{"model_id": "default"}],
+    "delete_checkpoint": [{"model_id": "default", "checkpoint_id": "weights/a"}],
+}
+SAMPLED = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "seed": 7, "stop": ["a", 3]}
+SAMPLING: dict[str, list[Tree]] = {
+    "create_sampling_session": [
+        {"session_id": "s-fuzz", "sampling_session_seq_id": 0, "base_model": "tiny"},
+        {"session_id": "s-fuzz", "sampling_session_seq_id": 1, "model_path": f"tinker://{TENANT}/sampler_weights/a"},
+    ],
+    "asample": [
+        {
+            "sampling_session_id": "s-fuzz:sample:0",
+            "seq_id": 0,
+            "num_samples": 2,
+            "prompt": {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]},
+            "sampling_params": SAMPLED,
+            "prompt_logprobs": True,
+            "topk_prompt_logprobs": 2,
+        }
+    ],
+}
+GENERATED: list[Tree] = [
+    {
+        "input_ids": [1, 2],
+        "sampling_params": {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 5, "n": 2, "stop": ["a"]},
+        "return_logprob": True,
+    }
+]
 BODIES: dict[str, list[Tree]] = {
     **SWARM,
+    **{f"/api/v1/{path}": bodies for path, bodies in TRAINING.items()},
     "/v1/chat/completions": CHATS,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
@@ -296,6 +380,16 @@ WITHOUT_BODY = {
     "/health",
     "/docs",
     "/openapi.json",
+    "/api/v1/healthz",
+    "/api/v1/get_server_capabilities",
+    "/api/v1/session_info",
+    "/api/v1/sessions",
+    "/api/v1/sessions/{session}",
+    "/api/v1/training_runs",
+    "/api/v1/training_runs/{model}",
+    "/api/v1/training_runs/{model}/checkpoints",
+    "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}",
+    "/api/v1/checkpoints",
 }
 GENERATE: Tree = {
     "id": "call-1",
@@ -310,6 +404,9 @@ GENERATE: Tree = {
 }
 REPLICA: dict[tuple[str, str], Tree] = {
     ("POST", "/generate"): GENERATE,
+    ("GET", "/adapters"): None,
+    ("POST", "/adapters"): {"address": "0" * 64, "folder": "/nowhere"},
+    ("DELETE", "/adapters/ADDRESS"): None,
     ("GET", "/health"): None,
     ("GET", "/metrics"): None,
 }

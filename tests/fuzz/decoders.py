@@ -21,7 +21,7 @@ from bombus.config.job import RunConfig
 from bombus.errors import EngineFault, LogCorrupted, Refused
 from bombus.hive import events, generation, inbox, records
 from bombus.hive.records import pack_tokens
-from bombus.operations import kinds
+from bombus.operations import CheckpointKind, kinds
 from bombus.operations.arrays import Array, DType
 from bombus.replay import archive
 from bombus.replay.source import NotOnLog
@@ -33,9 +33,29 @@ from bombus_gateway.openai.request import read_chat, read_completion
 from bombus_gateway.openai.tokenizing import read_tokenize
 from bombus_gateway.responses.request import read_response_request
 from bombus_gateway.swarm import bodies
+from bombus_gateway.training.checkpoints import read_load, read_save, read_weights_info
+from bombus_gateway.training.data.json_data import read_json_data
+from bombus_gateway.training.dialects import TrainingDialect
+from bombus_gateway.training.futures import read_retrieve
+from bombus_gateway.training.generate import read_generate
+from bombus_gateway.training.models import AdapterDefaults, read_create_model
+from bombus_gateway.training.sampling import read_sample, read_sampling_session
+from bombus_gateway.training.steps import read_optim_step
 from bombus_inference.model_files import read_shapes
 from bombus_trainer.publish import checkpoint
-from tests.fuzz.corpus import CHATS, COMPLETIONS, JOB, MESSAGES, RESPONSES, SWARM, TOKENIZE, TRACEPARENT
+from tests.fuzz.corpus import (
+    CHATS,
+    COMPLETIONS,
+    GENERATED,
+    JOB,
+    MESSAGES,
+    RESPONSES,
+    SAMPLING,
+    SWARM,
+    TOKENIZE,
+    TRACEPARENT,
+    TRAINING,
+)
 from tests.fuzz.examples import examples
 from tests.fuzz.values import Tree, to_json, to_msgpack
 
@@ -226,10 +246,39 @@ def all_decoders() -> tuple[Decoder, ...]:
         Decoder("message", _plain(read_messages), (Refused,), MESSAGES, to_json),
         Decoder("completion", _plain(read_completion), (Refused,), COMPLETIONS, to_json),
         Decoder("responses", _plain(read_response_request), (Refused,), RESPONSES, to_json),
+        *_training(),
         Decoder("tokenize", _plain(read_tokenize), (Refused,), TOKENIZE, to_json),
         Decoder("end of an episode", _plain(_end), (Refused,), SWARM["/end_episode"], to_json),
         *_bodies(),
     )
+
+
+def _training() -> list[Decoder]:
+    """Return what reads the bodies of training clients. What is wrong with an operation is a result, not an error."""
+    tinker, xorl = TrainingDialect.TINKER, TrainingDialect.XORL
+    readers: dict[str, tuple[Callable[[bytes], object], Sequence[Tree]]] = {
+        "create_model": (lambda body: read_create_model(_dialect(body), body, AdapterDefaults()), _of("create_model")),
+        "forward": (partial(read_json_data, forward_only=False), _of("forward_backward")),
+        "optim_step": (partial(read_optim_step, xorl), _of("optim_step")),
+        "save": (lambda body: read_save(xorl, CheckpointKind.SAMPLER, body, "unnamed"), _of("save_weights")),
+        "load": (partial(read_load, xorl), _of("load_weights")),
+        "future": (read_retrieve, _of("retrieve_future")),
+        "weights_info": (read_weights_info, _of("weights_info")),
+        "sampling session": (partial(read_sampling_session, tinker), _of("create_sampling_session")),
+        "sample": (read_sample, _of("asample")),
+        "sglang": (read_generate, GENERATED),
+    }
+    return [
+        Decoder(f"training {name}", _plain(read), (Refused,), valid, to_json) for name, (read, valid) in readers.items()
+    ]
+
+
+def _of(route: str) -> Sequence[Tree]:
+    return {**TRAINING, **SAMPLING}[route]
+
+
+def _dialect(body: bytes) -> TrainingDialect:
+    return TrainingDialect.TINKER if b"model_seq_id" in body else TrainingDialect.XORL
 
 
 def _operations() -> list[Tree]:

@@ -201,11 +201,12 @@ def _odd_line(method: str, path: str, pick: random.Random) -> Route:
 
 
 def _replica_request(pick: random.Random, changes: bool) -> tuple[Route, Request]:
-    route = pick.choices(list(corpus.REPLICA), (8, 1, 1))[0]
+    route = pick.choices(list(corpus.REPLICA), (8, *[1] * (len(corpus.REPLICA) - 1)))[0]
     tree = corpus.REPLICA[route]
     body = b""
     if tree is not None:
-        body = to_msgpack(mutated(tree, pick, [tree]) if changes else tree)
+        write = to_msgpack if route[1] == "/generate" else to_json
+        body = write(mutated(tree, pick, [tree]) if changes else tree)
         body = damaged(body, pick) if changes and pick.random() < 0.2 else body
     return route, Request(*route, (("host", b"@replica@"), ("connection", b"close")), body)
 

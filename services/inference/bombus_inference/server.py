@@ -125,7 +125,10 @@ class App:
             case "DELETE", path if path.startswith(f"{ADAPTERS}/"):
                 await self._answer_json(send, self._unload_adapter(path.removeprefix(f"{ADAPTERS}/")))
             case _:
-                known = b"POST /generate, GET and POST /adapters, DELETE /adapters/ADDRESS, GET /health, GET /metrics\n"
+                known = (
+                    b"POST /generate, GET /adapters, POST /adapters, DELETE /adapters/ADDRESS, GET /health, "
+                    b"GET /metrics\n"
+                )
                 await _respond(send, 404, b"text/plain", known)
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
