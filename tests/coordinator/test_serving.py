@@ -8,7 +8,7 @@ from bombus.hive import inbox
 from bombus.hive.events import Collection, ModelEnd, ModelFloor, RunKind
 from bombus.hive.inbox import Accepted
 from bombus.hive.records import BodyRef
-from bombus.hive.state import Phase
+from bombus.hive.state import Phase, evolve
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.tenants_in_memory import BASE, MODEL, TenantHarness
@@ -41,6 +41,17 @@ def test_it_rolls_once_its_trainer_has_loaded_the_base_without_any_replica() -> 
     assert [ev.kind_of(event) for event in harness.send(serves)] == ["engine.booted", "rolling.started"]
     assert harness.phase() == Phase.ROLLING
     assert harness.send(serves) == []
+
+
+def test_a_leader_that_dies_between_the_boot_and_rolling_leaves_the_rest_to_the_next() -> None:
+    harness = TenantHarness()
+    harness.open_session()
+    harness.create()
+    harness.open_trainer()
+    evolve(harness.core.hive, ev.EngineBooted(at_ns=harness.now_ns, engine=ENGINE, run=1))
+    (rolling,) = [event for decision in Core(harness.core.hive).recover() for event in decision.events]
+    assert isinstance(rolling, ev.RollingStarted)
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_the_rules_of_episodes_leave_such_a_run_alone() -> None:

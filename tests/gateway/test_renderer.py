@@ -312,6 +312,34 @@ def test_several_calls_are_followed_by_their_results_although_the_template_takes
         made.renderer.render(conversation, [TOOL])
 
 
+def test_text_beside_calls_stays_where_a_template_takes_it_for_the_reasoning() -> None:
+    made = model(
+        "{% for tool in tools or [] %}<|tool|>{{ tool | tojson }}{% endfor %}"
+        "{% for message in messages %}<|head|>{{ message.role }}<|body|>"
+        "{% if message.reasoning_content and message.content and message.tool_calls %}"
+        "{{ raise_exception('one of content and reasoning') }}{% endif %}"
+        "{% if message.reasoning_content or message.tool_calls and message.content %}"
+        "<think>{{ message.reasoning_content or message.content }}</think>{% endif %}"
+        "{% if not message.tool_calls %}{{ message.content }}{% endif %}"
+        "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+        "<|end|>{% endfor %}{% if add_generation_prompt %}<|head|>assistant<|body|>{% endif %}"
+    )
+    conversation = [
+        user("the fox"),
+        assistant("", reasoning_content="jumps", tool_calls=[call("{}", "a")]),
+        {"role": "tool", "tool_call_id": "a", "content": "dog"},
+        assistant("over", tool_calls=[call("{}", "b")]),
+        {"role": "tool", "tool_call_id": "b", "content": "dog"},
+        assistant("", tool_calls=[call("{}", "c")]),
+        {"role": "tool", "tool_call_id": "c", "content": "fox"},
+    ]
+    prompt = made.renderer.render(conversation[:5], [TOOL])
+    sampled = made.tokenizer.encode('<tool_call>{"name": "weather", "arguments": {}}</tool_call><|end|>')
+    tail = made.renderer.extend(pack_tokens(prompt + sampled), len(prompt), conversation, 6, [TOOL])
+    assert tail is not None
+    assert made.tokenizer.decode(tail, with_specials=True) == "<|head|>tool<|body|>fox<|end|><|head|>assistant<|body|>"
+
+
 def test_an_answer_that_was_cut_after_several_calls_is_closed_first() -> None:
     made = model(SINGLE)
     calls = [call('{"city": "Paris"}', "a"), call('{"city": "Rome"}', "b")]

@@ -42,7 +42,7 @@ def up(tmp_path: Path) -> Iterator[Up]:
 def documented() -> list[str]:
     """Return the words of the command of docs/rollout.md that plays with Claude Code."""
     (command,) = [each for each in commands(DOCS / "rollout.md") if "examples/claude" in each]
-    return shlex.split(command)[1:]
+    return shlex.split(command.replace("$PWD", str(ROOT)))[1:]
 
 
 async def roll_out(url: str, folder: Path) -> str:

@@ -23,7 +23,8 @@ from bombus_inference.service import url_of
 from bombus_inference.settings import ComputeSettings, OpenAISettings, ServerSettings, VllmSettings
 from tests.inference.backends.small_adapters import address_of, random_adapter, with_merged, write_adapter
 from tests.inference.backends.small_engines import CONTEXT, llama, request, save, worst_difference
-from tests.inference.test_server import held, read, until
+from tests.inference.test_server import held, read
+from tests.patience import until
 
 COMPUTE = ComputeSettings(kv_cache_bytes=4 << 20)
 UNKNOWN = address_of(9)

@@ -21,7 +21,7 @@ from bombus.hive.inbox import Answer, Done, Refusal
 from bombus.weights.deltas import DELTA_FILE, FULL_FILE, file_sha256
 from bombus_inference.backends.torch.backend import load_policy, read_state
 from bombus_inference.backends.torch.engine import Engine
-from bombus_inference.backends.torch.patching import TensorPatch, apply_patches, read_patches
+from bombus_inference.backends.torch.patching import TensorPatch, fitting_patches, read_patches
 from bombus_inference.fetching import FetchedWeights, Fetcher
 from bombus_inference.settings import ComputeSettings
 from tests.inference.backends.small_engines import Answers, engine_for, finish, llama, qwen, request
@@ -314,5 +314,5 @@ def test_a_delta_of_another_model_is_refused_and_changes_nothing(tmp_path: Path)
     _, second = write_versions(tmp_path, [old, new])
     before = {name: value.detach().clone() for name, value in small.named_parameters()}
     with pytest.raises(EngineFault, match="not this model's"):
-        apply_patches(dict(small.named_parameters()), read_patches(Path(second.where) / DELTA_FILE, COMPUTE))
+        fitting_patches(dict(small.named_parameters()), read_patches(Path(second.where) / DELTA_FILE, COMPUTE))
     assert all(torch.equal(before[name], value) for name, value in small.named_parameters())

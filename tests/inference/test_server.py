@@ -22,7 +22,7 @@ from bombus_inference.server import BODY_BYTES_MAX, App
 from bombus_inference.service import url_of
 from bombus_inference.settings import ComputeSettings, ServerSettings
 from tests.inference.backends.small_engines import Answer, another, engine_for, finish, llama, request
-from tests.patience import PATIENCE_S
+from tests.patience import until
 
 
 def backend(app: App) -> TorchBackend:
@@ -77,13 +77,6 @@ async def held(app: App) -> AsyncIterator[Callable[[], None]]:
     finally:
         free.set()
         await turn
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait until `holds` is true, while the other side of a socket runs."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 async def test_an_answer_is_what_the_engine_makes_alone() -> None:

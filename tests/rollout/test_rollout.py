@@ -1,7 +1,7 @@
 """Rollouts against a whole hive: a real bus, coordinator and gateway, a replica with scripts, and real agents."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from bombus.rollout.records import LossReason, LostEpisode, PlayedEpisode
 from bombus.sdk.errors import EngineOffline
 from tests.gateway.openai_hive import ENGINE, GatewayHive, Send, gateway_hive, new_id, says
 from tests.gateway.swarm_hive import played_hive
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.rollout.hive import AGENT, JOB, Rolled, repository, write_tasks
 
 T = TypeVar("T")
@@ -58,12 +58,6 @@ async def events(bus: Bus, kind: type[T], count: int = 1) -> list[T]:
 async def called(served: GatewayHive, count: int) -> None:
     """Wait until the replica has had so many calls."""
     await until(lambda: len(served.replica.requests) >= count)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 async def hangs(request: Generate, send: Send) -> None:
@@ -330,8 +324,7 @@ async def test_an_agent_that_failed_while_the_hive_was_away_is_not_rewarded(
         rolled = Rolled(folder, client, agent=agent, retries=0)
         running = asyncio.create_task(rolled.run())
         await called(served, 1)
-        while not (folder / "has_called").exists():
-            await asyncio.sleep(0.02)
+        await until((folder / "has_called").exists)
         door.is_shut = True
         await door.was_tried.wait()
         door.is_shut = False

@@ -397,8 +397,8 @@ class TenantTrainer(Process):
             failed = queued.body is not None and self._net.faults.strikes(Fault.BROKEN_STEP)
         state = after(b"" if queued.op == CREATE else before, queued.op, body)
         kept = before if failed or queued.passive else state
-        if not again:
-            await self._tell(model, queued, b"failed" if failed else state, failed)
+        if not again and not await self._tell(model, queued, b"failed" if failed else state, failed):
+            return
         self._models[model.name] = (begun, queued.number, kept)
         if self._net.pick.random() < 0.3:
             await self._cover(model.name, queued.number, kept)
@@ -410,21 +410,31 @@ class TenantTrainer(Process):
         ours = (now.run, now.trainer_epoch) == (self._run, self._epoch) and now.serves_operations
         return not ours or found is None or queued.number not in [each.number for each in found.again()]
 
-    async def _tell(self, model: TenantModel, queued: Queued, result: bytes, failed: bool) -> None:
+    async def _tell(self, model: TenantModel, queued: Queued, result: bytes, failed: bool) -> bool:
+        """Tell the coordinator a result. Return False when the run is another trainer's."""
         run, epoch, number, key = self._run, self._epoch, queued.number, queued.key
         saved = None
         if queued.op == SAVE or queued.save_as:
             ttl_s = self._net.pick.choice((0.0, 5.0))
             saved = SavedWeights(use="training", name=queued.save_as or key, folder="/w", address="a", ttl_s=ttl_s)
-        ref = await store(self.link, result)
-        done = inbox.OperationDone(
-            id=self._net.fresh("done"), engine=OPS_ENGINE, run=run, trainer_epoch=epoch, model=model.name,
-            number=number, key=key, result=ref, failed=failed, closes=queued.op == END, saved=saved,
-        )  # fmt: skip
-        await self.link.send(done)
-        if self._net.pick.random() < 0.2:
-            again = msgspec.structs.replace(done, id=self._net.fresh("done"))
-            await self.link.send(again)
+        while True:
+            ref = await store(self.link, result)
+            if self._net.pick.random() < 0.03:
+                await self.sleep(self._net.pick.random() * 20)
+            done = inbox.OperationDone(
+                id=self._net.fresh("done"), engine=OPS_ENGINE, run=run, trainer_epoch=epoch, model=model.name,
+                number=number, key=key, result=ref, failed=failed, closes=queued.op == END, saved=saved,
+            )  # fmt: skip
+            try:
+                await self.link.request(done, ANSWER_S)
+            except Refused as refused:
+                if refused.code != Code.BODY_GONE:
+                    return False
+                self._ledger.seen["results stored again"] += 1
+                continue
+            if self._net.pick.random() < 0.2:
+                await self.link.send(msgspec.structs.replace(done, id=self._net.fresh("done")))
+            return True
 
     async def _cover(self, model: str, number: int, state: bytes) -> None:
         """Write a cover and report it once the log has the results of what is in it."""

@@ -17,9 +17,12 @@ SEEDS = int(os.environ.get("BOMBUS_SIM_SEEDS", "1000"))
 VARIANT_SEEDS = 1000
 OPERATING_SEEDS = range(OPERATING - 1, 100 * OPERATING, OPERATING)  # those of hives with training operations
 # Fault rates that find a variant which the usual ones find only in one of thousands of seeds.
-RATES = {Variant.SWEPT_ALL: {Fault.SLOW: 0.2, Fault.ZOMBIE: 0.3}}
+RATES = {
+    Variant.SWEPT_ALL: {Fault.SLOW: 0.2, Fault.ZOMBIE: 0.3},
+    Variant.OLD_EXECUTOR: {Fault.ZOMBIE: 0.3, Fault.BROKEN_STEP: 0.3, Fault.LATE: 0.1, Fault.STOP: 0.3},
+}
 # Seeds shortly before those that find a rare variant. The search starts there, and goes on with all others.
-STARTS = {Variant.OLD_TRAINER: 20, Variant.SWEPT_ALL: 130, Variant.OLD_EXECUTOR: 630}
+STARTS = {Variant.OLD_TRAINER: 20, Variant.SWEPT_ALL: 130, Variant.OLD_EXECUTOR: 70}
 SWEPT_SEEDS = range(70, 150)  # among them 138, with which a trainer that removes too much is found
 
 

@@ -2,8 +2,10 @@
 
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tinker import types
 PYTHON = os.environ.get("BOMBUS_PYTHON", "")  # of the environment that the hive runs in
 READY_S = 120.0
 BASE = "tiny"
+ROOT = Path(__file__).parents[2]
 SENTENCES = ([5, 6, 7, 8, 9, 10], [11, 12, 13, 14], [9, 8, 7, 6, 5])
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
@@ -43,28 +46,24 @@ class Hive:
         process.kill()
 
 
-@pytest.fixture(scope="module")
-def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
-    folder = tmp_path_factory.mktemp("hive")
-    command = [
-        PYTHON,
-        "-m",
-        "bombus",
-        "up",
-        "--port",
-        str(free_port()),
-        "--data-dir",
-        str(folder / "data"),
-        "--threads",
-        "1",
-    ]
+@contextmanager
+def running(folder: Path) -> Iterator[Hive]:
+    """Run `bombus up` while the block runs."""
+    options = ("--port", str(free_port()), "--data-dir", str(folder / "data"), "--threads", "1")
     with (folder / "up.log").open("wb") as log:
+        command = [PYTHON, "-m", "bombus", "up", *options]
         up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
     try:
         yield Hive(up, ready_url(up, folder / "up.log"))
     finally:
         up.terminate()
         up.wait(60)
+
+
+@pytest.fixture(scope="module")
+def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
+    with running(tmp_path_factory.mktemp("hive")) as hive:
+        yield hive
 
 
 def ready_url(up: "subprocess.Popen[str]", log: Path) -> str:
@@ -207,6 +206,18 @@ def test_a_trainer_and_a_gateway_that_are_killed_in_the_middle_change_nothing(hi
     hive.kill("gateway")
     losses += learn(model, 3)
     assert losses == whole
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    """It trains all weights, so it has a hive for itself."""
+    command = [sys.executable, str(ROOT / "examples/tinker_sft.py")]
+    with running(tmp_path) as hive:
+        environment = {**os.environ, "TINKER_BASE_URL": hive.url, "TINKER_TELEMETRY": "0"}
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    losses = [float(line.split()[3]) for line in ran.stdout.splitlines() if line.startswith("step ")]
+    assert losses[-1] < losses[0] / 2
+    assert "tinker://" in ran.stdout
 
 
 def test_models_and_checkpoints_are_listed(service: Any) -> None:

@@ -217,12 +217,11 @@ async def test_weights_of_another_shape_are_refused_and_serving_goes_on(stage: S
 
 async def test_a_vllm_that_is_killed_ends_its_calls_leaves_nothing_and_starts_again(stage: Stage) -> None:
     version = stage.backend.version
+    processes = family(stage.backend)
+    assert len(processes) > 1
     ticket = stage.client.add(stage.backend, request([5], stream=True, max_tokens=LONG))
     await stage.client.until(lambda: stage.client.sampled(ticket) > 0)
-    processes = family(stage.backend)
-    server = processes[0]
-    assert len(processes) > 1
-    server.kill()
+    processes[0].kill()
     fault = (await stage.client.finished(ticket)).fault
     assert fault is not None
     assert fault.retry

@@ -38,9 +38,8 @@ async def run(settings: GatewaySettings) -> None:
             try:
                 await asyncio.wait({server})
             finally:
-                gateway.ready = (
-                    False  # new calls go to another gateway while the open ones end, and claims stop waiting
-                )
+                # New calls go to another gateway while the open ones end, and claims stop waiting.
+                gateway.ready = False
 
 
 def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:

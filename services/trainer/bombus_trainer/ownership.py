@@ -13,9 +13,10 @@ from bombus.bus.follow import Follower
 from bombus.bus.wire import ReceivedMessage
 from bombus.errors import BusUnavailable, Refused
 from bombus.faults import Point, reached
-from bombus.hive.events import AnyEvent, BatchReady
+from bombus.hive.events import AnyEvent, BatchReady, WeightsRemoved
 from bombus.hive.inbox import Done, Message, TrainerOpens
 from bombus.hive.state import EngineState, Phase
+from bombus.hive.tenants.state import kept_id
 from bombus_trainer.options import TrainerOptions
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class RunOwnership:
         self.epoch = 0  # the trainer epoch in which we opened it; 0: not opened yet
         self.over = threading.Event()  # read by the training thread between micro-batches
         self.doing: Callable[[], str] = str  # what the trainer works on
+        self.removed: dict[str, WeightsRemoved] = {}  # checkpoints of callers whose folders can go, by their names
         self.batch_trace = ""  # trace context of the episode end that completed the newest batch
         self._bus = bus
         self._options = options
@@ -73,6 +75,8 @@ class RunOwnership:
     def _on_event(self, _position: int, event: AnyEvent) -> None:
         if isinstance(event, BatchReady):
             self.batch_trace = self._follower.traceparent
+        elif isinstance(event, WeightsRemoved) and event.engine == self._options.engine:
+            self.removed[kept_id(event.model, event.use, event.name)] = event
         if self.is_over():
             self.over.set()
 

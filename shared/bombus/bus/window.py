@@ -33,7 +33,9 @@ class Window:
         if self.try_acquire(size):
             return
         if len(self._queue) >= self._waiting_max:
-            raise BusUnavailable(f"{self.messages} messages are in flight and as many wait: the bus does not keep up")
+            raise BusUnavailable(
+                f"{self.messages} messages are in flight and {len(self._queue)} wait: the bus does not keep up"
+            )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((size, turn))
         try:

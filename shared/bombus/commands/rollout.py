@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.errors import BombusError, Code, Refused
+from bombus.host.process import is_heeded
 from bombus.rollout.display import ProgressDisplay
 from bombus.rollout.plan import RolloutOptions, RolloutPlan, plan_of, shortage_of_tasks
 from bombus.rollout.run import Rollout
@@ -81,7 +82,7 @@ async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
     this = asyncio.current_task()
     assert this is not None
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(ending) != signal.SIG_IGN:  # as nohup does
+        if is_heeded(ending):
             asyncio.get_running_loop().add_signal_handler(ending, this.cancel)
     async with AsyncSwarmClient(options.url, verbose=False, engine=options.engine or None) as client:
         if job is not None:

@@ -6,10 +6,11 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bombus.errors import BombusError
+from bombus.host.process import kill
 from bombus.private import private_folder
 
 READY_S = 180.0
@@ -55,8 +56,7 @@ async def running(folder: Path, threads: int = 0) -> AsyncIterator[str]:
                 async with asyncio.timeout(STOP_S):
                     await process.wait()
             except TimeoutError:
-                with suppress(ProcessLookupError):  # it has just ended
-                    process.kill()
+                kill(process)
                 await process.wait()
 
 

@@ -314,7 +314,7 @@ class TrainerServes(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.done"):
-    """A trainer has executed an operation, and its result is durable.
+    """A trainer has executed an operation, and its result is durable. As a command it is answered once that is decided.
 
     `closes`: the model is gone after it. `made` is what the first operation of a model has made, `saved` what one that
     saves has written; `step` counts the model's optimizer steps.

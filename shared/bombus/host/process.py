@@ -1,6 +1,7 @@
 """Runs a service as a process: it shuts down cleanly on a signal, ends with its supervisor, and binds its port."""
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -44,6 +45,17 @@ def die_with_this_process(number: signal.Signals = signal.SIGKILL) -> Callable[[
             os._exit(1)
 
     return ask
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a child, unless it has just ended."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def is_heeded(number: signal.Signals) -> bool:
+    """Return whether a signal does anything: `nohup` has the hang-up of a terminal ignored, and that is kept."""
+    return signal.getsignal(number) != signal.SIG_IGN
 
 
 def run_service(service: Coroutine[Any, Any, None]) -> int:

@@ -23,7 +23,7 @@ from bombus.errors import BombusError, BusUnavailable
 from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus.host.layout import Layout, Service, services
-from bombus.host.process import listen
+from bombus.host.process import kill, listen
 from bombus.host.watchdog import Watchdog, watchdog
 from bombus.private import private_folder, write_private
 from bombus.terminal import say
@@ -80,8 +80,7 @@ class Child:
     async def _kill_when_silent(self, process: asyncio.subprocess.Process, watching: Watchdog) -> None:
         await watching.until_silent()
         log.error("%s is silent for %.0f s: it is killed", self._service.name, watching.limit_s)
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            process.kill()
+        kill(process)
 
     async def stop(self) -> None:
         self._stopping = True
@@ -94,8 +93,7 @@ class Child:
                 await process.wait()
         except TimeoutError:
             log.warning("%s did not stop within %.0f s and is killed", self._service.name, STOP_S)
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                process.kill()
+            kill(process)
             await process.wait()
 
 

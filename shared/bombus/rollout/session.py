@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.host.process import is_heeded
 from bombus.private import private_folder
 from bombus.rollout.environment import ModelAccess, agent_variables
 from bombus.rollout.presets import PRESETS
@@ -61,8 +62,7 @@ def run_harness(session: HarnessSession, credentials: Credentials, scratch: Path
 @contextmanager
 def _signals_raised() -> Iterator[None]:
     """Leave by an exception when the terminal is closed or the process is asked to end."""
-    heeded = (number for number in (signal.SIGHUP, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN)
-    earlier = {number: signal.signal(number, _leave) for number in heeded}
+    earlier = {number: signal.signal(number, _leave) for number in (signal.SIGHUP, signal.SIGTERM) if is_heeded(number)}
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bombus.errors import Code, Refused
+from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Generate
 from bombus_inference.backends.torch.adapters.own import LowRank
 from bombus_inference.backends.torch.engine import Engine
@@ -133,6 +133,9 @@ def test_an_unknown_adapter_is_refused_by_name_and_the_engine_goes_on(model: Pre
     with pytest.raises(Refused, match=f"does not have adapter {ONE}: load it first") as refused:
         engine.add(1, with_adapter(request([1]), ONE))
     assert refused.value.code == Code.UNKNOWN_MODEL
+    with pytest.raises(Refused) as refused:
+        engine.add(1, with_adapter(request([1]), "x" * 1_000_000))
+    assert len(refused.value.why) < 200
     assert not engine.has_work
     assert len(answer(engine, request([1])).only.tokens) == 12
 
@@ -282,6 +285,18 @@ def test_an_engine_that_serves_other_weights_already_takes_no_adapters(model: Pr
     late = Engine(paged(model), settings, run=1, version=37)
     with pytest.raises(Refused, match="version 37"):
         late.add_adapter(ONE, loaded(adapters(model)[ONE]))
+
+
+def test_a_change_of_weights_that_does_not_fit_leaves_the_base_as_it_is(model: PreTrainedModel) -> None:
+    engine = engine_for(model)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(EngineFault, match="is not this model's"):
+        engine.patch_weights({name: TensorPatch(torch.ones(1), torch.tensor([1 << 20]))}, 1, 1)
+    with pytest.raises(EngineFault, match="lack"):
+        engine.swap_weights({}, 1, 1)
+    for address, factors in adapters(model).items():
+        engine.add_adapter(address, loaded(factors))
+    check_all(engine, model, model, 0)
 
 
 # ---- half precision ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bombus.architectures.logits import LogitsForm
-from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logprobs
+from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logits, chosen_logprobs
 
 HIDDEN, VOCABULARY, HEADS = 8, 17, 7
 HEAD_OF_TERM = torch.tensor([0, 0, 1, 2, 3, 3, 4, 5, 6])
@@ -70,6 +70,22 @@ def test_values_are_those_on_whole_logits() -> None:
         chosen_logprobs(hidden, OutputLayer(weight), head, True), whole(hidden, weight, head), strict=True
     ):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_logits_of_targets_are_those_among_all_with_their_gradients() -> None:
+    hidden, weight, head = given()
+    bias = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    leaves = [hidden, weight, bias]
+    capped = 2.0 * torch.tanh(0.7 * (hidden @ weight.t() + bias) / 2.0) / head.temperatures_U[:, None]
+    theirs = capped[head.head_of_term_N, head.targets_N]
+    mine = chosen_logits(hidden, OutputLayer(weight, bias, LogitsForm(scale=0.7, cap=2.0)), head)
+    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    for actual, wanted in zip(
+        torch.autograd.grad(mine.square().sum(), leaves),
+        torch.autograd.grad(theirs.square().sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_without_a_bonus_the_entropy_has_no_gradient() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -230,6 +231,53 @@ async def test_what_was_saved_by_name_is_loaded_and_continued_bit_for_bit(client
     assert "cannot be the name of a checkpoint" in outside.error
 
 
+@pytest.mark.parametrize("cover_s", [0.0, 600.0])
+async def test_a_model_of_all_weights_goes_on_after_a_crash_and_begins_again_from_its_base(
+    bus: Bus, tmp_path: Path, cover_s: float
+) -> None:
+    async with serving(bus, tmp_path, cover_s=cover_s) as client:
+        trainer = client.stage.train()
+        await client.do("m", create(None))
+        fresh = await weights(client, "m", "fresh")
+        refused = await client.do("n", create())
+        assert isinstance(refused, Failed)
+        assert "there can be no other" in refused.error
+        for operation in steps(1, 2):
+            await client.send("m", operation)
+        await client.results("m")
+        trained = await weights(client, "m", "trained")
+        await stopped(trainer)
+        trainer = client.stage.train()
+        assert await weights(client, "m", "again") == trained != fresh
+        ended = await client.do("m", EndModel(save_as="last", reset_weights=True))
+        assert isinstance(ended, ModelEnded)
+        assert client.model("m").closed is None
+        await stopped(trainer)
+        client.stage.train()
+        assert await weights(client, "m", "reset") == fresh
+        loaded = await client.do("m", LoadWeights(checkpoint="m/training/last", with_optimizer=True))
+        assert loaded == CheckpointLoaded(checkpoint="m/training/last", step=2)
+        assert await weights(client, "m", "loaded") == trained
+
+
+async def test_a_checkpoint_that_is_removed_goes_from_the_disk_and_its_name_is_free(client: TrainingClient) -> None:
+    client.stage.train()
+    await client.do("m", create())
+    first = await client.do("m", training("x"))
+    assert isinstance(first, CheckpointSaved)
+    assert isinstance(await client.do("m", training("x")), Failed), "the name is taken"
+    remove = inbox.RemoveWeights(id=client.stage.id(), engine=ENGINE, model="m", use="training", name="x")
+    await client.stage.bus.inbox.request(remove)
+    second = await client.do("m", training("x"))
+    assert isinstance(second, CheckpointSaved)
+    assert Path(second.folder, "facts.json").exists()
+    await client.stage.bus.inbox.request(msgspec.structs.replace(remove, id=client.stage.id()))
+    missing = await client.do("m", LoadWeights(checkpoint="m/training/x"))
+    assert isinstance(missing, Failed)
+    assert "there is no checkpoint m/training/x" in missing.error
+    assert not Path(second.folder).exists()
+
+
 async def test_a_model_is_ended_by_its_client_and_saved_when_its_session_ends(client: TrainingClient) -> None:
     client.stage.train()
     for model in ("done", "left"):
@@ -252,7 +300,9 @@ async def test_a_model_is_ended_by_its_client_and_saved_when_its_session_ends(cl
     assert all(Path(each.noted.saved.folder, "facts.json").exists() for each in kept.values())
 
 
-async def test_covers_are_written_between_steps_and_only_the_newest_is_kept(bus: Bus, tmp_path: Path) -> None:
+async def test_only_the_newest_cover_is_kept_and_it_has_the_gradient_of_the_step_to_come(
+    bus: Bus, tmp_path: Path
+) -> None:
     async with serving(bus, tmp_path, cover_s=0.0) as client:
         client.stage.train()
         await client.do("m", create())
@@ -267,9 +317,11 @@ async def test_covers_are_written_between_steps_and_only_the_newest_is_kept(bus:
         places = client.stage.options.folder.glob("covers/*/main/run-1/m/training/*")
         newest = client.model("m").cover
         assert newest is not None
-        await client.do("m", forward_backward(*random_data(1, 2)))
+        await client.do("m", forward_backward(*random_data(1, 2), forward_only=True))
         assert [str(path) for path in places] == [newest.folder]
-        assert client.model("m").held_bytes > 0, "a gradient that was not stepped with is in no cover"
+        await client.do("m", forward_backward(*random_data(1, 2)))
+        await client.until_covered("m", 6)
+        assert client.model("m").held_bytes == 0
 
 
 async def test_a_trainer_that_begins_again_goes_on_where_the_log_is(bus: Bus, tmp_path: Path) -> None:

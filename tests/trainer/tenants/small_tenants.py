@@ -1,6 +1,6 @@
 """What the tests of operations share: an executor with a tiny base, and data for it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,11 +31,16 @@ SPEC = AdapterSpec(rank=4, alpha=8.0, seed=1)
 CROSS_ENTROPY = LossSpec("cross_entropy")
 
 
-def executor(folder: Path, root: Path, bin_tokens: int = 4096, **options: int) -> OperationExecutor:
-    """Make an executor on the model in `folder`, which callers name `BASE`. It writes below `root`."""
-    settings = tiny_settings(model={"path": BASE}, bin_tokens=bin_tokens)
+def executor(folder: Path, root: Path, changes: Mapping[str, object] = {}, **options: int) -> OperationExecutor:
+    """Make an executor on the model in `folder`, which callers name `BASE`. It writes below `root`.
+
+    `changes` are fields of its `tiny_settings`, and `options` of its `TenantSettings`.
+    """
+    settings = tiny_settings(**{"model": {"path": BASE}, **changes})
     return OperationExecutor(
-        folder, settings, TenantSettings(checkpoints=root / "checkpoints", scratch=root / "scratch", **options)
+        folder,
+        settings,
+        TenantSettings(checkpoints=root / "checkpoints", covers=root / "covers", scratch=root / "scratch", **options),
     )
 
 

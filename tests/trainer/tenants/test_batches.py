@@ -98,6 +98,7 @@ def test_without_a_mask_tokens_with_an_advantage_count() -> None:
     assert read(one, loss="ppo").counted_M.tolist() == [1.0, 0.0]
     masked = datum([1, 2], mask=floats(0.0, 1.0), **POLICY)
     assert read(masked, loss="ppo").counted_M.tolist() == [0.0, 1.0]
+    assert read(masked, one, loss="ppo").counted_M.tolist() == [0.0, 1.0, 1.0, 1.0]
 
 
 def test_a_token_with_several_targets_counts_once() -> None:

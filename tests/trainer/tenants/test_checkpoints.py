@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from bombus.errors import EngineFault, Refused
 from bombus.operations import CheckpointKind, CheckpointSaved
 from bombus_trainer.publish.checkpoint import Seal
-from bombus_trainer.tenants.checkpoints import REPLACED, CheckpointFolder, CheckpointName, TenantFacts
+from bombus_trainer.tenants.checkpoints import REPLACED, CheckpointFolder, CheckpointName, TenantFacts, TenantMarks
 
 WEIGHTS = "adapter_model.safetensors"
 NAME = CheckpointName("run:train:0", CheckpointKind.SAMPLER, "step-1")
@@ -36,8 +36,7 @@ def saved(
             weights=WEIGHTS,
             address=files[WEIGHTS].sha256,
             files=files,
-            operation=operation,
-            executed=b"\x00up to 7\xff",
+            marks=TenantMarks(operation=operation, executed=b"\x00up to 7\xff"),
         )
 
     return folder.save(name, overwrite, operation, fill, describe)
@@ -55,7 +54,7 @@ def test_a_checkpoint_is_a_folder_of_its_name_with_an_address_that_is_its_files_
     assert found.address == sha256(file.read_bytes()).hexdigest()
     assert found.size_bytes == file.stat().st_size
     facts = folder.facts(NAME)
-    assert (facts.step, facts.executed, facts.address) == (3, b"\x00up to 7\xff", found.address)
+    assert (facts.step, facts.marks.executed, facts.address) == (3, b"\x00up to 7\xff", found.address)
     assert weight(folder) == 1.0
     assert [path.name for path in file.parent.parent.iterdir()] == ["step-1"]
 
@@ -137,6 +136,20 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     (place / "facts.json").write_text("{}")
     with pytest.raises(EngineFault, match=r"cannot be read from .*step-1: Object missing required field"):
         folder.facts(NAME)
+
+
+def test_what_is_removed_is_gone_and_its_name_is_free(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    other = CheckpointName(NAME.model, NAME.kind, "step-2")
+    for name in (NAME, other):
+        saved(folder, 1.0, name)
+    assert folder.names(NAME.model, NAME.kind) == ["step-1", "step-2"]
+    folder.remove(NAME)
+    folder.remove(NAME)
+    assert folder.names(NAME.model, NAME.kind) == ["step-2"]
+    assert [path.name for path in (tmp_path / NAME.model / NAME.kind).iterdir()] == ["step-2"]
+    saved(folder, 2.0)
+    assert weight(folder) == 2.0
 
 
 @pytest.mark.parametrize("bad", ["", ".", "..", "../x", "a/b", "/etc", ".draft-x", "a b", "a\0", "a\n", "ü", "x" * 129])

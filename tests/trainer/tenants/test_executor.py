@@ -27,7 +27,6 @@ from bombus.operations import (
     Rejected,
     SaveWeights,
 )
-from bombus_trainer.tenants.checkpoints import CheckpointFolder
 from bombus_trainer.tenants.executor import OperationExecutor
 from tests.trainer.tenants.small_tenants import (
     BASE,
@@ -64,7 +63,7 @@ def gradient_norm(made: OperationExecutor, model: str) -> float:
 
 
 def test_logprobs_are_those_of_transformers_in_the_order_of_the_data(base: Path, tmp_path: Path) -> None:
-    made = executor(base, tmp_path, bin_tokens=16)
+    made = executor(base, tmp_path, {"bin_tokens": 16})
     created(made, "a")
     data = random_data(3, 7)
     found = scored(made, "a", forward_backward(*data, forward_only=True))
@@ -145,6 +144,19 @@ def test_the_z_loss_is_the_square_of_the_logits_normalizer(base: Path, tmp_path:
     assert gradient_norm(made, "a") == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-4)
 
 
+def test_a_mask_multiplies_the_terms_and_leaves_the_logprobs(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    inputs = {"logprobs": floats(-1.0, -2.0, -3.0), "advantages": floats(1.0, -1.0, 2.0)}
+    plain = scored(made, "a", forward_backward(datum([1, 2, 3], **inputs), loss=IMPORTANCE, forward_only=True))
+    masked = datum([1, 2, 3], mask=floats(0.5, 0.0, 2.0), **inputs)
+    found = scored(made, "a", forward_backward(masked, loss=IMPORTANCE, forward_only=True))
+    first, _, third = plain.outputs[0]["elementwise_loss"].values()
+    assert found.outputs[0]["elementwise_loss"].values() == pytest.approx([0.5 * first, 0.0, 2.0 * third])
+    assert (logprobs(found), found.tokens) == (logprobs(plain), 2)
+    assert found.loss == pytest.approx(0.5 * first + 2.0 * third)
+
+
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +173,20 @@ def test_gradients_of_several_operations_are_added(base: Path, tmp_path: Path) -
         scored(made, "halves", half)
     steps = [stepped(made, model, optim_step()) for model in ("whole", "parts", "halves")]
     assert [step.grad_norm for step in steps] == pytest.approx([steps[0].grad_norm] * 3, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"gradient_checkpointing": True}, {"share_prefixes": False}, {"bin_tokens": 16}, {"logits_bytes_max": 1 << 16}],
+)
+def test_how_a_job_spends_memory_changes_no_gradient(base: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    norms = []
+    for number, each in enumerate(({}, changes)):
+        made = executor(base, tmp_path / str(number), each)
+        created(made, "a")
+        scored(made, "a", forward_backward(*random_data(5, 6)))
+        norms.append(gradient_norm(made, "a"))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_the_same_operations_give_the_same_bits(base: Path, tmp_path: Path) -> None:
@@ -254,28 +280,16 @@ def test_what_was_rejected_fails_in_its_turn_and_spoils_the_gradient_where_it_co
     assert made.execute("nobody", Rejected(failure=failure, counts=True)) == failure
 
 
-def test_a_model_made_from_its_cover_goes_on_bit_for_bit(base: Path, tmp_path: Path) -> None:
-    made, covers = executor(base, tmp_path), CheckpointFolder(tmp_path / "covers")
+def test_a_model_that_was_dropped_is_gone_and_one_that_was_cleared_has_no_gradient(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
     created(made, "a")
     scored(made, "a", forward_backward(*random_data(1, 3)))
-    assert not made.is_between_steps("a")
-    stepped(made, "a", optim_step())
-    assert made.is_between_steps("a")
-    made.save_to(covers, "a", "cover-3")
-
-    def goes_on(each: OperationExecutor) -> str:
-        scored(each, "a", forward_backward(*random_data(2, 3)))
-        assert stepped(each, "a", optim_step()).step == 2
-        return address(each, "a", "after")
-
-    wanted = goes_on(made)
-    again = executor(base, tmp_path / "again")
-    again.make_from(covers, "a", "cover-3")
-    assert again.models == {"a": 1}
-    assert goes_on(again) == wanted
-    again.drop("a")
-    again.drop("a")
-    assert again.models == {}
+    failed(made, "a", forward_backward(datum([99])))
+    made.clear("a")
+    assert stepped(made, "a", optim_step()).grad_norm == 0.0
+    made.drop("a")
+    made.drop("a")
+    assert made.models == {}
 
 
 def test_an_aborted_epoch_is_forgotten(base: Path, tmp_path: Path) -> None:

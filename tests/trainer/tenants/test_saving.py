@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from bombus.errors import Refused
 from bombus.operations import (
     AdapterSpec,
     Category,
@@ -21,9 +22,11 @@ from bombus.operations import (
     ModelEnded,
     ModelReady,
     Operation,
+    Reduction,
     SaveWeights,
 )
 from bombus.weights.adapters import read_adapter_config
+from bombus_trainer.tenants.checkpoints import TenantMarks
 from bombus_trainer.tenants.executor import OperationExecutor
 from tests.trainer.tenants.small_tenants import (
     BASE,
@@ -115,7 +118,7 @@ def test_a_load_clears_the_gradient_and_a_failure_on_it(base: Path, tmp_path: Pa
     created(made, "a")
     scored(made, "a", forward_backward(*random_data(0, 3)))
     saved = save(made, "a", "x")
-    assert made.checkpoint_facts("a/training/x").unstepped == 1
+    assert made.checkpoint_facts("a/training/x").unstepped.operations == 1
     failed(made, "a", forward_backward(datum([99])))
     loaded(made, "a", "a/training/x")
     assert stepped(made, "a", optim_step()).grad_norm == 0.0
@@ -139,6 +142,20 @@ def test_peft_reads_a_sampler_checkpoint_and_computes_the_same(base: Path, tmp_p
     with torch.no_grad():
         wanted = torch.log_softmax(peft(torch.tensor([[5, 6, 7, 8]])).logits[0], -1)[torch.arange(4), [6, 7, 8, 0]]
     assert found == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def test_an_external_checkpoint_names_its_base_and_needs_nothing_else(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path, {"model": {"path": str(base)}})
+    assert isinstance(made.execute("a", CreateModel(base=str(base), adapter=SPEC)), ModelReady)
+    train(made, "a", 0, 1)
+    found = logprobs(scored(made, "a", forward_backward(datum([5, 6, 7, 8]), forward_only=True)))
+    folder = Path(save(made, "a", "out", CheckpointKind.EXTERNAL).folder)
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        lines = torch.log_softmax(model(torch.tensor([[5, 6, 7, 8]])).logits[0], -1)
+    assert found == pytest.approx(lines[torch.arange(4), [6, 7, 8, 0]].tolist(), abs=1e-5)
+    assert loaded(made, "a", "a/external/out", with_optimizer=False) == 0
 
 
 def test_transformers_reads_a_model_of_all_weights(base: Path, tmp_path: Path) -> None:
@@ -175,10 +192,7 @@ def test_what_the_caller_says_is_in_the_facts(base: Path, tmp_path: Path) -> Non
     kept = SaveWeights(checkpoint=TRAINING, name="x", ttl_s=60.0)
     first = made.execute("a", kept, "op-3", b"\x01\x02")
     facts = made.checkpoint_facts("a/training/x")
-    assert (facts.ttl_s, facts.operation, facts.executed, facts.base, facts.adapter) == (
-        *(60.0, "op-3", b"\x01\x02"),
-        *(BASE, SPEC),
-    )
+    assert (facts.marks, facts.base, facts.adapter) == (TenantMarks(60.0, "op-3", b"\x01\x02"), BASE, SPEC)
     train(made, "a", 0)
     assert made.execute("a", kept, "op-3", b"\x01\x02\x03") == first
     assert "ttl_s is -1.0" in failed(made, "a", SaveWeights(checkpoint=TRAINING, name="y", ttl_s=-1.0)).error
@@ -245,6 +259,19 @@ def test_a_damaged_checkpoint_is_the_servers_fault(base: Path, tmp_path: Path) -
     assert (refused.category, "is damaged" in refused.error) == (Category.SERVER, True)
 
 
+def test_a_save_that_cannot_be_written_is_the_servers_fault_and_the_model_stays(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    train(made, "a", 0)
+    (tmp_path / "checkpoints" / "a").write_text("a file where the model's folder has to be")
+    for operation in (SaveWeights(checkpoint=TRAINING, name="x"), EndModel(save_as="x")):
+        refused = failed(made, "a", operation)
+        assert (refused.category, "a file could not be written" in refused.error) == (Category.SERVER, True)
+    (tmp_path / "checkpoints" / "a").unlink()
+    train(made, "a", 1)
+    assert save(made, "a", "x").name == "x"
+
+
 def test_models_whose_optimizers_wait_in_files_train_to_the_same_bits(base: Path, tmp_path: Path) -> None:
     def addresses(root: str, bytes_max: int) -> list[str]:
         made = executor(base, tmp_path / root, optimizer_bytes_max=bytes_max)
@@ -277,3 +304,68 @@ def test_an_optimizer_whose_file_is_damaged_is_replaced_by_a_checkpoints(base: P
     assert loaded(made, "a", "a/training/x") == 1
     train(made, "a", 1)
     assert load_file(Path(save(made, "a", "y").folder) / "optimizer.safetensors")
+
+
+# ---- covers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [SPEC, None], ids=["adapter", "all weights"])
+def test_a_model_recovers_in_the_middle_of_a_step(base: Path, tmp_path: Path, spec: AdapterSpec | None) -> None:
+    def begun(root: str) -> OperationExecutor:
+        made = executor(base, tmp_path / root)
+        created(made, "a", spec)
+        train(made, "a", 0)
+        scored(made, "a", forward_backward(*random_data(1, 4)))
+        return made
+
+    def ended(made: OperationExecutor) -> str:
+        scored(made, "a", forward_backward(*random_data(2, 4)))
+        step = stepped(made, "a", optim_step(Reduction.TOKEN_MEAN))
+        return f"{step} {save(made, 'a', 'end').address}"
+
+    wanted = ended(begun("unbroken"))
+    first = begun("broken")
+    covered = first.cover("a", "7", b"up to 7")
+    assert first.cover("a", "7", b"up to 7") == covered
+    second = executor(base, tmp_path / "broken")
+    assert second.recover("a", "7") == b"up to 7"
+    assert ended(second) == wanted
+    assert second.recover("a", "7") == b"up to 7"  # in the place of the model that is there
+    assert second.models == {"a": 1}
+
+
+def test_a_failure_on_a_gradient_is_recovered_too(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    failed(made, "a", forward_backward(datum([99])))
+    made.cover("a", "1", b"")
+    again = executor(base, tmp_path)
+    again.recover("a", "1")
+    assert "datum 0 has the token id 99" in failed(again, "a", optim_step()).error
+
+
+def test_covers_are_apart_from_what_callers_save_and_go_when_they_are_not_needed(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    for name in ("1", "2", "3"):
+        made.cover("a", name, b"")
+    assert "there is no checkpoint a/training/3" in failed(made, "a", LoadWeights(checkpoint="a/training/3")).error
+    made.uncover("a", kept="3")
+    with pytest.raises(Refused, match="there is no checkpoint a/training/2"):
+        made.recover("a", "2")
+    assert made.models == {"a": 0}
+    assert made.recover("a", "3") == b""
+    made.uncover("a")
+    with pytest.raises(Refused, match="there is no checkpoint a/training/3"):
+        made.recover("a", "3")
+
+
+def test_a_checkpoint_that_was_removed_can_be_saved_again(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    save(made, "a", "x")
+    made.remove_checkpoint("a/training/x")
+    made.remove_checkpoint("a/training/x")
+    with pytest.raises(Refused, match="there is no checkpoint"):
+        made.checkpoint_facts("a/training/x")
+    save(made, "a", "x")

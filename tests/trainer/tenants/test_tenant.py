@@ -8,7 +8,7 @@ import torch
 from bombus.errors import Refused
 from bombus.operations import AdamParams, AdapterSpec, Reduction
 from bombus_trainer.tenants.base import TenantBase
-from bombus_trainer.tenants.tenant import Tenant
+from bombus_trainer.tenants.tenant import GradientEpoch, TrainedTenant
 from tests.trainer.small_batches import tiny_settings
 
 
@@ -17,14 +17,14 @@ def shared(base: Path) -> TenantBase:
     return TenantBase(base, tiny_settings(), all_weights=False)
 
 
-def tenant(shared: TenantBase, rank: int = 1) -> Tenant:
-    return Tenant(shared, AdapterSpec(rank=rank, alpha=2.0, targets=("q_proj",)), rank_max=8)
+def tenant(shared: TenantBase, rank: int = 1) -> TrainedTenant:
+    return TrainedTenant(shared, AdapterSpec(rank=rank, alpha=2.0, targets=("q_proj",)), rank_max=8)
 
 
-def with_gradient(made: Tenant, value: float, tokens: int) -> Tenant:
+def with_gradient(made: TrainedTenant, value: float, tokens: int) -> TrainedTenant:
     for parameter in made.parameters.values():
         parameter.grad = torch.full_like(parameter, value)
-    made.epoch.operations, made.epoch.tokens = 1, tokens
+    made.epoch = GradientEpoch(1, tokens)
     return made
 
 
@@ -41,7 +41,7 @@ def test_a_gradient_is_divided_before_its_norm_is_bounded(shared: TenantBase) ->
 def test_a_step_clears_the_gradient(shared: TenantBase) -> None:
     made = with_gradient(tenant(shared), 1.0, tokens=5)
     made.take_step(AdamParams(learning_rate=0.1), Reduction.TOKEN_MEAN)
-    assert (made.step, made.epoch.operations, made.epoch.tokens) == (1, 0, 0)
+    assert (made.step, made.epoch) == (1, GradientEpoch())
     assert all(parameter.grad is None for parameter in made.parameters.values())
 
 
@@ -54,7 +54,7 @@ def test_weights_of_another_shape_are_refused_before_any_changes(shared: TenantB
     assert all(torch.equal(before[name], value) for name, value in made.weights().items())
 
 
-def named_while_on(shared: TenantBase, made: Tenant) -> list[str]:
+def named_while_on(shared: TenantBase, made: TrainedTenant) -> list[str]:
     with shared.switched_on(made.adapters):
         return [name for name, _ in shared.network.named_modules()]
 

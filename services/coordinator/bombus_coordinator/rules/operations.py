@@ -5,7 +5,7 @@ import re
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, RunKind
-from bombus.hive.inbox import Accepted, CoverWritten, Operate, OperationDone
+from bombus.hive.inbox import Accepted, CoverWritten, Done, Operate, OperationDone
 from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status import byte_size
@@ -216,13 +216,26 @@ def _is_current(engine: EngineState, message: OperationDone | CoverWritten) -> b
 
 
 def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
-    """Take the first result of an operation, from the current trainer; any other is ignored."""
+    """Take the first result of an operation, from the current trainer. Another one changes nothing.
+
+    It can be sent as a command: the answer says that the operation has a result, this one or an earlier one.
+    """
     model = engine.tenants.models.get(message.model)
-    if not _is_current(engine, message) or model is None or model.closed is not None or not is_body(message.result):
+    if not _is_current(engine, message):
+        raise wrong_phase(
+            f"complete an operation of run {message.run} as trainer {message.trainer_epoch}",
+            engine.phase,
+            f"Run {engine.run} is that of trainer {engine.trainer_epoch}.",
+        )
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    queued = None if model is None or model.closed is not None else model.operations.get(message.key)
+    if model is None or queued is None or not queued.waits or queued.number != message.number:
+        yield Decision(replies=reply)
         return
-    queued = model.operations.get(message.key)
-    if queued is None or not queued.waits or queued.number != message.number:
-        return
+    if not is_body(message.result):
+        raise Refused(Code.MALFORMED, "The reference to the result names no parts of it, or too many: store it again.")
+    if message.result.first < max(live.released, engine.tenants.released.get(model.name, 0)):
+        raise Refused(Code.BODY_GONE, "This result was stored too long ago: store it again.")
     events: list[Event] = [
         ev.OperationCompleted(
             at_ns=live.now_ns,
@@ -243,7 +256,7 @@ def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
     if message.saved is not None and not message.failed:
         events.append(_kept(engine, live, model, message, message.saved))
     events += _closed(engine, live, model, queued, message)
-    yield Decision(events=tuple(events))
+    yield Decision(events=tuple(events), replies=reply)
 
 
 def _kept(

@@ -3,7 +3,7 @@
 from bombus.hive import events as ev
 from bombus.hive.events import ModelFloor
 from bombus.hive.inbox import OperationsStored, TrainerServes
-from bombus.hive.state import EngineState, Hive, Phase
+from bombus.hive.state import BOOTED, EngineState, Hive, Phase
 from bombus.hive.tenants.state import TenantModel
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.live import Live, ns
@@ -12,15 +12,12 @@ FLOORS_MAX = 1000  # in one event
 
 
 def trainer_serves(engine: EngineState, live: Live, message: TrainerServes) -> Decisions:
-    """Let the run begin to serve: its trainer has loaded the base."""
+    """Note that the run can begin to serve: its trainer has loaded the base. The transition to rolling follows."""
     if message.run != engine.run or not engine.serves_operations or message.trainer_epoch != engine.trainer_epoch:
         return
-    if engine.phase != Phase.BOOTING or not engine.trainer:
+    if engine.phase != Phase.BOOTING or not engine.trainer or engine.stage == BOOTED:
         return
     yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
-    yield Decision(
-        events=(ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run, version=engine.version),)
-    )
 
 
 def end_idle_run(engine: EngineState, live: Live) -> Decisions:

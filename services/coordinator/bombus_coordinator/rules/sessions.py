@@ -7,7 +7,7 @@ from bombus.hive import events as ev
 from bombus.hive.events import Event, SessionEnd
 from bombus.hive.inbox import CloseSession, Done, OpenSession, RemoveWeights, RetainWeights
 from bombus.hive.state import EngineState
-from bombus.hive.tenants.state import TTL_S_MAX, Tenant, TenantModel, kept_id
+from bombus.hive.tenants.state import TTL_S_MAX, TenantModel, TenantSession, kept_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live, ns
@@ -39,10 +39,10 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
         raise Refused(
             Code.QUOTA, f"Engine {engine.name} has at most {limits.sessions_max} sessions: end one, or try again later."
         )
+    forgotten: tuple[Event, ...] = ()
     if len(sessions) >= ENDED_KEPT * limits.sessions_max:
         oldest = next((each for each in sessions.values() if _is_over(engine, each)), None)
-        if oldest is not None:
-            yield _forgotten(engine, live, oldest)
+        forgotten = () if oldest is None else (_forgotten(engine, live, oldest),)
     opened = ev.SessionOpened(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -52,7 +52,7 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
         door=message.door,
         metadata=message.metadata,
     )
-    yield Decision(events=(opened,), replies=reply)
+    yield Decision(events=(*forgotten, opened), replies=reply)
 
 
 def _check_form(message: OpenSession, idle_s: float) -> None:
@@ -89,17 +89,17 @@ def close_session(engine: EngineState, live: Live, message: CloseSession) -> Dec
     yield Decision(events=_ended(engine, live, session, ended), replies=reply)
 
 
-def _ended(engine: EngineState, live: Live, session: Tenant, ended: ev.SessionEnded) -> tuple[Event, ...]:
+def _ended(engine: EngineState, live: Live, session: TenantSession, ended: ev.SessionEnded) -> tuple[Event, ...]:
     """Return the end of a session, with the operations that end its models after what waits for them."""
     live.session_seen.pop((engine.name, session.session), None)
     return (ended, *(_end(engine, live, model, ended.save) for model in _to_end(engine, session)))
 
 
-def _open_models(engine: EngineState, session: Tenant) -> list[TenantModel]:
+def _open_models(engine: EngineState, session: TenantSession) -> list[TenantModel]:
     return [model for model in engine.tenants.open_models if model.session == session.session]
 
 
-def _to_end(engine: EngineState, session: Tenant) -> list[TenantModel]:
+def _to_end(engine: EngineState, session: TenantSession) -> list[TenantModel]:
     """Return the models of a session that no operation that waits will end."""
     return [
         model
@@ -141,28 +141,27 @@ def expire(engine: EngineState, live: Live) -> Decisions:
         if again:
             yield Decision(events=tuple(_end(engine, live, model, session.ended.save) for model in again))
         elif _is_over(engine, session) and _is_old(engine, live, session):
-            yield _forgotten(engine, live, session)
+            yield Decision(events=(_forgotten(engine, live, session),))
 
 
-def _is_idle(engine: EngineState, live: Live, session: Tenant) -> bool:
+def _is_idle(engine: EngineState, live: Live, session: TenantSession) -> bool:
     seen_ns = live.session_seen.get((engine.name, session.session), 0)
     return live.since(max(session.opened_ns, seen_ns)) + ns(session.idle_s) <= live.now_ns
 
 
-def _is_over(engine: EngineState, session: Tenant) -> bool:
+def _is_over(engine: EngineState, session: TenantSession) -> bool:
     return session.ended is not None and not _open_models(engine, session)
 
 
-def _is_old(engine: EngineState, live: Live, session: Tenant) -> bool:
+def _is_old(engine: EngineState, live: Live, session: TenantSession) -> bool:
     assert session.ended is not None
     models = (model for model in engine.tenants.models.values() if model.session == session.session)
     last_ns = max((model.closed.at_ns for model in models if model.closed is not None), default=0)
     return max(session.ended.at_ns, last_ns) + ns(engine.collection.tenancy.results_s) <= live.now_ns
 
 
-def _forgotten(engine: EngineState, live: Live, session: Tenant) -> Decision:
-    forgotten = ev.SessionForgotten(at_ns=live.now_ns, engine=engine.name, session=session.session)
-    return Decision(events=(forgotten,))
+def _forgotten(engine: EngineState, live: Live, session: TenantSession) -> ev.SessionForgotten:
+    return ev.SessionForgotten(at_ns=live.now_ns, engine=engine.name, session=session.session)
 
 
 # ---- saved models ---------------------------------------------------------------------------------------------

@@ -27,7 +27,11 @@ def _all_loaded(engine: EngineState) -> bool:
 
 
 def _booting(engine: EngineState, live: Live) -> Decisions:
-    if not engine.serves_operations and _all_loaded(engine):
+    if engine.serves_operations:
+        if engine.stage == BOOTED:
+            yield _roll(engine, live)
+            return
+    elif _all_loaded(engine):
         if engine.stage != BOOTED:
             yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
         yield _roll(engine, live)

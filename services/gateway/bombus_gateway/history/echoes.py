@@ -101,7 +101,7 @@ def follow(
             digests.append(reached := found[0].digest)
             candidates, count = [each for each in found if each.digest == reached], len(taken)
             ids = dict(zip(call_ids(turn.message), call_ids(said)))
-            doubt = doubt or not any(_may_be(turn.message, each) for each in found)
+            doubt = doubt or _is_of_another(turn.message, found)
         for message in turn.results if found else [_unnamed(turn.message)]:
             taken.append(_with_id(message, ids))
             digests.append(reached := next_digest(reached, message))
@@ -211,14 +211,21 @@ def _with_id(message: ChatMessage, ids: Mapping[str, str]) -> ChatMessage:
 # ---- what tells an answer --------------------------------------------------------------------------------------------
 
 
-def _may_be(echo: ChatMessage, answer: Sampled) -> bool:
-    """Return whether nothing in an echo names another answer than one with its words: no id of ours, no reasoning."""
-    if echo.get("answer_of", answer.name) != answer.name:
-        return False
-    if echo.get("reasoning_content") and reasoning_digest(echo) != answer.reasoning:
-        return False
-    ours = [id for id in call_ids(echo) if is_ours(id)]
-    return not ours or set(ours) <= set(call_ids(answer.message))
+def _is_of_another(echo: ChatMessage, same: Sequence[Sampled]) -> bool:
+    """Return whether an echo names another answer than each of these with its words, by an id of ours or reasoning."""
+    reasoning = _reasoning(echo)
+    ours = {id for id in call_ids(echo) if is_ours(id)}
+    return not any(
+        echo.get("answer_of", answer.name) == answer.name
+        and reasoning in (None, answer.reasoning)
+        and (not ours or ours <= set(call_ids(answer.message)))
+        for answer in same
+    )
+
+
+def _reasoning(echo: ChatMessage) -> bytes | None:
+    """Return the digest of an echo's reasoning, if it has any."""
+    return reasoning_digest(echo) if echo.get("reasoning_content") else None
 
 
 def _by_likelihood(
@@ -231,6 +238,6 @@ def _by_likelihood(
     """
     if len(same) == 1:
         return same
-    reasoning = reasoning_digest(echo) if echo.get("reasoning_content") else None
+    reasoning = _reasoning(echo)
     reasoned = [answer for answer in same if answer.reasoning == reasoning] or same
     return sorted(reasoned, key=is_continued)

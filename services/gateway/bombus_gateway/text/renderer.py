@@ -47,6 +47,19 @@ class Probe(msgspec.Struct, frozen=True):
     sampled: list[str]
     unclosed: bool = False
 
+    def without_doubled_thoughts(self) -> "Probe":
+        """Return it without reasoning in earlier answers that have text beside their calls.
+
+        gpt-oss's template writes that text as the reasoning, and refuses a message that has both.
+        """
+        messages = [
+            {key: value for key, value in message.items() if key != "reasoning_content"}
+            if index < self.count - 1 and message.get("content") and message.get("tool_calls")
+            else message
+            for index, message in enumerate(self.messages)
+        ]
+        return msgspec.structs.replace(self, messages=messages)
+
 
 class TemplateRenderer:
     """The renderer of one model.
@@ -194,7 +207,7 @@ class TemplateRenderer:
         tokens = unpack_tokens(history)
         probe = self._probe(tokens, completion_at, messages, count, free_word(strings([messages, tools])))
         try:
-            rendered = self._rendered(probe.messages, tools)
+            probe, rendered = self._rendered_probe(probe, tools)
             kept = self._history == "keep" or self._keeps(probe, tools, rendered)
         except TemplateRefused:
             return None  # rendering the whole says why
@@ -210,6 +223,13 @@ class TemplateRenderer:
         ):
             return None
         return self._after_completion(after, ended, bool(messages[count - 1].get("tool_calls")), rendered)
+
+    def _rendered_probe(self, probe: Probe, tools: Sequence[Mapping[str, Any]]) -> tuple[Probe, Rendered]:
+        try:
+            return probe, self._rendered(probe.messages, tools)
+        except TemplateRefused:
+            probe = probe.without_doubled_thoughts()
+            return probe, self._rendered(probe.messages, tools)
 
     def _probe(
         self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int, word: str

@@ -10,9 +10,10 @@ from pathlib import Path
 from bombus.errors import EngineFault, Refused
 from bombus.hive.events import ModelCovered
 from bombus_trainer.publish.directories import fsync_directory
-from bombus_trainer.tenants.checkpoints import FACTS, CheckpointFolder
+from bombus_trainer.tenants.checkpoints import FACTS
 from bombus_trainer.tenants.executor import OperationExecutor
 
+OPERATIONS_MAX = 1000  # without a cover
 SHARE = 10.0  # of the time between two covers of a model, at most one part in so many is spent on writing one
 _COVER = re.compile(r"cover-\d+-epoch-(\d+)-\d+\Z")
 _RUN = re.compile(r"run-(\d+)(?:-epoch-(\d+))?\Z")
@@ -47,24 +48,23 @@ class CoverClock:
         """Return from when on there should be a cover; None when everything is in the last one."""
         if self.number <= self.covered:
             return None
-        if self.at_once or self.bytes >= bytes_max:
+        if self.at_once or self.bytes >= bytes_max or self.number - self.covered >= OPERATIONS_MAX:
             return 0.0
         return self.since_s + max(every_s, SHARE * self.wrote_s)
 
 
 class Covers:
-    """The covers of one run, written by the trainer of one epoch."""
+    """The covers of one run, below the folder that its executor writes them to, by the trainer of one epoch."""
 
     def __init__(self, root: Path, trainer_epoch: int) -> None:
         self._root = root
         self._epoch = trainer_epoch
-        self._folder = CheckpointFolder(root)
         self._count = 0
 
     def write(self, executor: OperationExecutor, model: str, number: int) -> tuple[str, str]:
         """Write a cover of a model after operation `number`. Returns its folder and digest once it is durable."""
         self._count += 1
-        saved = executor.save_to(self._folder, model, f"cover-{number}-epoch-{self._epoch}-{self._count}")
+        saved = executor.cover(model, f"cover-{number}-epoch-{self._epoch}-{self._count}", b"")
         return saved.folder, _digest(Path(saved.folder))
 
     def load(self, executor: OperationExecutor, model: str, cover: ModelCovered) -> None:
@@ -73,7 +73,7 @@ class Covers:
         try:
             if _digest(path) != cover.digest:
                 raise EngineFault(f"the checkpoint of model {model} at {path} is not the one that the log names")
-            executor.make_from(self._folder, model, path.name)
+            executor.recover(model, path.name)
         except (OSError, Refused) as error:
             raise EngineFault(
                 f"model {model} cannot go on from its checkpoint at {path} ({error}): bring it back and resume the run"

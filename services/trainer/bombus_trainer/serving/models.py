@@ -202,10 +202,9 @@ class ServedModels:
     # ---- covers ---------------------------------------------------------------------------------------------------
 
     def coverable(self) -> Iterable[tuple[str, CoverClock]]:
-        """Yield the models whose covers could be newer, each with its clock: those whose gradients are clear."""
-        for name, clock in self._clocks.items():
-            if clock.number > clock.covered and name in self.executor.models and self.executor.is_between_steps(name):
-                yield name, clock
+        """Yield the models that have changed since their covers, each with its clock."""
+        there = self.executor.models
+        return ((name, clock) for name, clock in self._clocks.items() if clock.number > clock.covered and name in there)
 
     async def cover(self, name: str) -> tuple[int, str, str]:
         """Write a cover of a model. Returns the last operation in it, its folder and digest. Raises `OSError`."""

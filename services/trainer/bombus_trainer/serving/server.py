@@ -124,7 +124,9 @@ class OperationServer:
             remove_earlier(covers, ownership.run, ownership.epoch)
             run = f"run-{ownership.run}"
             settings = TenantSettings(
-                checkpoints=self._folder("saved"), scratch=scratch / f"{run}-epoch-{ownership.epoch}"
+                checkpoints=self._folder("saved"),
+                covers=covers / run,
+                scratch=scratch / f"{run}-epoch-{ownership.epoch}",
             )
             executor = load_base(job, options, settings)
             return ServedModels(
@@ -150,6 +152,7 @@ class OperationServer:
         if models.is_gone(tenants.models):
             models.forget_ended(tenants.models)
             await models.remove_old_covers(tenants.open_models)
+        await self._remove_weights(models)
         now_s = perf_counter()
         due_s, name = self._next_cover(models)
         if name and due_s <= now_s:
@@ -160,9 +163,23 @@ class OperationServer:
             await self._execute(models, *found)
             return
         try:
-            await ownership.wait(partial(_has_news, models), due_s - now_s if name else None)
+            await ownership.wait(lambda engine: self._has_news(models, engine), due_s - now_s if name else None)
         except TimeoutError:
             log.debug("run %d: a cover is due", ownership.run)
+
+    def _has_news(self, models: ServedModels, engine: EngineState) -> bool:
+        tenants = engine.tenants
+        gone = models.is_gone(tenants.models) or bool(self._ownership.removed)
+        return tenants.waiting > 0 or gone or bool(engine.suspended)
+
+    async def _remove_weights(self, models: ServedModels) -> None:
+        """Remove the checkpoints that the log has removed, unless there is one of the same name again."""
+        removed, kept = self._ownership.removed, self._ownership.engine.tenants.kept
+        while removed:
+            name, _ = removed.popitem()
+            if name not in kept:
+                remove = partial(models.executor.remove_checkpoint, name)
+                await in_thread(Kind.REMOVAL, f"removing the checkpoint {name}", remove)
 
     def _next_cover(self, models: ServedModels) -> tuple[float, str]:
         """Return the model whose cover is due first, and when; "" for none."""
@@ -181,6 +198,7 @@ class OperationServer:
         reached(Point.OPERATION_FOUND)
         operation = await models.read(queued)
         reached(Point.OPERATION_READ)
+        ownership.check()  # a trainer that was superseded writes no checkpoint
         result = await models.execute(model, queued, operation)
         reached(Point.OPERATION_EXECUTED)
         result, body = models.encoded(model, operation, result)
@@ -254,10 +272,6 @@ class OperationServer:
             except BusUnavailable as error:
                 log.warning("run %d waits for the bus: %s", ownership.run, error)
             await ownership.pause(self._options.retry_s)
-
-
-def _has_news(models: ServedModels, engine: EngineState) -> bool:
-    return engine.tenants.waiting > 0 or bool(engine.suspended) or models.is_gone(engine.tenants.models)
 
 
 def _is_settled(engine: EngineState, model: TenantModel, queued: Queued) -> bool:

@@ -13,13 +13,14 @@ class Turns:
         self._taken: dict[str, int] = {}
 
     def take(self, models: Iterable[TenantModel]) -> tuple[TenantModel, Queued] | None:
-        """Return the next operation with its model, None when nothing waits.
+        """Return the next operation of all open `models` with its model, None when nothing waits.
 
         The turn is that of the model which had its last one longest ago; of several that had none, of the one whose
         operation has waited longest.
         """
-        waiting = [(model, first) for model in models if (first := first_waiting(model)) is not None]
-        self._taken = {model.name: self._taken[model.name] for model, _ in waiting if model.name in self._taken}
+        there = list(models)
+        self._taken = {model.name: self._taken[model.name] for model in there if model.name in self._taken}
+        waiting = [(model, first) for model in there if (first := first_waiting(model)) is not None]
         if not waiting:
             return None
         model, queued = min(waiting, key=lambda each: (self._taken.get(each[0].name, 0), each[1].arrival))

@@ -29,15 +29,15 @@ class TenantOptimizer(NamedAdamW):
 
     def step(self, adam: AdamParams) -> None:
         """Update all parameters with their gradients."""
-        self._make_state()
+        self.make_state()
         for group in self._adam.param_groups:
             group["lr"], group["betas"], group["eps"] = adam.learning_rate, (adam.beta1, adam.beta2), adam.eps
             decays = group["params"][0].ndim >= 2
             group["weight_decay"] = adam.weight_decay if decays else 0.0
         self._adam.step()
 
-    def _make_state(self) -> None:
-        """Make all of the state before anything is updated: without the memory for it, nothing is."""
+    def make_state(self) -> None:
+        """Make all of the state, unless it is there: a step that has no memory for it then fails before it begins."""
         if self._adam.state:
             return
         self.restore(

@@ -11,7 +11,7 @@ from bombus.architectures.probing import sequence_limit
 from bombus.errors import Code, EngineFault, Refused
 from bombus.operations import AdapterPart, AdapterSpec
 from bombus.weights.models import persistent_buffers
-from bombus_trainer.backends.torch.lora import LoraLinear, layers_to_adapt
+from bombus_trainer.backends.torch.lora import LoraLinear, layers_to_adapt, linear_layers
 from bombus_trainer.backends.torch.model import PolicyModel, recompute_layers
 from bombus_trainer.settings import TrainerSettings
 
@@ -42,10 +42,15 @@ class TenantBase:
         return {name: LoraLinear(layer, spec.rank, spec.alpha, generator) for name, layer in self._layers(spec).items()}
 
     def _layers(self, spec: AdapterSpec) -> dict[str, nn.Linear]:
+        every = not spec.targets and AdapterPart.MLP in spec.parts
         try:
-            layers = layers_to_adapt(self.network, spec.targets)
+            if every or spec.targets:
+                layers = layers_to_adapt(self.network, spec.targets)
+            else:
+                layers = linear_layers(self.network)
         except EngineFault as error:
-            raise Refused(Code.BAD_CONFIG, f"no adapter like this can be made on this model: {error}") from error
+            hint = ". Leave mlp out of the adapter's parts, or give its targets" if every else ""
+            raise Refused(Code.BAD_CONFIG, f"no adapter like this can be made here: {error}{hint}") from error
         if not spec.targets:
             layers = {name: layer for name, layer in layers.items() if part_of(name) in spec.parts}
         if not layers:

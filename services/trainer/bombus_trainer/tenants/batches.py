@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from bombus.errors import Code, Refused
 from bombus.operations import Array, Datum, DType
+from bombus_trainer.backends.torch.transfer import to_device
 from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.tenants.client_losses import MASK, RATIO_MASK, TARGETS, WEIGHTS, ClientLoss, ScoredTokens
@@ -22,6 +22,7 @@ NUMPY: dict[DType, np.dtype[Any]] = {
 }
 INTEGERS = (DType.INT32, DType.INT64)
 NOT_NEGATIVE = (RATIO_MASK, MASK)
+OWN = "of the batch: "  # in the names of arrays that are not a caller's
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,17 @@ class TokenBatch:
 
     def scored(self, ids_N: Ints, logprobs_N: Tensor, logsumexp_N: Tensor | None) -> ScoredTokens:
         """Return the targets numbered `ids_N`, all those of some sequences, with their logprobs."""
-        device = logprobs_N.device
         sequences, lines_N = np.unique(self.lines_M[ids_N], return_inverse=True)
-
-        def moved(values_M: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(values_M).to(device)
-
+        inputs = {name: values_M[ids_N] for name, values_M in self.inputs.items()}
+        own = {f"{OWN}counted": self.counted_M[ids_N], f"{OWN}first": self.first_M[ids_N]}
+        moved = to_device({**inputs, **own, f"{OWN}lines": lines_N}, logprobs_N.device)
         return ScoredTokens(
             logprobs_N=logprobs_N,
-            inputs={name: moved(values_M[ids_N]) for name, values_M in self.inputs.items()},
-            lines_N=moved(lines_N),
+            inputs={name: moved[name] for name in inputs},
+            lines_N=moved[f"{OWN}lines"],
             lines=len(sequences),
-            counted_N=moved(self.counted_M[ids_N]),
-            first_N=moved(self.first_M[ids_N]),
+            counted_N=moved[f"{OWN}counted"],
+            first_N=moved[f"{OWN}first"],
             logsumexp_N=logsumexp_N,
         )
 
@@ -99,7 +98,8 @@ def read_batch(data: Sequence[Datum], loss: ClientLoss, limits: DataLimits) -> T
             Code.TOO_LARGE,
             f"one operation may have {limits.tokens_max} tokens, and this one has {total}: divide it into several",
         )
-    read = [_Reader(number, datum, loss, limits).read() for number, datum in enumerate(data)]
+    masked = any(MASK in datum.inputs for datum in data)
+    read = [_Reader(number, datum, loss, limits).read(masked) for number, datum in enumerate(data)]
     names = list(dict.fromkeys(name for each in read for name in each.inputs))
     for name in names:
         lacking = next((number for number, each in enumerate(read) if name not in each.inputs), None)
@@ -169,7 +169,8 @@ class _Reader:
     def __init__(self, number: int, datum: Datum, loss: ClientLoss, limits: DataLimits) -> None:
         self._number, self._datum, self._loss, self._limits = number, datum, loss, limits
 
-    def read(self) -> _Read:
+    def read(self, masked: bool) -> _Read:
+        """Read it; `masked`: some data have a mask, and where it is missing it is 1."""
         tokens_N = self._tokens()
         given = self._datum.inputs
         own = (TARGETS, *self._loss.needs, *self._loss.takes, MASK)
@@ -185,11 +186,10 @@ class _Reader:
         }
         if WEIGHTS in self._loss.takes:
             inputs.setdefault(WEIGHTS, np.ones(len(rows_M), dtype=np.float32))
-        counts_M = inputs[self._loss.counted_by] != 0.0
-        if MASK in inputs:
-            masked_M = inputs[MASK] != 0.0
-            counts_M = masked_M & counts_M if self._loss.counted_by == WEIGHTS else masked_M
         inputs.setdefault(MASK, np.ones(len(rows_M), dtype=np.float32))
+        counts_M = inputs[MASK] != 0.0
+        if self._loss.counted_by == WEIGHTS or not masked:
+            counts_M &= inputs[self._loss.counted_by] != 0.0
         if RATIO_MASK in inputs and counts_M.any() and not inputs[RATIO_MASK].any():
             raise self._refused(f"has a {RATIO_MASK} of zeros: it says which tokens the sequence's ratio is a mean of")
         return _Read(tokens_N, shape, targets_M, rows_M, inputs, counts_M.astype(np.float32))

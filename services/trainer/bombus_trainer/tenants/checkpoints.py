@@ -20,8 +20,9 @@ from bombus.operations import AdapterSpec, CheckpointKind, CheckpointSaved
 from bombus.weights.deltas import file_sha256
 from bombus_trainer.publish.checkpoint import Seal, seal_files
 from bombus_trainer.publish.directories import access_of, fsync_directory, make_durable_directory
+from bombus_trainer.tenants.tenant import GradientEpoch
 
-FACTS, OPTIMIZER = "facts.json", "optimizer.safetensors"
+FACTS, OPTIMIZER, GRADIENT = "facts.json", "optimizer.safetensors", "gradient.safetensors"
 DRAFT, REPLACED = ".draft-", ".replaced-"
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")
 
@@ -59,12 +60,22 @@ class CheckpointName:
         return f"{self.model}/{self.kind}/{self.name}"
 
 
+class TenantMarks(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the caller wants to find again in a checkpoint.
+
+    `ttl_s` is how long it is kept; 0 is for ever. `operation` is the caller's name of the operation that made it, and
+    `executed` tells which operations came before: bytes that mean nothing here.
+    """
+
+    ttl_s: float = 0.0
+    operation: str = ""
+    executed: bytes = b""
+
+
 class TenantFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a checkpoint is. `weights` names the file whose SHA-256 is its `address`.
 
-    `operation` is the caller's name of the operation that made it, and `executed` what the caller wants to know of the
-    operations before it: bytes that mean nothing here. Of `unstepped` operations the gradient is not in it, because no
-    step was taken with it yet. `ttl_s` is how long the caller keeps it; 0 is for ever.
+    `unstepped` is the gradient that no step was taken with yet. It is in the checkpoint only where that has its file.
     """
 
     format: int = 1
@@ -77,10 +88,8 @@ class TenantFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     address: str
     files: dict[str, Seal]
     adapter: AdapterSpec | None = None
-    unstepped: int = 0
-    ttl_s: float = 0.0
-    operation: str = ""
-    executed: bytes = b""
+    unstepped: GradientEpoch = GradientEpoch()
+    marks: TenantMarks = TenantMarks()
 
     @property
     def size_bytes(self) -> int:
@@ -89,9 +98,7 @@ class TenantFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 _facts = msgspec.json.Decoder(TenantFacts)
 
-FillDraft = Callable[
-    [Path], dict[str, Seal]
-]  # fills an empty folder durably; returns the seals of the files that it knows
+FillDraft = Callable[[Path], dict[str, Seal]]  # fills an empty folder, and returns the seals that it knows
 Describe = Callable[[dict[str, Seal]], TenantFacts]
 
 
@@ -133,6 +140,22 @@ class CheckpointFolder:
             raise EngineFault(f"the checkpoint {name} cannot be read: {error}") from error
         return tensors
 
+    def remove(self, name: CheckpointName) -> None:
+        """Remove a checkpoint, if there is one. From the first moment on it is nowhere."""
+        folder = self._path(name)
+        self._settle(folder)
+        if not folder.exists():
+            return
+        going = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder.parent))
+        folder.rename(going)
+        fsync_directory(folder.parent)
+        shutil.rmtree(going, ignore_errors=True)
+
+    def names(self, model: str, kind: CheckpointKind) -> list[str]:
+        """Return the names of a model's checkpoints of one kind, sorted."""
+        place = self._root / CheckpointName(model, kind, "_").model / kind
+        return sorted(path.name for path in place.glob("*") if _NAME.match(path.name))
+
     def save(
         self, name: CheckpointName, overwrite: bool, operation: str, fill: FillDraft, describe: Describe
     ) -> CheckpointSaved:
@@ -161,7 +184,7 @@ class CheckpointFolder:
 
     def _again(self, name: CheckpointName, operation: str) -> CheckpointSaved:
         facts = self.facts(name)
-        if not operation or facts.operation != operation:
+        if not operation or facts.marks.operation != operation:
             raise Refused(
                 Code.BAD_CONFIG, f"there is a checkpoint {name} already: use another name, or save with overwrite"
             )

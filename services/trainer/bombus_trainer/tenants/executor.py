@@ -1,6 +1,7 @@
 """Execute training operations: here models, their optimizers and their checkpoints meet. It does not know the bus."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -31,18 +32,19 @@ from bombus.operations import (
     Scores,
     StepTaken,
 )
-from bombus.weights.models import load_tokenizer_files
+from bombus.weights.models import hub_name, load_tokenizer_files
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.publish.checkpoint import Seal
 from bombus_trainer.settings import TrainerSettings
+from bombus_trainer.tenants.adam import TenantOptimizer
 from bombus_trainer.tenants.base import TenantBase
 from bombus_trainer.tenants.batches import DataLimits, read_batch
-from bombus_trainer.tenants.checkpoints import CheckpointFolder, CheckpointName, TenantFacts
+from bombus_trainer.tenants.checkpoints import CheckpointFolder, CheckpointName, TenantFacts, TenantMarks
 from bombus_trainer.tenants.client_losses import read_loss
-from bombus_trainer.tenants.saving import check_origin, load_tenant, weights_file, write_tenant
+from bombus_trainer.tenants.saving import Contents, check_origin, load_tenant, weights_file, write_tenant
 from bombus_trainer.tenants.settings import TenantSettings
 from bombus_trainer.tenants.shelf import OptimizerShelf
-from bombus_trainer.tenants.tenant import GradientEpoch, Tenant
+from bombus_trainer.tenants.tenant import TrainedTenant
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +59,9 @@ class OperationExecutor:
         """Load the base in `folder`, which callers name as the job does (`model.path`). Raises `EngineFault`."""
         self._folder, self._settings, self._options = folder, settings, options
         self._base: TenantBase | None = TenantBase(folder, settings, all_weights=False)
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, TrainedTenant] = {}
         self._checkpoints = CheckpointFolder(options.checkpoints)
+        self._covers = CheckpointFolder(options.covers)
         self._shelf = OptimizerShelf(options.scratch, options.optimizer_bytes_max)
 
     @property
@@ -80,11 +83,49 @@ class OperationExecutor:
         """Return what the checkpoint `MODEL/KIND/NAME` is. Raises `Refused` or `EngineFault`."""
         return self._checkpoints.facts(CheckpointName.read(checkpoint))
 
+    def remove_checkpoint(self, checkpoint: str) -> None:
+        """Remove the checkpoint `MODEL/KIND/NAME`, if there is one. Raises `Refused` for what names none."""
+        self._checkpoints.remove(CheckpointName.read(checkpoint))
+
+    # ---- covers ---------------------------------------------------------------------------------------------------
+
+    def cover(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
+        """Save all that a model is, with the gradient of the step to come, apart from its callers' checkpoints.
+
+        `recover` goes on from there as if nothing had happened in between. A cover of the same name stays as it is.
+        Raises `Refused` where there is no such model, `EngineFault` and `OSError` where it cannot be written.
+        """
+        tenant, where = self._tenant(model), _cover_name(model, name)
+        optimizer = self._shelf.bring(model)
+        contents = replace(self._contents(tenant, CheckpointKind.TRAINING, optimizer), gradient=True)
+        fill = partial(write_tenant, tenant=tenant, contents=contents)
+        marks = TenantMarks(operation=name, executed=executed)
+        return self._covers.save(where, False, name, fill, partial(self._facts, where, tenant, marks))
+
+    def recover(self, model: str, name: str) -> bytes:
+        """Make a model again from its cover, in the place of any model of this id. Returns what was `executed`.
+
+        Raises `Refused` where there is none of this name, `EngineFault` where it is damaged.
+        """
+        where = _cover_name(model, name)
+        facts = self._covers.facts(where)
+        self.drop(model)
+        self._take(model, self._new_from(self._covers, where, with_optimizer=True))
+        return facts.marks.executed
+
+    def uncover(self, model: str, kept: str = "") -> None:
+        """Remove a model's covers, except the one that is `kept`."""
+        for name in self._covers.names(model, CheckpointKind.TRAINING):
+            if name != kept:
+                self._covers.remove(_cover_name(model, name))
+
+    # ---- operations -----------------------------------------------------------------------------------------------
+
     def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:
         """Execute an operation on a model.
 
         `name` is the caller's for this operation: a checkpoint that an operation has made is not refused to it when it
-        is executed again. `executed` is kept in a checkpoint that this operation makes, see `TenantFacts`.
+        is executed again. `executed` is kept in a checkpoint that this operation makes, see `TenantMarks`.
         """
         try:
             return self._run(model, operation, name, executed)
@@ -108,29 +149,16 @@ class OperationExecutor:
         """Note that the gradient is incomplete where a failed operation belongs to it: the step that takes it fails."""
         tenant = self._tenants.get(model)
         if tenant is not None and adds_to_gradient(operation):
-            tenant.epoch.failed = tenant.epoch.failed or why
+            tenant.spoil(why)
 
     def clear(self, model: str) -> None:
         """Forget a model's gradient, and that an operation on it failed."""
         self._tenant(model).clear()
 
-    def is_between_steps(self, model: str) -> bool:
-        """Return whether a model's gradient is clear: then a checkpoint has all that the model is."""
-        return self._tenant(model).epoch == GradientEpoch()
-
     def drop(self, model: str) -> None:
         """Forget a model, if there is one."""
-        if self._tenants.pop(model, None) is not None:
-            self._shelf.remove(model)
-
-    def save_to(self, folder: CheckpointFolder, model: str, name: str) -> CheckpointSaved:
-        """Write a model with its optimizer to a folder other than that of the callers' checkpoints."""
-        return self._write(folder, model, SaveWeights(checkpoint=CheckpointKind.TRAINING, name=name), name, b"")
-
-    def make_from(self, folder: CheckpointFolder, model: str, name: str) -> None:
-        """Make a model from what `save_to` has written. Raises `EngineFault` or `Refused` where it is not there."""
-        where = CheckpointName(model, CheckpointKind.TRAINING, name)
-        self._add(model, self._made_from(folder, where, self._base_name, with_optimizer=True))
+        self._tenants.pop(model, None)
+        self._shelf.remove(model)
 
     def _run(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
         match operation:
@@ -154,7 +182,7 @@ class OperationExecutor:
             case _:
                 assert_never(operation)
 
-    def _tenant(self, model: str) -> Tenant:
+    def _tenant(self, model: str) -> TrainedTenant:
         tenant = self._tenants.get(model)
         if tenant is None:
             raise Refused(Code.UNKNOWN_MODEL, f"there is no model {model[:140]!r} here: create it first")
@@ -173,30 +201,30 @@ class OperationExecutor:
             )
         if len(self._tenants) >= self._options.models_max:
             raise Refused(Code.OVERLOADED, f"there are {len(self._tenants)} models here, as many as may be: end one")
-        if not operation.checkpoint:
-            tenant = self._new(operation)
-        else:
+        if operation.checkpoint:
             name = CheckpointName.read(operation.checkpoint)
-            tenant = self._made_from(self._checkpoints, name, operation.base, operation.with_optimizer)
-        self._add(model, tenant)
+            tenant = self._new_from(self._checkpoints, name, operation.with_optimizer)
+        else:
+            tenant = self._new(operation)
+        self._take(model, tenant)
         return ModelReady(adapter=tenant.spec, parameters=tenant.size)
 
-    def _made_from(self, folder: CheckpointFolder, name: CheckpointName, base: str, with_optimizer: bool) -> Tenant:
-        facts = folder.facts(name)
-        check_origin(name, facts, self._base_name, with_optimizer)
-        tenant = self._new(CreateModel(base=base, adapter=facts.adapter))
-        load_tenant(tenant, folder, name, facts, with_optimizer)
-        return tenant
-
-    def _add(self, model: str, tenant: Tenant) -> None:
+    def _take(self, model: str, tenant: TrainedTenant) -> None:
         self._tenants[model] = tenant
         self._shelf.add(model, tenant.optimizer)
+
+    def _new_from(self, folder: CheckpointFolder, name: CheckpointName, with_optimizer: bool) -> TrainedTenant:
+        facts = folder.facts(name)
+        check_origin(name, facts, self._base_name, with_optimizer)
+        tenant = self._new(CreateModel(base=self._base_name, adapter=facts.adapter))
+        load_tenant(tenant, folder, name, facts, with_optimizer)
+        return tenant
 
     @property
     def _base_name(self) -> str:
         return self._settings.job.model.path
 
-    def _new(self, operation: CreateModel) -> Tenant:
+    def _new(self, operation: CreateModel) -> TrainedTenant:
         all_weights = operation.adapter is None
         if self._tenants and all_weights:
             raise Refused(
@@ -210,7 +238,7 @@ class OperationExecutor:
                 f"the model {next(iter(self._tenants))} trains all weights of the base, so there can be no other: end "
                 "it first",
             )
-        return Tenant(self._need_base(all_weights), operation.adapter, self._options.rank_max)
+        return TrainedTenant(self._need_base(all_weights), operation.adapter, self._options.rank_max)
 
     def _need_base(self, all_weights: bool | None) -> TenantBase:
         """Return the base, loaded again where its weights are trained or were, which only happens without tenants."""
@@ -229,12 +257,12 @@ class OperationExecutor:
         self.drop(model)
         if tenant.spec is None and operation.reset_weights:
             del tenant
-            self._add(model, self._new(CreateModel(base=self._base_name)))
+            self._take(model, self._new(CreateModel(base=self._base_name)))
         return ModelEnded(saved=saved)
 
     # ---- gradients and steps --------------------------------------------------------------------------------------
 
-    def _forward_backward(self, tenant: Tenant, operation: ForwardBackward) -> Scores:
+    def _forward_backward(self, tenant: TrainedTenant, operation: ForwardBackward) -> Scores:
         loss = read_loss(operation.loss)
         limits = DataLimits(
             vocabulary=tenant.base.policy.vocab_size,
@@ -249,7 +277,7 @@ class OperationExecutor:
         self._shelf.bring(model)
         return tenant.take_step(operation.adam, operation.reduction)
 
-    def _abort(self, tenant: Tenant) -> EpochAborted:
+    def _abort(self, tenant: TrainedTenant) -> EpochAborted:
         operations = tenant.epoch.operations
         tenant.clear()
         return EpochAborted(step=tenant.step, operations=operations)
@@ -257,39 +285,39 @@ class OperationExecutor:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save(self, model: str, operation: SaveWeights, name: str, executed: bytes) -> CheckpointSaved:
-        return self._write(self._checkpoints, model, operation, name, executed)
-
-    def _write(
-        self, folder: CheckpointFolder, model: str, operation: SaveWeights, name: str, executed: bytes
-    ) -> CheckpointSaved:
         tenant, kind = self._tenant(model), operation.checkpoint
         if not 0.0 <= operation.ttl_s < inf:
             raise Refused(
                 Code.MALFORMED, f"ttl_s is {operation.ttl_s}: it has to be a number of seconds, or 0 for ever"
             )
-        optimizer = self._shelf.bring(model) if kind is CheckpointKind.TRAINING else None
-        files = load_tokenizer_files(self._folder) if tenant.spec is None else {}
         where = CheckpointName(model, kind, operation.name)
+        optimizer = self._shelf.bring(model) if kind is CheckpointKind.TRAINING else None
+        fill = partial(write_tenant, tenant=tenant, contents=self._contents(tenant, kind, optimizer))
+        marks = TenantMarks(operation.ttl_s, name, executed)
+        return self._checkpoints.save(
+            where, operation.overwrite, name, fill, partial(self._facts, where, tenant, marks)
+        )
 
-        def describe(seals: dict[str, Seal]) -> TenantFacts:
-            return TenantFacts(
-                base=self._base_name,
-                model=model,
-                kind=kind,
-                name=operation.name,
-                step=tenant.step,
-                weights=weights_file(tenant),
-                address=seals[weights_file(tenant)].sha256,
-                files=seals,
-                adapter=tenant.spec,
-                unstepped=tenant.epoch.operations,
-                ttl_s=operation.ttl_s,
-                operation=name,
-                executed=executed,
-            )
+    def _contents(self, tenant: TrainedTenant, kind: CheckpointKind, optimizer: TenantOptimizer | None) -> Contents:
+        files = load_tokenizer_files(self._folder) if tenant.spec is None else {}
+        return Contents(kind, files, hub_name(self._base_name) or str(self._folder.absolute()), optimizer)
 
-        fill = partial(write_tenant, tenant=tenant, kind=kind, optimizer=optimizer, files=files)
-        return folder.save(where, operation.overwrite, name, fill, describe)
+    def _facts(
+        self, name: CheckpointName, tenant: TrainedTenant, marks: TenantMarks, seals: dict[str, Seal]
+    ) -> TenantFacts:
+        return TenantFacts(
+            base=self._base_name,
+            model=name.model,
+            kind=name.kind,
+            name=name.name,
+            step=tenant.step,
+            weights=weights_file(tenant),
+            address=seals[weights_file(tenant)].sha256,
+            files=seals,
+            adapter=tenant.spec,
+            unstepped=tenant.epoch,
+            marks=marks,
+        )
 
     def _load(self, model: str, operation: LoadWeights) -> CheckpointLoaded:
         tenant = self._tenant(model)
@@ -299,6 +327,10 @@ class OperationExecutor:
         load_tenant(tenant, self._checkpoints, name, facts, operation.with_optimizer)
         self._shelf.renew(model)
         return CheckpointLoaded(checkpoint=operation.checkpoint, step=tenant.step)
+
+
+def _cover_name(model: str, name: str) -> CheckpointName:
+    return CheckpointName(model, CheckpointKind.TRAINING, name)
 
 
 def adds_to_gradient(operation: Operation) -> bool:

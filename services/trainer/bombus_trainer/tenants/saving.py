@@ -1,6 +1,8 @@
 """What a tenant's checkpoint has in it, and how a tenant goes on from one."""
 
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,31 +16,37 @@ from bombus_trainer.publish.checkpoint import Seal
 from bombus_trainer.publish.export import METADATA, write_files
 from bombus_trainer.publish.tensorfile import Shape, write_tensors
 from bombus_trainer.tenants.adam import TenantOptimizer
-from bombus_trainer.tenants.checkpoints import OPTIMIZER, CheckpointFolder, CheckpointName, TenantFacts
-from bombus_trainer.tenants.tenant import Tenant
+from bombus_trainer.tenants.checkpoints import GRADIENT, OPTIMIZER, CheckpointFolder, CheckpointName, TenantFacts
+from bombus_trainer.tenants.tenant import TrainedTenant
 
 
-def weights_file(tenant: Tenant) -> str:
+def weights_file(tenant: TrainedTenant) -> str:
     """Return the name of the file with a tenant's weights."""
     return FULL_FILE if tenant.spec is None else ADAPTER_FILE
 
 
-def write_tenant(
-    draft: Path, tenant: Tenant, kind: CheckpointKind, optimizer: TenantOptimizer | None, files: Mapping[str, bytes]
-) -> dict[str, Seal]:
-    """Write a tenant into an empty folder, durably but for small files. Returns the seals of the others.
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint has beside weights. Whatever the `kind`, an inference engine can read its folder.
 
-    `files` are those of the base beside its tensors, which a model of all weights has with it. Whatever the `kind`, an
-    inference engine can read the folder; to go on from it there is the `optimizer`.
+    `files` are those of the base beside its tensors, which a model of all weights has with it. `base_model` is what
+    `from_pretrained` loads the base by.
     """
+
+    kind: CheckpointKind
+    files: Mapping[str, bytes]
+    base_model: str
+    optimizer: TenantOptimizer | None = None
+    gradient: bool = False
+
+
+def write_tenant(draft: Path, tenant: TrainedTenant, contents: Contents) -> dict[str, Seal]:
+    """Write a tenant into an empty folder, durably but for small files. Returns the seals of the others."""
+    files, optimizer = contents.files, contents.optimizer
     seals: dict[str, Seal] = {}
     if tenant.spec is not None:
-        config = tenant.adapter_config().to_json()
-        (draft / ADAPTER_CONFIG).write_text(config)
-        seals[ADAPTER_FILE] = _write(
-            draft / ADAPTER_FILE, tenant.weights().items(), _shapes(tenant.weights()), {ADAPTER_CONFIG: config}
-        )
-    elif kind is CheckpointKind.TRAINING:
+        seals[ADAPTER_FILE] = _write_adapter(draft, tenant, contents)
+    elif contents.kind is CheckpointKind.TRAINING:
         write_files(draft, files, torch.float32)
         weights = tenant.weights()
         seals[FULL_FILE] = _write(draft / FULL_FILE, weights.items(), _shapes(weights))
@@ -49,7 +57,21 @@ def write_tenant(
     if optimizer is not None:
         state = optimizer.state()
         seals[OPTIMIZER] = _write(draft / OPTIMIZER, state.items(), _shapes(state))
+    if contents.gradient:
+        gradient = tenant.gradient()
+        seals[GRADIENT] = _write(draft / GRADIENT, gradient.items(), _shapes(gradient))
     return seals
+
+
+def _write_adapter(draft: Path, tenant: TrainedTenant, contents: Contents) -> Seal:
+    """Write an adapter's two files. One for others names its base; ours has its configuration under its address too."""
+    config, weights = tenant.adapter_config().to_json(), tenant.weights()
+    metadata = {ADAPTER_CONFIG: config}
+    if contents.kind is CheckpointKind.EXTERNAL:
+        named = {**json.loads(config), "base_model_name_or_path": contents.base_model}
+        config, metadata = json.dumps(named, indent=2, sort_keys=True), {}
+    (draft / ADAPTER_CONFIG).write_text(config)
+    return _write(draft / ADAPTER_FILE, weights.items(), _shapes(weights), metadata)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
@@ -77,11 +99,12 @@ def check_origin(name: CheckpointName, facts: TenantFacts, base: str, with_optim
 
 
 def load_tenant(
-    tenant: Tenant, folder: CheckpointFolder, name: CheckpointName, facts: TenantFacts, with_optimizer: bool
+    tenant: TrainedTenant, folder: CheckpointFolder, name: CheckpointName, facts: TenantFacts, with_optimizer: bool
 ) -> None:
     """Let a tenant go on from a checkpoint, with a new optimizer at step 0 unless `with_optimizer`.
 
-    Its gradient is cleared. Raises `Refused` or `EngineFault`, before anything changes, where it cannot.
+    Its gradient is that of the checkpoint, if there is one in it. Raises `Refused` or `EngineFault`, before anything
+    changes, where it cannot.
     """
     if facts.adapter != tenant.spec and not _same_shape(facts, tenant):
         raise Refused(
@@ -90,14 +113,17 @@ def load_tenant(
         )
     weights = folder.tensors(name, facts, facts.weights)
     state = folder.tensors(name, facts, OPTIMIZER) if with_optimizer else {}
+    gradient = folder.tensors(name, facts, GRADIENT) if GRADIENT in facts.files else None
     tenant.optimizer.check(state)
     tenant.restore(weights)
     tenant.optimizer.restore(state)
     tenant.clear()
     tenant.step = facts.step if with_optimizer else 0
+    if gradient is not None:
+        tenant.restore_gradient(gradient, facts.unstepped)
 
 
-def _same_shape(facts: TenantFacts, tenant: Tenant) -> bool:
+def _same_shape(facts: TenantFacts, tenant: TrainedTenant) -> bool:
     """Whether both are adapters that differ in their seeds or in how their layers are named at most."""
     if facts.adapter is None or tenant.spec is None:
         return False

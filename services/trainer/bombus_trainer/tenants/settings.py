@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class TenantSettings(BaseModel):
-    """`checkpoints` is the folder of all models' checkpoints.
+    """`checkpoints` is the folder of what callers save, `covers` of what this trainer saves to go on after a crash.
 
     `scratch` is a folder of this process alone, emptied when it starts, for optimizers that are not in memory. Those in
     memory take at most `optimizer_bytes_max`, or as much as the one in use where that is more.
@@ -15,6 +15,7 @@ class TenantSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     checkpoints: Path
+    covers: Path
     scratch: Path
     models_max: int = Field(default=64, ge=1, le=4096)
     rank_max: int = Field(default=512, ge=1, le=4096)

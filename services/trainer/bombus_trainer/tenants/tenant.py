@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,7 @@ COMBINED: dict[str, Callable[[Sequence[float]], float]] = {
 }  # over micro-batches, by what follows the colon in a metric's name
 
 
-@dataclass
-class GradientEpoch:
+class GradientEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was added to the gradient since the last step. `failed` says why an operation on it failed, if one did."""
 
     operations: int = 0
@@ -48,7 +48,7 @@ class _BinScores:
     metrics: Mapping[str, float]
 
 
-class Tenant:
+class TrainedTenant:
     """A model: an adapter on the base, or all weights of the base."""
 
     def __init__(self, base: TenantBase, spec: AdapterSpec | None, rank_max: int) -> None:
@@ -92,9 +92,9 @@ class Tenant:
         """
         targets = len(batch.counted_M)
         logprobs_M, terms_M = np.zeros(targets, dtype=np.float32), np.zeros(targets, dtype=np.float32)
-        total, metrics = 0.0, dict[str, float]()
+        total, metrics, settings = 0.0, dict[str, float](), self.base.settings
         with self.base.switched_on(self.adapters), torch.no_grad() if forward_only else nullcontext():
-            for packed in pack(batch.items, self.base.settings.bin_tokens):
+            for packed in pack(batch.items, settings.bin_tokens, settings.config.share_prefixes):
                 found = self._score(packed, batch, loss, forward_only)
                 logprobs_M[found.ids_N], terms_M[found.ids_N] = found.logprobs_N, found.terms_N
                 total += found.loss
@@ -103,8 +103,8 @@ class Tenant:
                     metrics[name] = combined((metrics[name], value)) if name in metrics else value
                 advanced()
         if not forward_only:
-            self.epoch.operations += 1
-            self.epoch.tokens += batch.tokens
+            before = self.epoch
+            self.epoch = GradientEpoch(before.operations + 1, before.tokens + batch.tokens, before.failed)
         outputs = zip(batch.logprobs_of(logprobs_M), batch.tokens_of(terms_M), strict=True)
         return Scores(
             outputs=tuple({"logprobs": each, "elementwise_loss": terms} for each, terms in outputs),
@@ -139,6 +139,10 @@ class Tenant:
             metrics=term_metrics(found, tokens),
         )
 
+    def spoil(self, why: str) -> None:
+        """Note that an operation on the gradient failed: the step that would take it fails."""
+        self.epoch = msgspec.structs.replace(self.epoch, failed=self.epoch.failed or why)
+
     def clear(self) -> None:
         """Forget the gradient, and that an operation on it failed."""
         self.optimizer.zero_grad()
@@ -163,8 +167,10 @@ class Tenant:
             )
         divisor = float(max(1, self.epoch.tokens)) if reduction is Reduction.TOKEN_MEAN else 1.0
         grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm = self._scaled(grads, divisor, adam.grad_clip_norm) if grads else 0.0
+        norm = 0.0
         if grads:
+            self.optimizer.make_state()
+            norm = self._scaled(grads, divisor, adam.grad_clip_norm)
             self.optimizer.step(adam)
         self.clear()
         self.step += 1
@@ -203,6 +209,17 @@ class Tenant:
         with torch.no_grad():
             for name, value in own.items():
                 value.copy_(weights[name])
+
+    def gradient(self) -> dict[str, Tensor]:
+        """Return the gradient since the last step, by parameter; empty where there is none."""
+        return {name: value.grad for name, value in self.parameters.items() if value.grad is not None}
+
+    def restore_gradient(self, gradient: Mapping[str, Tensor], epoch: GradientEpoch) -> None:
+        """Put a gradient of this model back."""
+        for name, parameter in self.parameters.items():
+            found = gradient.get(name)
+            parameter.grad = None if found is None else found.to(parameter.device)
+        self.epoch = epoch
 
     def weights(self) -> dict[str, Tensor]:
         """Return all that a checkpoint has of the model, in full precision, by name in the order of its file."""

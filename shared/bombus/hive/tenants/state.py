@@ -41,7 +41,7 @@ class Queued(msgspec.Struct, kw_only=True):
         return not self.completed_ns
 
 
-class Tenant(msgspec.Struct, kw_only=True):
+class TenantSession(msgspec.Struct, kw_only=True):
     """A client of training operations: its session."""
 
     session: str
@@ -119,7 +119,7 @@ class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tenants(msgspec.Struct, kw_only=True):
-    sessions: dict[str, Tenant] = {}
+    sessions: dict[str, TenantSession] = {}
     models: dict[str, TenantModel] = {}
     kept: dict[str, KeptWeights] = {}  # saved models by `kept_id`, oldest first
     results: dict[str, int] = {}  # the bytes of each result that can be read, oldest first, by operation id
@@ -159,7 +159,7 @@ def kept_id(model: str, use: str, name: str) -> str:
 
 
 def open_session(tenants: Tenants, event: ev.SessionOpened) -> None:
-    tenants.sessions[event.session] = Tenant(
+    tenants.sessions[event.session] = TenantSession(
         session=event.session,
         opened_ns=event.at_ns,
         idle_s=event.idle_s,

@@ -17,11 +17,11 @@ from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Frame, Generate
 from bombus_inference.backends.limits import CHOICES_MAX, Limits
 from bombus_inference.backends.torch.adapters.own import LowRank, check_adapter
-from bombus_inference.backends.torch.adapters.serving import ServedAdapters, tensors_of
+from bombus_inference.backends.torch.adapters.serving import BASE_VERSION, ServedAdapters, tensors_of
 from bombus_inference.backends.torch.adapters.store import AdapterStore, LoadedAdapter
 from bombus_inference.backends.torch.attention import PLAN, ForwardPlan, plan_pass
 from bombus_inference.backends.torch.cache import Blocks
-from bombus_inference.backends.torch.patching import TensorPatch, apply_patches
+from bombus_inference.backends.torch.patching import TensorPatch, apply_patches, fitting_patches
 from bombus_inference.backends.torch.pool import KvPool
 from bombus_inference.backends.torch.prompt_scores import rows_at_once, score
 from bombus_inference.backends.torch.rows import Rows
@@ -232,6 +232,7 @@ class Engine:
         check_adapter(self._model, adapter)
         if state is not None:
             self._check_tensors(state)
+        self._adapters.detach()
         self._adapters.before_change(version, None if state is not None else {})
         if state is not None:
             self._replace_tensors(state)
@@ -256,8 +257,10 @@ class Engine:
 
     def patch_weights(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
         """Like `swap_weights`, for the elements in `patches` alone. Raises `EngineFault`, having changed nothing."""
-        self._adapters.before_change(version, patches)
-        apply_patches(tensors_of(self._model), patches)
+        self._adapters.detach()
+        fitting = fitting_patches(tensors_of(self._model), patches)
+        self._adapters.before_change(version, fitting)
+        apply_patches(tensors_of(self._model), fitting)
         self._changed(version, run)
 
     @property
@@ -267,7 +270,7 @@ class Engine:
 
     def _version_of(self, sequence: SequenceState) -> int:
         """Return the version of the weights that compute a sequence; under an adapter, of those that it is on."""
-        return self._adapters.version if sequence.request.adapter else self.version
+        return BASE_VERSION if sequence.request.adapter else self.version
 
     def _changed(self, version: int, run: int) -> None:
         self._scheduler.weights_changed()

@@ -34,11 +34,10 @@ def read_patches(delta: Path, settings: ComputeSettings) -> dict[str, TensorPatc
     return patches
 
 
-@torch.no_grad()
-def apply_patches(tensors: Mapping[str, Tensor], patches: Mapping[str, TensorPatch]) -> None:
-    """Write the patches. Raises `EngineFault`, having changed nothing, when one does not fit its tensor.
+def fitting_patches(tensors: Mapping[str, Tensor], patches: Mapping[str, TensorPatch]) -> dict[str, TensorPatch]:
+    """Return the patches of these tensors, without those of other names.
 
-    Patches of other names are ignored.
+    Raises `EngineFault` when one does not fit its tensor.
     """
     matching = {name: patch for name, patch in patches.items() if name in tensors}
     for name, patch in matching.items():
@@ -47,7 +46,13 @@ def apply_patches(tensors: Mapping[str, Tensor], patches: Mapping[str, TensorPat
         last = -1 if patch.where is None or not len(patch.where) else int(patch.where[-1])
         if (patch.where is None and len(patch.values) != size) or last >= size or not tensor.is_contiguous():
             raise EngineFault(f"the delta's {name} is not this model's")
-    for name, patch in matching.items():
+    return matching
+
+
+@torch.no_grad()
+def apply_patches(tensors: Mapping[str, Tensor], patches: Mapping[str, TensorPatch]) -> None:
+    """Write patches that fit."""
+    for name, patch in patches.items():
         flat = tensors[name].data.view(-1)
         values = patch.values.to(flat.dtype)
         if patch.where is None:

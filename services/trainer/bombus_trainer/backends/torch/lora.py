@@ -84,7 +84,7 @@ def layers_to_adapt(model: "PreTrainedModel", targets: Sequence[str]) -> dict[st
     The output layer is left out, because with tied embeddings it is not a layer of its own. Raises `EngineFault` when a
     target names no layer, when there are no linear layers, or experts that "each linear layer" leaves out.
     """
-    layers = _linear_layers(model)
+    layers = linear_layers(model)
     found = {name.rsplit(".", 1)[-1] for name in layers}
     if unknown := [target for target in targets if target not in found]:
         raise EngineFault(f"target module {unknown[0]!r} is none of this model's: {', '.join(sorted(found))}")
@@ -94,7 +94,7 @@ def layers_to_adapt(model: "PreTrainedModel", targets: Sequence[str]) -> dict[st
     return {name: layer for name, layer in layers.items() if name.rsplit(".", 1)[-1] in targets}
 
 
-def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
+def linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
     """Return the linear layers of the decoder by name, without towers for images and sound, and the output layer.
 
     Raises `EngineFault` when there are none.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from bombus.errors import Code, Refused
+from bombus.errors import Code, EngineFault, Refused, in_one_line
 
 
 class AdapterBase:
@@ -21,7 +21,6 @@ class AdapterBase:
         self._kept: dict[str, Tensor] = {}
         self._wanted = False
         self._gone = "" if is_base else f"version {version}, with which it began"
-        self.version = version
 
     @property
     def is_apart(self) -> bool:
@@ -42,18 +41,27 @@ class AdapterBase:
     def before_change(self, version: int, changed: Mapping[str, object] | None) -> None:
         """Keep what the engine's own change of weights is about to overwrite: the values of these tensors.
 
-        None stands for all, whose parameters are about to be replaced by others and not written to.
+        None stands for all, whose parameters are about to be replaced by others and not written to. Raises
+        `EngineFault`, having kept nothing, when there is no memory for it.
         """
         if self._gone or (changed is not None and not changed):
             return
         if not self._wanted:
             self._gone = f"version {version}, and no adapter was loaded before that"
             return
-        for name, tensor in self._tensors().items():
-            if name in self._kept or (changed is not None and name not in changed):
-                continue
-            replaced = changed is None and isinstance(tensor, nn.Parameter)
-            self._kept[name] = tensor.data if replaced else tensor.detach().clone()
+        kept = dict(self._kept)
+        try:
+            for name, tensor in self._tensors().items():
+                if name in kept or (changed is not None and name not in changed):
+                    continue
+                replaced = changed is None and isinstance(tensor, nn.Parameter)
+                kept[name] = tensor.data if replaced else tensor.detach().clone()
+        except (MemoryError, RuntimeError) as error:  # torch has no error of its own for a CPU's memory
+            raise EngineFault(
+                f"version {version} cannot be loaded beside the weights that adapters are on: {in_one_line(error)}; "
+                "start the replica with less for keys and values, or give adapters an engine of their own"
+            ) from error
+        self._kept = kept
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

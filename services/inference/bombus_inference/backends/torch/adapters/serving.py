@@ -13,6 +13,8 @@ from bombus_inference.backends.torch.adapters.layers import AdapterColumns
 from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank, set_adapter
 from bombus_inference.backends.torch.adapters.store import AdapterStore, LoadedAdapter
 
+BASE_VERSION = 0  # of the weights that adapters are on: the model that the run began with
+
 
 class ServedAdapters:
     """The adapters of one engine, whose model begins with the weights of `version`."""
@@ -23,18 +25,13 @@ class ServedAdapters:
         self._columns = AdapterColumns(model)
         self._adaptable: dict[str, tuple[int, int]] | None = None  # found with the first adapter
         self._own = any(isinstance(layer, AdaptedLinear) for layer in model.modules())
-        # Version 0 is the model that the run began with. Below an adapter of our own it is there in any version.
-        self._base = AdapterBase(lambda: tensors_of(model), version, is_base=version == 0 or self._own)
+        # Below an adapter of our own the model of version 0 is there in any version.
+        self._base = AdapterBase(lambda: tensors_of(model), version, is_base=version == BASE_VERSION or self._own)
 
     @property
     def apart(self) -> bool:
         """Whether sequences with adapters need passes of their own, since the engine's own policy is another model."""
         return self._own or self._base.is_apart
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that adapters are on."""
-        return self._base.version
 
     def add(self, address: str, adapter: LoadedAdapter) -> list[str] | None:
         """Load an adapter. Return the addresses of those dropped for it; None if it was there. Raises `Refused`."""
@@ -66,9 +63,15 @@ class ServedAdapters:
     def keep_rows(self, index: Tensor | slice) -> None:
         self._columns.keep_rows(index)
 
-    def before_change(self, version: int, changed: Mapping[str, object] | None) -> None:
-        """Get ready for other weights of the engine's own: all of them, or those `changed`."""
+    def detach(self) -> None:
+        """Have the model's own layers in place, before its weights are looked at or changed."""
         self._columns.detach()
+
+    def before_change(self, version: int, changed: Mapping[str, object] | None) -> None:
+        """Keep what adapters need of weights that are about to change: all of them, or those `changed`.
+
+        Raises `EngineFault` when there is no memory for it.
+        """
         self._base.before_change(version, changed)
 
     def set_own(self, adapter: Mapping[str, LowRank]) -> None:

@@ -73,7 +73,7 @@ class AdapterStore:
         """Count one more request that uses it, so that it stays. Raises `Refused` when it is not loaded."""
         adapter = self._loaded.get(address)
         if adapter is None:
-            raise Refused(Code.UNKNOWN_MODEL, f"this replica does not have adapter {address}: load it first")
+            raise Refused(Code.UNKNOWN_MODEL, f"this replica does not have adapter {address[:80]}: load it first")
         adapter.uses += 1
         self._loaded.move_to_end(address)
 

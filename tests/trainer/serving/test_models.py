@@ -1,0 +1,216 @@
+"""Models in memory are what the log says, also after faults of the trainer itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bombus.errors import EngineFault, LogCorrupted
+from bombus.hive.records import BODY_BYTES_MAX, BodyRef, digest
+from bombus.hive.tenants.state import Queued, TenantModel
+from bombus.operations import (
+    Array,
+    Category,
+    CreateModel,
+    DType,
+    EndModel,
+    Failed,
+    LossSpec,
+    Operation,
+    Rejected,
+    Result,
+    Scores,
+    StepTaken,
+    decode_result,
+    encode_operation,
+    encode_result,
+)
+from bombus_trainer.backend import BackendLost
+from bombus_trainer.serving.covers import Covers
+from bombus_trainer.serving.models import ServedModels
+from bombus_trainer.tenants.executor import OperationExecutor
+from bombus_trainer.tenants.settings import TenantSettings
+from tests.trainer.serving.serving_hive import sampler
+from tests.trainer.small_batches import tiny_settings
+from tests.trainer.tenants.small_tenants import BASE, SPEC, forward_backward, optim_step, random_data
+
+GRADIENT = forward_backward(*random_data(1, 3))
+
+
+class FaultyExecutor(OperationExecutor):
+    """Raises `fault` after it has executed an operation, once."""
+
+    fault: Exception | None = None
+
+    def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:
+        result = super().execute(model, operation, name, executed)
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        return result
+
+
+class OneModel:
+    """A model on a log of its own: what is executed gets a result, in order."""
+
+    def __init__(self, base: Path, root: Path) -> None:
+        settings = TenantSettings(checkpoints=root / "saved", covers=root / "covers", scratch=root / "scratch")
+        self.executor = FaultyExecutor(base, tiny_settings(model={"path": BASE}), settings)
+        self.models = ServedModels(self.executor, Covers(root / "covers", 1), self.fetch, ("org/tiny", BASE), 0.0)
+        self.model = TenantModel(name="m", session="s", base="org/tiny", run=1, opened_ns=5, begun=1)
+        self.bodies: dict[BodyRef, bytes] = {}
+
+    async def fetch(self, ref: BodyRef) -> bytes:
+        if ref not in self.bodies:
+            raise LogCorrupted("the body is not there")
+        return self.bodies[ref]
+
+    def store(self, body: bytes) -> BodyRef:
+        ref = BodyRef(seqs=(len(self.bodies) + 1,), size=len(body), digest=digest(body))
+        self.bodies[ref] = body
+        return ref
+
+    def accept(self, operation: Operation) -> Queued:
+        number = self.model.numbers = self.model.numbers + 1
+        queued = Queued(number=number, arrival=number, key=str(number), op="x", accepted_ns=1)
+        queued.body = self.store(encode_operation(operation))
+        self.model.operations[queued.key] = queued
+        return queued
+
+    async def do(self, operation: Operation) -> Result:
+        queued = self.accept(operation)
+        read = await self.models.read(queued)
+        result, body = self.models.encoded(self.model, read, await self.models.execute(self.model, queued, read))
+        queued.result, queued.failed, queued.completed_ns = self.store(body), isinstance(result, Failed), 2
+        if not self.models.note(self.model, queued, read, result):
+            await self.models.make_again(self.model)
+        return decode_result(body)
+
+    async def weights(self, name: str) -> str:
+        return getattr(await self.do(sampler(name)), "address", "")
+
+
+@pytest.fixture
+async def one(base: Path, tmp_path: Path) -> OneModel:
+    made = OneModel(base, tmp_path)
+    await made.do(CreateModel(base="org/tiny", adapter=SPEC))
+    return made
+
+
+async def failed(one: OneModel, operation: Operation, category: Category = Category.SERVER) -> str:
+    result = await one.do(operation)
+    assert isinstance(result, Failed), result
+    assert result.category is category
+    return result.error
+
+
+async def test_a_step_in_which_the_trainer_failed_is_undone_and_its_gradient_is_there_for_the_next(
+    base: Path, tmp_path: Path, one: OneModel
+) -> None:
+    await one.do(GRADIENT)
+    one.executor.fault = RuntimeError("a bug")
+    error = await failed(one, optim_step())
+    assert error == "the trainer failed in this operation, by a fault of bombus (RuntimeError: a bug)"
+    assert one.executor.models == {"m": 0}, "the step was taken before the fault, and is undone"
+    taken = await one.do(optim_step())
+    assert isinstance(taken, StepTaken)
+    clean = OneModel(base, tmp_path / "clean")
+    for operation in (CreateModel(base="org/tiny", adapter=SPEC), GRADIENT):
+        await clean.do(operation)
+    assert await clean.do(optim_step()) == taken
+    assert await clean.weights("end") == await one.weights("end") != ""
+
+
+async def test_a_gradient_in_which_the_trainer_failed_is_not_stepped_with(one: OneModel) -> None:
+    await one.do(GRADIENT)
+    one.executor.fault = KeyError("a bug")
+    assert "KeyError" in await failed(one, GRADIENT)
+    assert "a forward_backward since step 0 failed (the trainer failed" in await failed(
+        one, optim_step(), Category.USER
+    )
+    assert isinstance(await one.do(optim_step()), StepTaken)
+
+
+async def test_a_device_that_is_lost_ends_the_process(one: OneModel) -> None:
+    one.executor.fault = torch.AcceleratorError("illegal memory access")
+    with pytest.raises(BackendLost, match="the device failed in an operation of model m: illegal memory access"):
+        await one.do(GRADIENT)
+
+
+@pytest.mark.parametrize("covered", [False, True])
+async def test_a_model_that_is_made_again_has_the_gradient_and_the_failures_that_it_had(
+    one: OneModel, covered: bool
+) -> None:
+    await one.do(GRADIENT)
+    await one.do(optim_step())
+    before = await one.weights("before")
+    await one.do(GRADIENT)
+    await one.do(Rejected(failure=Failed(error="not a list", category=Category.USER), counts=True))
+    if covered:
+        number, folder, digest_of_cover = await one.models.cover("m")
+        assert (number, one.models.executor.models) == (6, {"m": 1})
+        assert list(one.models.coverable()) == []
+        assert Path(folder).is_dir()
+        assert digest_of_cover
+    await one.models.make_again(one.model)
+    assert await one.weights("after") == before
+    error = await failed(one, optim_step(), Category.USER)
+    assert "a forward_backward since step 1 failed (not a list)" in error
+    await one.models.make_again(one.model)
+    assert isinstance(await one.do(optim_step()), StepTaken)
+
+
+async def test_wrong_parameters_of_a_step_leave_the_gradient_also_when_the_model_is_made_again(one: OneModel) -> None:
+    await one.do(GRADIENT)
+    await failed(one, optim_step(learning_rate=-1.0), Category.USER)
+    await one.models.make_again(one.model)
+    taken = await one.do(optim_step())
+    assert isinstance(taken, StepTaken)
+    assert taken.grad_norm > 0.0
+
+
+async def test_a_body_that_is_lost_fails_what_waits_and_stops_a_model_that_has_to_be_made_of_it(one: OneModel) -> None:
+    queued = one.accept(GRADIENT)
+    assert queued.body is not None
+    del one.bodies[queued.body]
+    read = await one.models.read(queued)
+    assert isinstance(read, Rejected)
+    assert read.counts
+    assert "the body of this operation is lost" in read.failure.error
+    queued.completed_ns = 2
+    with pytest.raises(LogCorrupted):
+        await one.models.make_again(one.model)
+
+
+async def test_an_operation_that_succeeded_and_fails_when_it_is_repeated_stops_the_model(one: OneModel) -> None:
+    queued = one.accept(forward_backward(*random_data(1, 1), loss=LossSpec("nothing")))
+    queued.completed_ns = 2
+    with pytest.raises(EngineFault, match="operation 2 of model m was executed before, and fails now that the model"):
+        await one.models.make_again(one.model)
+
+
+async def test_a_result_that_is_too_large_fails_and_spoils_the_gradient(one: OneModel) -> None:
+    count = BODY_BYTES_MAX // 4
+    large = Scores(outputs=({"logprobs": Array(DType.FLOAT32, (count,), bytes(4 * count))},), loss=0.0, tokens=count)
+    result, body = one.models.encoded(one.model, GRADIENT, large)
+    assert isinstance(result, Failed)
+    assert body == encode_result(result)
+    assert "send fewer data at once, and let their gradients add up" in result.error
+    assert "the result of this operation has" in await failed(one, optim_step(), Category.USER)
+
+
+async def test_an_operation_without_a_body_ends_the_model_and_saves_it(one: OneModel) -> None:
+    queued = one.accept(GRADIENT)
+    queued.body, queued.save_as = None, "ended-2"
+    assert await one.models.read(queued) == EndModel(save_as="ended-2")
+
+
+async def test_models_that_have_ended_are_forgotten_and_so_is_one_whose_name_was_given_again(one: OneModel) -> None:
+    assert not one.models.is_gone({"m": one.model})
+    one.models.forget_ended({"m": one.model})
+    assert one.executor.models == {"m": 0}
+    again = TenantModel(name="m", session="s", base="org/tiny", run=1, opened_ns=9, begun=4)
+    assert one.models.is_gone({"m": again})
+    one.models.forget_ended({"m": again})
+    assert one.executor.models == {}
+    assert not one.models.is_gone({})

@@ -1,0 +1,127 @@
+"""R17 on real trainer processes, killed at every fault point of a run of operations: nothing that they make changes."""
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from bombus.bus import Bus
+from bombus.bus.streams import stream_configs
+from bombus.faults import Point
+from bombus.hive.events import ModelCovered, OperationCompleted
+from bombus.operations import CheckpointSaved, LoadWeights, Operation, Result, encode_result
+from tests.conftest import SMALL_STREAMS
+from tests.trainer.forked_trainers import Forge
+from tests.trainer.serving.serving_hive import (
+    LARGE,
+    SMALL,
+    TrainingClient,
+    create,
+    merged,
+    sampler,
+    serving,
+    steps,
+    training,
+)
+from tests.trainer.tenants.small_tenants import datum, forward_backward, random_data
+from tests.trainer.trainer_lives import Life
+
+FIRST = (Point.SERVING_SAID, Point.OPERATION_SEEN)  # in a run that boots, and with nothing to make again
+KILLED = [p for p in Point if p.startswith(("operation.", "cover.", "serving.")) and p is not Point.SERVING_SAID]
+FROZEN = (Point.OPERATION_READ, Point.OPERATION_EXECUTED, Point.OPERATION_SAID, Point.COVER_WRITTEN, Point.COVER_SEEN)
+OPERATION = [point for point in KILLED if point.startswith("operation.")]
+# With a cover every few gradients most lives begin with one and operations after it; without any, with all operations.
+LIVES = {1000: (*FIRST, *KILLED, *reversed(KILLED[1:])), 1 << 30: (*FIRST, *OPERATION)}
+
+
+def script(seed: int) -> list[Operation]:
+    """Return operations of a model with something of everything: a failed gradient, a save, a load."""
+    return [
+        *steps(seed, 3),
+        forward_backward(datum([99])),
+        *steps(seed + 1000, 1),
+        forward_backward(*random_data(seed, 2), forward_only=True),
+        training("half"),
+        *steps(seed + 2000, 3),
+        LoadWeights(checkpoint=f"{'a' if seed == 100 else 'b'}/training/half", with_optimizer=True),
+        *steps(seed + 3000, 4),
+        sampler("end"),
+    ]
+
+
+def operations() -> list[tuple[int, Operation]]:
+    return merged([create(SMALL), *script(100)], [create(LARGE), *script(200)])
+
+
+def comparable(result: Result) -> bytes:
+    """Return a result without the folder that it was written to."""
+    if isinstance(result, CheckpointSaved):
+        return f"{result.checkpoint}/{result.name}/{result.address}".encode()
+    return encode_result(result)
+
+
+@asynccontextmanager
+async def another_hive(url: str, name: str) -> AsyncIterator[Bus]:
+    async with await Bus.connect(url, name, name="test") as bus:
+        await bus.ensure_streams(SMALL_STREAMS)
+        yield bus
+        for config in stream_configs(bus.subjects, SMALL_STREAMS):
+            await bus.requests.request(f"$JS.API.STREAM.DELETE.{config['name']}")
+
+
+async def found(client: TrainingClient) -> dict[str, list[bytes]]:
+    return {model: [comparable(each) for each in await client.results(model)] for model in "ab"}
+
+
+@pytest.mark.parametrize("cover_bytes", LIVES)
+async def test_r17_killed_at_each_point_a_trainer_publishes_each_result_once_and_with_the_same_bytes(
+    nats_url: str, bus: Bus, hive: str, tmp_path: Path, forge: Forge, cover_bytes: int
+) -> None:
+    async with serving(bus, tmp_path / "killed", cover_s=600.0, cover_bytes=cover_bytes) as client:
+        for number, operation in operations():
+            await client.send("ab"[number], operation)
+        life = Life(client.stage, forge, nats_url)
+        for point in LIVES[cover_bytes]:
+            await life.dies(point)
+        await life.trainer()
+        killed = await found(client)
+        completed = [each for each in client.stage.events if isinstance(each, OperationCompleted)]
+        covers = [each for each in client.stage.events if isinstance(each, ModelCovered)]
+        assert len(completed) == len(operations())
+        assert len({each.trainer_epoch for each in completed}) > 3, "several lives have executed something"
+        assert (len(covers) > 5) == (cover_bytes == 1000)
+        assert client.stage.engine.suspensions == 0
+        forge.kill_all()
+    async with another_hive(nats_url, f"{hive}-calm") as second, serving(second, tmp_path / "calm") as calm:
+        for number, operation in operations():
+            await calm.send("ab"[number], operation)
+        await Life(calm.stage, forge, nats_url).trainer()
+        assert await found(calm) == killed
+
+
+async def test_r17_a_trainer_that_was_frozen_while_another_took_over_changes_nothing(
+    nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
+) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0) as client:
+        life = Life(client.stage, forge, nats_url)
+        await client.send("m", create(SMALL))
+        for seed, point in enumerate(FROZEN):
+            for operation in (*steps(seed, 2), training(f"step-{seed}")):
+                await client.send("m", operation)
+            zombie = await life.freezes(point)
+            successor = await life.trainer()
+            before = [comparable(each) for each in await client.results("m")]
+            await client.until_covered("m", len(before))
+            os.kill(zombie, signal.SIGCONT)
+            assert (await life.ended(zombie)).by(signal.SIGKILL, Point.TRAINER_SUPERSEDED), point
+            await forge.kill(successor)
+            assert [comparable(each) for each in await client.results("m")] == before
+        await life.trainer()
+        last = await client.do("m", sampler("end"))
+        calm = [create(SMALL), *(each for seed in range(len(FROZEN)) for each in steps(seed, 2)), sampler("end")]
+        for operation in calm:
+            await client.send("calm", operation)
+        assert comparable((await client.results("calm"))[-1]) == comparable(last)
