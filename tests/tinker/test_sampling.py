@@ -1,6 +1,9 @@
 """Both clients, unmodified, sample from what they train on a whole hive."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +12,7 @@ import xorl_client
 from xorl_client import types as xorl_types
 
 import tinker
-from tests.tinker.test_hive import BASE, PYTHON, SENTENCES, Hive, learn, logprobs, made, running, settled, step
+from tests.tinker.test_hive import BASE, PYTHON, ROOT, SENTENCES, Hive, learn, logprobs, made, running, settled, step
 from tinker import types
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
@@ -81,6 +84,15 @@ def test_a_rule_is_learnt_from_samples_of_the_model_itself(service: Any) -> None
         assert all(abs(ratio - 1.0) < 1e-3 for ratio in ratios), "trainer and sampler are one policy"
         stepped.result()
     assert min(rewards[-3:]) > 2 * rewards[0], rewards  # with its unembedding frozen, this model gets little further
+
+
+def test_the_example_of_a_loop_earns_more_and_more(hive: Hive) -> None:
+    command = [sys.executable, str(ROOT / "examples/tinker_rl.py")]
+    environment = {**os.environ, "TINKER_BASE_URL": hive.url, "TINKER_TELEMETRY": "0"}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
+    rewards = [float(line.split()[3]) for line in said.splitlines()]
+    assert len(rewards) == 15
+    assert rewards[-1] > 1.5 * rewards[0], rewards
 
 
 def test_logprobs_of_a_prompt_are_those_of_forward_and_stay_while_training_goes_on(service: Any) -> None:
