@@ -64,6 +64,19 @@ def test_the_rules_of_episodes_leave_such_a_run_alone() -> None:
     assert harness.engine.batch is None
 
 
+def test_its_base_is_version_0_whose_replicas_are_listed_while_no_phase_changes() -> None:
+    harness = TenantHarness().serving()
+    harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
+    assert [ev.kind_of(event) for event in harness.save_weights(0)] == ["weights.ready"]
+    assert harness.save_weights(0) == [], "it never changes"
+    assert harness.save_weights(1) == []
+    loaded = inbox.WeightsLoadedFact(id=harness.id(), engine=ENGINE, run=1, version=0, replica="r1")
+    assert [ev.kind_of(event) for event in harness.send(loaded)] == ["weights.loaded"]
+    assert harness.engine.replicas["r1"].version == 0
+    assert (harness.phase(), harness.engine.step, harness.engine.batch) == (Phase.ROLLING, 0, None)
+    assert not harness.engine.owes_weights
+
+
 def test_a_replica_that_cannot_load_its_base_suspends_no_run_of_operations() -> None:
     harness = TenantHarness()
     harness.open_session()

@@ -111,17 +111,26 @@ def frame_of(tokens: Sequence[int], choice: int = 0, version: int = 0, top: int 
     )
 
 
+async def lacks_adapter(request: Generate, send: Send) -> None:
+    """Refuse as a replica does that does not have the adapter."""
+    await send(Fault(why=f"this replica does not have adapter {request.adapter}: load it first", code="unknown_model"))
+
+
 class Died(Exception):
     """Raised by a script to break the replica's connection."""
 
 
 class ScriptedReplica:
-    """A server of `POST /generate` (generation.py). Each request takes the next of `scripts`, or `otherwise`."""
+    """A server of `POST /generate` (generation.py). Each request takes the next of `scripts`, or `otherwise`.
+
+    It has the `adapters` that it was sent, by their addresses: where they were.
+    """
 
     def __init__(self) -> None:
         self.scripts: deque[Script] = deque()
         self.otherwise: Script = says("ok")
         self.requests: list[Generate] = []
+        self.adapters: dict[str, str] = {}
         self.aborted = asyncio.Event()
         self.connections = 0
         self.url = ""
@@ -148,16 +157,32 @@ class ScriptedReplica:
                 length = next(
                     int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line
                 )
-                await self._answer(decode_request(await reader.readexactly(length)), reader, writer)
+                body = await reader.readexactly(length)
+                if head.startswith(b"POST /adapters "):
+                    await self._load_adapter(msgspec.json.decode(body), writer)
+                else:
+                    await self._answer(decode_request(body), reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, Died):
             pass
         finally:
             self._open.discard(writer)
             writer.transport.abort()
 
+    async def _load_adapter(self, place: dict[str, str], writer: asyncio.StreamWriter) -> None:
+        if place["folder"].endswith("broken"):
+            status, answer = b"400 Bad Request", {"code": "malformed", "why": "the adapter is damaged"}
+        else:
+            self.adapters[place["address"]] = place["folder"]
+            status, answer = b"200 OK", {"address": place["address"]}
+        body = msgspec.json.encode(answer)
+        writer.write(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
+        await writer.drain()
+
     async def _answer(self, request: Generate, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.requests.append(request)
         script = self.scripts.popleft() if self.scripts else self.otherwise
+        if request.adapter and request.adapter not in self.adapters:
+            script = lacks_adapter
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
 
         async def send(frame: Frame) -> None:

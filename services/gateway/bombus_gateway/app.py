@@ -127,7 +127,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
             responses={503: {"model": HealthAnswer, "description": "It still reads the log, or is stopping"}},
         )
         app.include_router(swarm_router(gateway, engine), prefix=prefix)
-        app.include_router(training_router(gateway, engine), prefix=prefix)
+        app.include_router(training_router(gateway, calls, engine), prefix=prefix)
     return app
 
 

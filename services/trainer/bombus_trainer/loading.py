@@ -87,6 +87,11 @@ def load_base(job: RunConfig, options: TrainerOptions, tenants: TenantSettings) 
     return OperationExecutor(_folder(job, options.allow_download), settings, tenants)
 
 
+def base_files(job: RunConfig, options: TrainerOptions) -> dict[str, bytes]:
+    """Return the files of the tokenizer for the job's model. Raises `EngineFault` where no gateway could use them."""
+    return text_files(job, _folder(job, options.allow_download), options.allow_download)
+
+
 def check_model(folder: Path, tokens: int) -> None:
     """Raise `EngineFault` unless the torch backend trains the model in `folder` on sequences of `tokens`."""
     lengths = {"max_prompt_length": 1, "max_response_length": 1, "max_response_length_in_one_turn": 1}

@@ -24,6 +24,7 @@ from bombus_trainer.publish.directories import epoch_of, remove_others
 from bombus_trainer.publish.export import (
     ModelPart,
     VersionTarget,
+    WeightsSource,
     complete,
     digest_of,
     export,
@@ -75,11 +76,11 @@ class Versions:
     def _stored(self) -> bool:
         return self._options.weights_by == "objects"
 
-    async def check(self, executor: TrainerBackend) -> None:
+    async def check(self, source: WeightsSource) -> None:
         """Raise `EngineFault` when this model is too large for the way in which the trainer publishes."""
         if not self._stored:
             return
-        check_fits(executor.outline().bytes, (await self._bus.state(blob_stream(self._bus.subjects))).max_bytes)
+        check_fits(source.outline().bytes, (await self._bus.state(blob_stream(self._bus.subjects))).max_bytes)
 
     # ---- publishing -------------------------------------------------------------------------------------------
 
@@ -97,6 +98,12 @@ class Versions:
             weights = await in_thread(Kind.WEIGHTS, f"writing version {version}", write)
             self._booted = True
             return await self._store(weights)
+
+    async def publish_fixed(self, source: WeightsSource, tokenizer: str) -> Weights:
+        """Write version 0 of weights that never change, as a full copy where replicas look for it."""
+        write = partial(export, source, VersionTarget(self._root, 0, self._epoch, tokenizer))
+        async with self._lock:
+            return await self._store(await in_thread(Kind.WEIGHTS, "writing the base", write))
 
     async def _publish_base(self, executor: TrainerBackend, newest: WeightsReady | None) -> Weights:
         """Return the model that adapters apply to: that of the newest version if it is still there and the same."""

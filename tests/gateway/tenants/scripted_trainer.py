@@ -5,11 +5,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from bombus.bus import Bus
+import msgspec
+
+from bombus.bus import Blobs, Bus
 from bombus.bus.follow import Follower
 from bombus.bus.large.parts import Parts
 from bombus.hive import inbox
-from bombus.hive.events import AdapterShape, ModelShape, SavedWeights
+from bombus.hive.events import AdapterShape, ModelShape, SavedWeights, Weights
+from bombus.hive.records import digest
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.state import Queued, TenantModel
 from bombus.operations import (
@@ -37,7 +40,7 @@ from bombus.operations import (
 )
 from bombus_coordinator.shell import Coordinator
 from bombus_gateway.context import Gateway
-from tests.gateway.openai_hive import ENGINE, gateway_of, new_id
+from tests.gateway.openai_hive import ENGINE, FILES, ScriptedReplica, gateway_of, new_id
 from tests.patience import PATIENCE_S
 
 Answering = Callable[[Operation], Result]
@@ -56,7 +59,9 @@ def plain_results(operation: Operation) -> Result:
         case OptimStep():
             return StepTaken(step=1, divisor=1.0, grad_norm=0.5)
         case SaveWeights(checkpoint=kind, name=name):
-            return CheckpointSaved(checkpoint=kind, name=name, folder=f"/w/{name}", address="ab", size_bytes=3)
+            return CheckpointSaved(
+                checkpoint=kind, name=name, folder=f"/w/{name}", address=address_of(name), size_bytes=3
+            )
         case LoadWeights(checkpoint=checkpoint):
             return CheckpointLoaded(checkpoint=checkpoint, step=1)
         case EndModel():
@@ -66,8 +71,16 @@ def plain_results(operation: Operation) -> Result:
     raise AssertionError(operation)
 
 
+def address_of(checkpoint: str) -> str:
+    """Return the address of what a checkpoint of this name has."""
+    return digest(checkpoint.encode()).hex()
+
+
 class TenantHive:
-    """A hive with a gateway, a coordinator, and a trainer that a test can hold back with `may_work`."""
+    """A hive with a gateway, a coordinator, and a trainer that a test can hold back with `may_work`.
+
+    It has a `replica` once a test lets it join.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -78,10 +91,30 @@ class TenantHive:
         self.may_work.set()
         self.url = ""
         self.gateway: Gateway | None = None
+        self.replica = ScriptedReplica()
 
     @property
     def engine(self) -> EngineState:
         return self.follower.hive.engine(ENGINE)
+
+    async def join_replica(self) -> None:
+        """Publish the base, and let the replica serve it."""
+        await Blobs(self.bus).put("tokenizer-1", msgspec.msgpack.encode(FILES))
+        saved = inbox.WeightsSaved(
+            id=new_id(),
+            engine=ENGINE,
+            run=self.engine.run,
+            step=0,
+            trainer_epoch=self.engine.trainer_epoch,
+            weights=Weights(where="nowhere", tokenizer="tokenizer-1"),
+        )
+        await self.bus.inbox.send(saved)
+        await self.replica.start()
+        run, url = self.engine.run, self.replica.url
+        alive = inbox.ReplicaAlive(id=new_id(), engine=ENGINE, replica="r1", url=url, run=run, version=0, capacity=8)
+        await self.follower.wait_for(lambda _: self.engine.weights is not None, PATIENCE_S)
+        await self.bus.inbox.send(alive)
+        await self.follower.wait_for(lambda _: "r1" in self.engine.loaded, PATIENCE_S)
 
     async def train(self) -> None:
         """Serve each run of operations, in the order of the log."""
@@ -157,6 +190,7 @@ async def tenant_hive(bus: Bus, **settings: Any) -> AsyncIterator[TenantHive]:
             hive.gateway, hive.url = gateway, url
             yield hive
     finally:
+        await hive.replica.stop()
         for task in running:
             task.cancel()
         with suppress(asyncio.CancelledError):

@@ -52,7 +52,8 @@ def test_a_model_is_saved_under_a_name(
 @pytest.mark.parametrize(("kind", "inflight"), [("snapshot", False), ("inflight", True)])
 def test_a_session_of_sampling_may_begin_with_a_checkpoint(kind: str, inflight: bool) -> None:
     submission = saved(TINKER, SAMPLER, {"sampling_session_seq_id": 4, "kind": kind, "user_metadata": {"k": "v"}})
-    assert submission.operation == SaveWeights(checkpoint=SAMPLER, name="sample-4")
+    name = "inflight-4" if inflight else "sample-4"
+    assert submission.operation == SaveWeights(checkpoint=SAMPLER, name=name, ttl_s=86_400.0)
     assert (submission.sampling_session, submission.inflight) == ("S:sample:4", inflight)
     assert submission.metadata == b'{"k":"v"}'
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from bombus.bus import Bus
 from bombus.hive import inbox
@@ -41,7 +43,7 @@ from tests.trainer.serving.serving_hive import (
     training,
 )
 from tests.trainer.tenants.small_tenants import datum, forward_backward, optim_step, random_data
-from tests.trainer.trainer_hive import ENGINE
+from tests.trainer.trainer_hive import ENGINE, served
 
 
 @pytest.fixture
@@ -81,6 +83,27 @@ async def test_the_loss_of_a_repeated_batch_falls_and_the_log_shows_the_model(cl
     (first, *_) = [each for each in client.stage.events if isinstance(each, OperationCompleted) and each.number == 2]
     assert first.metrics["loss"] == losses[0]
     assert first.metrics["tokens"] == 7.0
+
+
+async def test_the_base_is_published_once_for_replicas_and_training_changes_nothing_of_it(
+    client: TrainingClient,
+) -> None:
+    trainer = client.stage.train()
+    await client.do("m", create())
+    ready = client.stage.engine.weights
+    assert ready is not None
+    assert (ready.version, client.stage.engine.phase) == (0, Phase.ROLLING)
+    assert {"config.json", "tokenizer.json"} <= {file.name for file in Path(ready.weights.where).iterdir()}
+    given = load_file(client.stage.folder / "model" / "model.safetensors")
+    found = served(ready.weights)
+    assert all(torch.equal(found[name], value) for name, value in given.items())
+    for operation in steps(1, 2):
+        await client.do("m", operation)
+    await stopped(trainer)
+    client.stage.train()
+    await client.do("m", optim_step())
+    assert client.stage.engine.weights == ready
+    assert served(ready.weights).keys() == found.keys()
 
 
 async def test_models_of_different_rank_that_take_turns_are_what_each_is_alone(client: TrainingClient) -> None:

@@ -330,10 +330,14 @@ def note_failure(engine: EngineState, live: Live, failed: ev.StepFailed | ev.Tra
 
 
 def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
-    """Make the weights a policy version when their step is on the log, or those at which the run began."""
+    """Make the weights a policy version when their step is on the log, or those at which the run began.
+
+    A run of operations has only the latter, and need not wait for them.
+    """
     if message.run != engine.run or message.trainer_epoch != engine.trainer_epoch:
         return
-    first = message.step == engine.begun and engine.phase == Phase.BOOTING and engine.weights is None
+    begins = engine.phase == Phase.BOOTING or engine.serves_operations
+    first = message.step == engine.begun and begins and engine.weights is None
     stepped = engine.step_done is not None and engine.step_done.step == message.step
     if engine.phase == Phase.OFFLINE or not (first or stepped) or message.step <= engine.version:
         return

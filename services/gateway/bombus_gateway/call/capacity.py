@@ -46,12 +46,25 @@ class CallCapacity:
         self._used, self._size = state.bytes, max(0, state.max_bytes)
 
     @contextmanager
-    def reserve(self, size: int) -> Iterator[None]:
-        """Reserve room for one call of `size` bytes while the block runs. Raises `Refused` OVERLOADED."""
+    def open_unrecorded(self) -> Iterator[None]:
+        """Count one more open call while the block runs, of which nothing is stored. Raises `Refused` OVERLOADED."""
+        self._check_open()
+        self.open_calls += 1
+        try:
+            yield
+        finally:
+            self.open_calls -= 1
+
+    def _check_open(self) -> None:
         if self.open_calls >= self._settings.open_calls_max:
             raise Refused(
                 Code.OVERLOADED, f"This gateway has {self.open_calls} calls open, its limit; try again in a moment."
             )
+
+    @contextmanager
+    def reserve(self, size: int) -> Iterator[None]:
+        """Reserve room for one call of `size` bytes while the block runs. Raises `Refused` OVERLOADED."""
+        self._check_open()
         limit = self._settings.log_fill_max * self._size
         if self._size and self._used + self.reserved + size > limit:
             share = self._used / self._size

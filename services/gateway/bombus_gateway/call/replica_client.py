@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for one kind of request: `POST /generate` at a replica, answered by a stream of frames.
+"""A small HTTP/1.1 client for `POST /generate` at a replica, answered by a stream of frames, and `POST /adapters`.
 
 Connections are kept open and reused. A general HTTP client would cost more than everything else in a call.
 """
@@ -6,7 +6,7 @@ Connections are kept open and reused. A general HTTP client would cost more than
 import asyncio
 from collections import defaultdict
 from contextlib import suppress
-from typing import cast
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -18,12 +18,63 @@ from bombus.hive.generation import Fault, Frame, FrameReader, Generate, encode_r
 IDLE_CONNECTIONS_MAX = 256  # for each replica
 ERROR_BYTES_MAX = 4096
 CONNECT_S_MAX = 3.0
+ADAPTER_S_MAX = 120.0
 
 Address = tuple[str, int]
 
 
 class ReplicaGone(BombusError):
     """The replica cannot be reached, broke off in the middle, or refused: another replica may be able to answer."""
+
+
+class Carried(Protocol):
+    """What a connection carries: a request that waits for its answer."""
+
+    def received(self, body: bytes) -> None: ...
+    def completed(self) -> None: ...
+    def failed(self, why: str) -> None: ...
+
+
+class AdapterAnswer:
+    """The answer to `POST /adapters`: empty where the adapter is loaded, and otherwise why it is not."""
+
+    def __init__(self) -> None:
+        self._body = bytearray()
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> None:
+        """Raises `Refused` with the replica's reason, or `ReplicaGone`."""
+        await self._done
+
+    @property
+    def is_over(self) -> bool:
+        return self._done.done() and not self._done.cancelled()
+
+    def received(self, body: bytes) -> None:
+        self._body += body[: ERROR_BYTES_MAX - len(self._body)]
+
+    def completed(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+    def failed(self, why: str) -> None:
+        if self._done.done():
+            return
+        try:
+            refusal = _refusals.decode(self._body)
+        except msgspec.MsgspecError:
+            self._done.set_exception(ReplicaGone(why))
+        else:
+            code = next((code for code in Code if code == refusal.code), Code.INTERNAL)
+            self._done.set_exception(Refused(code, refusal.why))
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    code: str
+    why: str
+
+
+_refusals = msgspec.json.Decoder(_Refusal)
 
 
 class Generation:
@@ -113,17 +164,17 @@ def _error_of(fault: Fault) -> Refused | ReplicaGone:
 
 
 class _Connection(asyncio.Protocol):
-    """Carries one generation at a time."""
+    """Carries one request at a time."""
 
     def __init__(self, idle: "list[_Connection]") -> None:
         self.closed = False
         self._idle = idle
         self._transport: asyncio.Transport | None = None
-        self._generation: Generation | None = None
+        self._generation: Carried | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._refusal = bytearray()
 
-    def carry(self, generation: Generation, message: bytes) -> None:
+    def carry(self, generation: Carried, message: bytes) -> None:
         assert self._transport is not None
         self._generation = generation
         self._parser = httptools.HttpResponseParser(self)
@@ -181,6 +232,16 @@ class _Connection(asyncio.Protocol):
         generation.failed(f"the replica answered {status}")
 
 
+def _post(url: str, path: str, content_type: str, body: bytes) -> tuple[Address, bytes]:
+    """Return where a request goes, and the request."""
+    where = urlsplit(url)
+    head = (
+        f"POST {where.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {where.netloc}\r\n"
+        f"content-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return (where.hostname or "", where.port or 80), head.encode() + body
+
+
 class ReplicaClient:
     """Keeps connections to all replicas that were used."""
 
@@ -189,15 +250,29 @@ class ReplicaClient:
 
     async def generate(self, url: str, request: Generate) -> Generation:
         """Send a request to the replica at `url`. Raises `ReplicaGone` when it cannot be reached."""
-        where = urlsplit(url)
-        body = encode_request(request)
-        head = (
-            f"POST {where.path.rstrip('/')}/generate HTTP/1.1\r\nhost: {where.netloc}\r\n"
-            f"content-type: application/msgpack\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        generation = Generation(self, (where.hostname or "", where.port or 80), head.encode() + body)
+        address, message = _post(url, "/generate", "application/msgpack", encode_request(request))
+        generation = Generation(self, address, message)
         await generation.send()
         return generation
+
+    async def load_adapter(self, url: str, adapter: str, folder: str) -> None:
+        """Let the replica at `url` load an adapter, which takes as long as reading it; it may have it already.
+
+        Raises `Refused` with the replica's reason, or `ReplicaGone`.
+        """
+        body = msgspec.json.encode({"address": adapter, "folder": folder})
+        address, message = _post(url, "/adapters", "application/json", body)
+        answer = AdapterAnswer()
+        connection = await self.connect(address)  # an idle one may be closed already
+        connection.carry(answer, message)
+        try:
+            async with asyncio.timeout(ADAPTER_S_MAX):
+                await answer.wait()
+        except TimeoutError:
+            raise ReplicaGone(f"the replica at {url} did not load an adapter within {ADAPTER_S_MAX:g} s") from None
+        finally:
+            if not answer.is_over:
+                connection.close()
 
     def idle_connection(self, address: Address) -> _Connection | None:
         idle = self._idle[address]

@@ -32,7 +32,7 @@ from bombus.operations import (
     encode_operation,
 )
 from bombus_gateway.context import Gateway
-from bombus_gateway.training.checkpoints import UNNAMED_SAMPLE
+from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers, sampling_session, session_of
 from bombus_gateway.training.futures import (
     FutureAnswer,
@@ -305,6 +305,6 @@ def _sampling_session(model: str, operation: Operation) -> str:
     """Return the session of sampling that begins with a checkpoint, by the name that it was given then."""
     if not isinstance(operation, SaveWeights) or not is_tinkers(model):
         return ""
-    number = operation.name.removeprefix(UNNAMED_SAMPLE)
+    number = operation.name.removeprefix(UNNAMED_SAMPLE).removeprefix(INFLIGHT_SAMPLE)
     is_unnamed = operation.checkpoint == CheckpointKind.SAMPLER and number != operation.name and number.isdigit()
     return sampling_session(session_of(model), int(number)) if is_unnamed else ""

@@ -7,18 +7,21 @@ said by the future, as a failure: its number is used up, and its client goes on 
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
+from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.operations import Category, CheckpointKind, CreateModel, Failed, ModelEnded
 from bombus_gateway.access import Access, Guard
+from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bodies import answered, in_json, names_in, read_body
-from bombus_gateway.tenants.desk import OperationDesk, Waits
+from bombus_gateway.tenants.desk import HOLD_S, OperationDesk, Waits
 from bombus_gateway.tenants.listings import (
     checkpoints_of,
     found_checkpoint,
@@ -28,6 +31,8 @@ from bombus_gateway.tenants.listings import (
     run_entry,
     weights_entry,
 )
+from bombus_gateway.tenants.sampling.futures import SampleFutures
+from bombus_gateway.tenants.sampling.routes import SamplingRoutes
 from bombus_gateway.tenants.sessions import Sessions, base_names
 from bombus_gateway.training.checkpoints import read_load, read_save, read_weights_info
 from bombus_gateway.training.data.forward_backward import read_forward_backward
@@ -56,9 +61,10 @@ class _Asked(msgspec.Struct):
 _asked = msgspec.json.Decoder(_Asked)
 
 
-def training_router(gateway: Gateway, engine: str) -> APIRouter:
+def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
     """Return the routes of training clients of one engine, to be mounted under its prefix."""
-    routes = TrainingRoutes(gateway, engine)
+    sampling = SamplingRoutes(calls, engine)
+    routes = TrainingRoutes(gateway, engine, sampling.futures)
     guard = Depends(Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url))
     router = APIRouter(prefix="/api/v1", dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
     table: tuple[tuple[str, str, RouteHandler], ...] = (
@@ -97,14 +103,19 @@ def training_router(gateway: Gateway, engine: str) -> APIRouter:
     )
     for method, path, handler in table:
         router.add_api_route(path, handler, methods=[method])
-    return router
+    sampling.add_to(router)
+    root = APIRouter(dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
+    root.add_api_route("/generate", sampling.generate, methods=["POST"])
+    root.include_router(router)
+    return root
 
 
 class TrainingRoutes:
-    def __init__(self, gateway: Gateway, engine: str) -> None:
+    def __init__(self, gateway: Gateway, engine: str, samples: SampleFutures) -> None:
         self._gateway = gateway
         self._desk = OperationDesk(gateway, engine)
         self._sessions = Sessions(gateway, self._desk)
+        self._samples = samples
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self._defaults = AdapterDefaults()
 
@@ -131,7 +142,16 @@ class TrainingRoutes:
 
     async def capabilities(self, request: Request) -> Response:
         names = base_names(self._desk.state)
-        return in_json({"supported_models": [{"model_name": name, "trainable": True} for name in names]})
+        known = {"max_context_length": self._context(), "trainable": True, "sampleable": bool(self._desk.state.loaded)}
+        return in_json({"supported_models": [{"model_name": name, **known} for name in names]})
+
+    def _context(self) -> int:
+        """Return the longest sequence, as the job or the replicas limit it."""
+        engine = self._desk.state
+        job = engine.active or engine.configured
+        lengths = [replica.sequence_tokens for replica in engine.usable.values() if replica.sequence_tokens]
+        configured = [] if job is None else [RunConfig.from_json(job.config).rollout.max_model_len]
+        return min([*lengths, *configured], default=0)
 
     async def create_session(self, request: Request) -> Response:
         body = await read_body(request)
@@ -227,7 +247,10 @@ class TrainingRoutes:
         return in_json({"registered_models": models, "active_sessions": models, "session_activity": activity})
 
     async def retrieve_future(self, request: Request) -> Response:
-        return answered(await self._desk.result(read_retrieve(await read_body(request))))
+        asked = read_retrieve(await read_body(request))
+        if self._samples.knows(asked.id):
+            return answered(await self._samples.result(asked, HOLD_S))
+        return answered(await self._desk.result(asked))
 
     async def _create(self, request: Request, submission: Submission, dialect: TrainingDialect) -> Response:
         """Put a new model on the log. Its base is the one that the engine has under that name."""
@@ -263,9 +286,16 @@ class TrainingRoutes:
             "model_id": model.name,
             "model_name": model.base,
             "optimizer_config": {"type": "adamw"},
-            "model_data": {"model_name": model.base, "tokenizer_id": model.base},
+            "model_data": {"model_name": model.base, "tokenizer_id": self._tokenizer(model.base)},
         }
         return in_json(answer | lora_fields(model.adapter))
+
+    def _tokenizer(self, base: str) -> str:
+        """Return where a client finds the tokenizer: in a folder where this machine has it, or else by its name."""
+        ready = self._desk.state.weights
+        if ready is None or ready.weights.objects or not Path(ready.weights.where, "tokenizer.json").is_file():
+            return base
+        return ready.weights.where
 
     async def weights_info(self, request: Request) -> Response:
         path = read_weights_info(await read_body(request))

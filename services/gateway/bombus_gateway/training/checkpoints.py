@@ -12,6 +12,8 @@ from bombus_gateway.training.submission import NOT_GIVEN, SeqId, Submission, add
 
 INFLIGHT, SNAPSHOT = "inflight", "snapshot"
 UNNAMED_SAMPLE = "sample-"  # begins the name of a checkpoint that a session of sampling was made with
+INFLIGHT_SAMPLE = "inflight-"  # the same, of a session that moves to later saves of this kind
+UNNAMED_S = 86_400.0  # how long such checkpoints are kept where the client does not say: a loop makes one in each step
 TTL_S_MAX = 10 * 365 * 86_400  # ten years, the longest that Tinker's client speaks of
 
 
@@ -77,11 +79,17 @@ def _saved(
     given = decode_body(_samplers, body)
     session, number = "", given.sampling_session_seq_id
     if dialect == TrainingDialect.TINKER and kind == CheckpointKind.SAMPLER and number is not None:
-        session, unnamed = sampling_session(session_of(model), number), f"{UNNAMED_SAMPLE}{number}"
+        session, unnamed = (
+            sampling_session(session_of(model), number),
+            f"{INFLIGHT_SAMPLE if given.kind == INFLIGHT else UNNAMED_SAMPLE}{number}",
+        )
+    operation = _save(dialect, kind, body, unnamed)
+    if session and not operation.ttl_s:
+        operation = msgspec.structs.replace(operation, ttl_s=UNNAMED_S)
     return Submission(
         model=model,
         seq=seq,
-        operation=_save(dialect, kind, body, unnamed),
+        operation=operation,
         metadata=kept_metadata(given.user_metadata),
         sampling_session=session,
         inflight=given.kind == INFLIGHT,

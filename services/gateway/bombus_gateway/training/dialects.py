@@ -7,6 +7,8 @@ PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 OF_TINKER = ":train:"  # in the ids of models that Tinker's client makes, and in no others
 
+OF_SAMPLE = ":sample:"  # in the ids of sessions of sampling
+
 
 class TrainingDialect(StrEnum):
     """Whose client it is. The value is also the scheme of its paths."""
@@ -62,4 +64,4 @@ def session_of(model: str) -> str:
 
 
 def sampling_session(session: str, number: int) -> str:
-    return f"{session}:sample:{number}"
+    return f"{session}{OF_SAMPLE}{number}"

@@ -26,6 +26,7 @@ from bombus_trainer.ownership import RunOver, RunOwnership
 from bombus_trainer.recovery.faults import backoff
 from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
 from bombus_trainer.recovery.reports import RunReports, reason_of
+from bombus_trainer.serving.base_weights import publish_base
 from bombus_trainer.serving.covers import Covers, remove_earlier
 from bombus_trainer.serving.models import ServedModels
 from bombus_trainer.serving.outcomes import metrics_of, saved_by, shape_of
@@ -97,6 +98,7 @@ class OperationServer:
             await ownership.send(serves)
             reached(Point.SERVING_SAID)
             await ownership.wait(lambda engine: engine.phase != Phase.BOOTING)
+        await self._when_back(lambda: publish_base(self._bus, self._options, ownership, models.executor.base))
         for model in ownership.engine.tenants.open_models:
             ownership.check()
             await models.make_again(model)

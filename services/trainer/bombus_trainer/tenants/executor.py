@@ -33,6 +33,7 @@ from bombus.operations import (
     StepTaken,
 )
 from bombus.weights.models import hub_name, load_tokenizer_files
+from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.publish.checkpoint import Seal
 from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.tenants.adam import TenantOptimizer
@@ -67,6 +68,11 @@ class OperationExecutor:
     def models(self) -> dict[str, int]:
         """The models by their ids, each with the steps that it has taken."""
         return {model: tenant.step for model, tenant in self._tenants.items()}
+
+    @property
+    def base(self) -> PolicyModel:
+        """The model below all models. It is as it was loaded as long as no model trains all of its weights."""
+        return self._need_base(None).policy
 
     @property
     def shelved(self) -> list[str]:

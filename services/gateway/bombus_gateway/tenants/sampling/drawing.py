@@ -1,0 +1,258 @@
+"""Draw samples at the replicas: tokens in, tokens out. Stop strings end a sample where its text has one of them."""
+
+import asyncio
+import logging
+import uuid
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.hive.generation import Fault, Finished, Frame, Generate, PromptScores, Tokens
+from bombus.hive.records import FinishReason, SamplingParams, unpack_tokens
+from bombus.hive.state import EngineState, Phase
+from bombus_gateway.call.calls import Calls
+from bombus_gateway.call.replica_client import Generation, ReplicaGone
+from bombus_gateway.tenants.sampling.samplers import Sampler
+from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.stops import configured_stops
+from bombus_gateway.text.text_stream import TextStream
+from bombus_gateway.training.samples import Alternatives, SampledTokens, unscored
+from bombus_gateway.training.sampling import SampleRequest
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 1.0  # between attempts, while no replica can
+LOADS_MAX = 8  # times that the adapter of one request is loaded, where replicas drop it again for others
+
+
+class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples of one prompt with their texts, and the scores of the prompt where they were asked for."""
+
+    samples: tuple[SampledTokens, ...]
+    texts: tuple[str, ...]
+    prompt_logprobs: bytes = b""
+    top_prompt: Alternatives = ()
+    cached_prompt_tokens: int = 0
+
+
+class SampleDrawing:
+    """Draws the samples of one engine."""
+
+    def __init__(self, calls: Calls, engine: str) -> None:
+        self._calls = calls
+        self._engine = engine
+        self._loads: dict[tuple[str, str], asyncio.Lock] = {}  # by replica and adapter: one loads for all
+
+    @property
+    def engine(self) -> EngineState:
+        return self._calls.follower.hive.engine(self._engine)
+
+    async def text_model(self) -> TextModel:
+        """Return the tokenizer of the run. Raises `Refused` while there is none."""
+        return await self._calls.models.text_model(self.engine)
+
+    async def draw(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
+        """Draw samples. Waits for a replica as long as the engine runs and a call may take.
+
+        Raises `Refused` where no replica could answer.
+        """
+        limit_s = self._calls.settings.call_timeout_s
+        loads = 0
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    try:
+                        return await self._drawn(sampler, asked)
+                    except Refused as refusal:
+                        if refusal.code != Code.NO_REPLICA and refusal.code != Code.BUS_DOWN:
+                            raise
+                        self._check_running()
+                        log.debug("a sample waits: %s", refusal.why)
+                    except _AdapterMissing as missing:
+                        loads += 1
+                        if loads > LOADS_MAX:
+                            why = f"Adapter {sampler.checkpoint} was dropped again {LOADS_MAX} times: replicas have "
+                            raise Refused(Code.OVERLOADED, f"{why}no room for all adapters in use.") from None
+                        await self._load(missing.url, sampler)
+                        continue
+                    except ReplicaGone as error:
+                        log.debug("a sample is drawn again: %s", error)
+                    await asyncio.sleep(PAUSE_S)
+        except TimeoutError:
+            raise Refused(Code.TIMEOUT, f"The sample took longer than the limit of {limit_s:g} s.") from None
+
+    def _check_running(self) -> None:
+        engine = self.engine
+        if engine.phase == Phase.OFFLINE:
+            why = f"Engine {engine.name} is not running, so nothing can be sampled: create a model, which starts it."
+            raise Refused(Code.WRONG_PHASE, why)
+
+    async def _drawn(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
+        self._check_running()
+        model = await self.text_model()
+        pieces = model.tokenizer.pieces
+        ends = set(asked.sampling.stop_token_ids)
+        if asked.ends_at_eos:
+            ends |= configured_stops(model.tokenizer)
+        collected = _Collected(asked, pieces, ends)
+        generate = self._request(sampler, asked, self._sampling(asked, model, ends))
+        generation, replica = await self._calls.upstream.start(generate)
+        try:
+            await self._collect(generation, collected)
+        except ReplicaGone as error:
+            self._calls.upstream.failed(replica, str(error))
+            raise
+        except Refused as refusal:
+            if refusal.code == Code.UNKNOWN_MODEL and sampler.address:
+                raise _AdapterMissing(self._url(replica)) from None
+            raise
+        finally:
+            generation.abort("the samples are complete, or are not wanted any more")
+            self._calls.upstream.finished(generation)
+        return collected.drawn()
+
+    def _request(self, sampler: Sampler, asked: SampleRequest, sampling: SamplingParams) -> Generate:
+        return Generate(
+            id=uuid.uuid4().hex,
+            engine=self._engine,
+            run=self.engine.run,
+            prompt=asked.prompt,
+            sampling=sampling,
+            n=asked.samples,
+            stream=bool(asked.stops),
+            episode=sampler.address,  # by which a replica is chosen: that which has the adapter
+            adapter=sampler.address,
+            prompt_logprobs=asked.scored > 0,
+            top_prompt=asked.top_prompt,
+            plain_logprobs=True,
+        )
+
+    def _sampling(self, asked: SampleRequest, model: TextModel, ends: set[int]) -> SamplingParams:
+        """Return how tokens are drawn. Without a `max_tokens` there are as many as the model's length has room for."""
+        given = asked.sampling
+        job = self._calls.models.job(self.engine)
+        room = min(job.rollout.max_model_len, model.context_tokens) - len(asked.prompt) // 4
+        tokens = given.max_tokens or max(room, 1)
+        return msgspec.structs.replace(given, max_tokens=tokens, stop_token_ids=tuple(sorted(ends)))
+
+    async def _collect(self, generation: Generation, collected: "_Collected") -> None:
+        while not collected.is_complete:
+            frames = await generation.frames()
+            if not frames:
+                raise ReplicaGone("the replica's answer ended too early")
+            for frame in frames:
+                collected.take(frame)
+
+    def _url(self, replica: str) -> str:
+        found = self.engine.replicas.get(replica)
+        if found is None:
+            raise ReplicaGone(f"replica {replica} has left the hive")
+        return found.url
+
+    async def _load(self, url: str, sampler: Sampler) -> None:
+        """Load a sampler's adapter on a replica. Raises `Refused` where it cannot be."""
+        lock = self._loads.setdefault((url, sampler.address), asyncio.Lock())
+        try:
+            async with lock:
+                await self._calls.client.load_adapter(url, sampler.address, sampler.folder)
+        finally:
+            if not lock.locked():
+                self._loads.pop((url, sampler.address), None)
+
+
+class _AdapterMissing(Exception):
+    """Raised when a replica does not have the adapter that it was asked for."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.url = url
+
+
+class _Collected:
+    """What has arrived of the answer to one request."""
+
+    def __init__(self, asked: SampleRequest, pieces: Sequence[bytes], ends: set[int]) -> None:
+        self._asked = asked
+        self._choices = [_Choice(pieces, asked.stops, ends) for _ in range(asked.samples)]
+        self._scores = array("f")
+        self._top: list[tuple[tuple[int, float], ...]] = []
+        self._cached = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return all(choice.finish is not None for choice in self._choices)
+
+    def take(self, frame: Frame) -> None:
+        match frame:
+            case Tokens():
+                self._choices[frame.choice].take(frame)
+            case Finished():
+                self._cached = max(self._cached, frame.cached_prompt_tokens)
+                self._choices[frame.choice].end(frame.reason)
+            case PromptScores():
+                self._scores.frombytes(frame.logprobs)
+                self._top += _rows(frame)
+            case Fault():
+                raise ReplicaGone(frame.why)  # the client raises them before
+
+    def drawn(self) -> DrawnSamples:
+        scored, count = self._asked.scored, len(self._asked.prompt) // 4
+        last = self._scores[len(self._scores) - scored :]
+        rows = self._top[len(self._top) - scored :]
+        top: Alternatives = [*[()] * (count - scored), *rows] if self._asked.top_prompt and scored else ()
+        return DrawnSamples(
+            samples=tuple(choice.sample() for choice in self._choices),
+            texts=tuple("".join(choice.text) for choice in self._choices),
+            prompt_logprobs=unscored(count, last) if scored else b"",
+            top_prompt=top,
+            cached_prompt_tokens=self._cached,
+        )
+
+
+class _Choice:
+    """One sample that is being drawn."""
+
+    def __init__(self, pieces: Sequence[bytes], stops: Sequence[str], ends: set[int]) -> None:
+        self.text: list[str] = []
+        self.finish: FinishReason | None = None
+        self._stream = TextStream(pieces, stops)
+        self._ends = ends
+        self._tokens: list[bytes] = []
+        self._logprobs: list[bytes] = []
+        self._top: list[tuple[tuple[int, float], ...]] = []
+
+    def take(self, frame: Tokens) -> None:
+        if self.finish is not None:
+            return
+        tokens = unpack_tokens(frame.tokens)
+        said = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens  # its text is not part of the sample's
+        text, used = self._stream.feed(said)
+        self.text.append(text)
+        if self._stream.stopped:
+            self.finish = FinishReason.STOP
+        else:
+            used = len(tokens)
+        self._tokens.append(frame.tokens[: 4 * used])
+        self._logprobs.append(frame.logprobs[: 4 * used])
+        self._top += frame.top[:used]
+
+    def end(self, reason: str) -> None:
+        if self.finish is None:
+            self.text.append(self._stream.finish())
+            self.finish = FinishReason.LENGTH if reason == FinishReason.LENGTH else FinishReason.STOP
+
+    def sample(self) -> SampledTokens:
+        assert self.finish is not None
+        return SampledTokens(
+            tokens=b"".join(self._tokens), logprobs=b"".join(self._logprobs), finish=self.finish, top=tuple(self._top)
+        )
+
+
+def _rows(frame: PromptScores) -> list[tuple[tuple[int, float], ...]]:
+    tokens, logprobs, width = array("i", frame.top_tokens), array("f", frame.top_logprobs), frame.width
+    if not width:
+        return []
+    pairs = list(zip(tokens, logprobs, strict=True))
+    return [tuple(pairs[start : start + width]) for start in range(0, len(pairs), width)]

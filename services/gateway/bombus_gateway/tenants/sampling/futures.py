@@ -1,0 +1,104 @@
+"""Samples that were asked for with `asample`: they are drawn in the background, and are in this gateway's memory alone.
+
+After a restart they are unknown, which is answered 410: the client samples again.
+"""
+
+import asyncio
+import logging
+
+from bombus.errors import STATUS, BombusError, Refused
+from bombus.hive.records import digest
+from bombus.operations import Category, Failed
+from bombus_gateway.call.capacity import CallCapacity
+from bombus_gateway.tenants.sampling.drawing import SampleDrawing
+from bombus_gateway.tenants.sampling.samplers import found_sampler
+from bombus_gateway.training.dialects import PROTOBUF
+from bombus_gateway.training.futures import FutureAnswer, FutureRequest, failed, ready, try_again, unknown
+from bombus_gateway.training.samples import write_samples
+from bombus_gateway.training.sampling import SampleRequest, SampleSubmission
+
+log = logging.getLogger(__name__)
+
+ANSWERS_MAX = 65_536  # that are remembered, and
+ANSWERS_BYTES_MAX = 512 << 20  # all of them together: the oldest are forgotten, and sampled again if they are asked for
+
+
+class SampleFutures:
+    """The samples of one engine that training clients have asked this gateway for."""
+
+    def __init__(self, drawing: SampleDrawing, capacity: CallCapacity) -> None:
+        self._drawing = drawing
+        self._capacity = capacity
+        self._drawn: dict[str, asyncio.Task[FutureAnswer]] = {}  # oldest first
+        self._bytes = 0
+
+    def submit(self, submission: SampleSubmission, body: bytes) -> str:
+        """Begin to draw, and return the id of the future. The same body again is a repeat, and has the same answer.
+
+        Raises `Refused`: OVERLOADED, or UNKNOWN_MODEL for a sampler that is not known.
+        """
+        name = f"{submission.request_id}:{digest(body).hex()[:16]}"
+        if name not in self._drawn:
+            found_sampler(self._drawing.engine, submission.session)
+            opened = self._capacity.open_unrecorded()
+            opened.__enter__()
+            task = asyncio.create_task(self._answer(submission))
+            task.add_done_callback(lambda _: opened.__exit__(None, None, None))
+            task.add_done_callback(self._count)
+            self._drawn[name] = task
+        return name
+
+    async def _answer(self, submission: SampleSubmission) -> FutureAnswer:
+        """Return the answer, which may be that sampling has failed. It raises nothing but what is a bug."""
+        asked = submission.asked
+        if isinstance(asked, Failed):
+            return failed(asked)
+        try:
+            return await self._samples(submission.session, asked)
+        except Refused as refusal:
+            is_users = STATUS[refusal.code] < 500
+            return failed(Failed(error=refusal.why, category=Category.USER if is_users else Category.SERVER))
+        except BombusError as error:
+            log.warning("a sample has failed", extra={"sampler": submission.session, "why": str(error)})
+            return failed(Failed(error=str(error), category=Category.SERVER))
+
+    async def _samples(self, session: str, asked: SampleRequest) -> FutureAnswer:
+        sampler = found_sampler(self._drawing.engine, session)
+        drawn = await self._drawing.draw(sampler, asked)
+        body = write_samples(drawn.samples, drawn.prompt_logprobs, drawn.top_prompt, drawn.cached_prompt_tokens)
+        return FutureAnswer(200, PROTOBUF, body)
+
+    def _count(self, task: "asyncio.Task[FutureAnswer]") -> None:
+        """Note the size of an answer, and forget the oldest ones where they take too much."""
+        self._bytes += _size(task)
+        for name, each in list(self._drawn.items()):
+            if self._bytes <= ANSWERS_BYTES_MAX and len(self._drawn) <= ANSWERS_MAX:
+                return
+            if each.done():
+                del self._drawn[name]
+                self._bytes -= _size(each)
+
+    def knows(self, name: str) -> bool:
+        return name in self._drawn
+
+    async def result(self, asked: FutureRequest, hold_s: float) -> FutureAnswer:
+        """Return a sample, or after `hold_s` that it is not there yet, and why."""
+        task = self._drawn.get(asked.id)
+        if task is None:
+            return unknown(asked.id)
+        await asyncio.wait({task}, timeout=hold_s)
+        if not task.done():
+            return try_again(asked, self._why_it_waits())
+        return ready(task.result(), asked)
+
+    def _why_it_waits(self) -> str:
+        engine = self._drawing.engine
+        if engine.weights is None:
+            return "The base is not published for replicas yet."
+        if not engine.loaded:
+            return f"No inference replica has loaded the base yet; {len(engine.replicas)} are there."
+        return f"{self._capacity.open_calls} requests are open at this gateway."
+
+
+def _size(task: "asyncio.Task[FutureAnswer]") -> int:
+    return 0 if task.cancelled() or task.exception() is not None else len(task.result().body)

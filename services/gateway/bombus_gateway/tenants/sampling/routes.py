@@ -1,0 +1,93 @@
+"""The routes of sampling: Tinker's `asample` and its sessions, and xorl's `/generate` in SGLang's form."""
+
+from functools import partial
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from bombus.errors import Code, Refused
+from bombus.hive.records import pack_tokens
+from bombus.hive.tenants.state import Tenants
+from bombus_gateway.call.calls import Calls
+from bombus_gateway.refusals import RETRY_AFTER
+from bombus_gateway.tenants.bodies import in_json, names_in, read_body
+from bombus_gateway.tenants.sampling.drawing import SampleDrawing
+from bombus_gateway.tenants.sampling.futures import SampleFutures
+from bombus_gateway.tenants.sampling.samplers import begun_sampler, found_sampler, named_sampler
+from bombus_gateway.training.dialects import OF_SAMPLE, TrainingDialect, dialect_of
+from bombus_gateway.training.generate import GenerateRequest, read_generate, write_generated
+from bombus_gateway.training.sampling import read_sample, read_sampling_session, sample_accepted
+
+
+class SamplingRoutes:
+    """Sampling on one engine."""
+
+    def __init__(self, calls: Calls, engine: str) -> None:
+        self._calls = calls
+        self._drawing = SampleDrawing(calls, engine)
+        self.futures = SampleFutures(self._drawing, calls.capacity)
+
+    def add_to(self, router: APIRouter) -> None:
+        """Add the routes below `/api/v1`."""
+        router.add_api_route("/create_sampling_session", self.create_sampling_session, methods=["POST"])
+        router.add_api_route("/samplers/{sampler}", self.sampler, methods=["GET"])
+        router.add_api_route("/asample", self.asample, methods=["POST"])
+
+    async def create_sampling_session(self, request: Request) -> Response:
+        body = await read_body(request)
+        dialect = dialect_of("create_sampling_session", "", names_in(body))
+        asked = read_sampling_session(dialect, body)
+        if dialect == TrainingDialect.TINKER:
+            _check_session(self._drawing.engine.tenants, asked.id)
+        name, sampler = begun_sampler(self._drawing.engine, asked)
+        if dialect == TrainingDialect.TINKER:
+            return in_json({"type": "create_sampling_session", "sampling_session_id": name})
+        lora = "" if sampler.checkpoint is None else sampler.checkpoint.name
+        return in_json({"success": True, "model_path": asked.id, "lora_name": lora})
+
+    async def sampler(self, request: Request) -> Response:
+        name = request.path_params["sampler"]
+        found = found_sampler(self._drawing.engine, name)
+        path = None if found.checkpoint is None else found.checkpoint.uri(TrainingDialect.TINKER)
+        return in_json({"sampler_id": name, "base_model": found.base, "model_path": path})
+
+    async def asample(self, request: Request) -> Response:
+        body = await read_body(request)
+        submission = read_sample(body)
+        try:
+            name = self.futures.submit(submission, body)
+        except Refused as refusal:
+            if refusal.code != Code.OVERLOADED:
+                raise
+            answer = in_json({"detail": refusal.why, "code": refusal.code}, 429)  # the client sends it again
+            answer.headers.update(RETRY_AFTER)
+            return answer
+        return in_json(sample_accepted(submission) | {"request_id": name})
+
+    async def generate(self, request: Request) -> Response:
+        """Answer xorl's sampling client, directly."""
+        given = read_generate(await read_body(request))
+        sampler = named_sampler(self._drawing.engine, given.adapter)
+        with self._calls.capacity.open_unrecorded():
+            given = await self._with_prompt(given)
+            drawn = await self._drawing.draw(sampler, given.asked)
+        count = len(given.asked.prompt) // 4
+        return in_json(write_generated(drawn.samples, drawn.texts, count, given.logprobs))
+
+    async def _with_prompt(self, given: GenerateRequest) -> GenerateRequest:
+        """Return a request whose prompt is tokens."""
+        if not given.text:
+            return given
+        model = await self._drawing.text_model()
+        encode = partial(model.tokenizer.encode, given.text)
+        tokens = await self._calls.workers.run("", len(given.text), encode)
+        asked = msgspec.structs.replace(given.asked, prompt=pack_tokens(tokens))
+        return msgspec.structs.replace(given, asked=asked)
+
+
+def _check_session(tenants: Tenants, sampling_session: str) -> None:
+    """Raise `Refused` unless the client's session is open."""
+    session = sampling_session.rpartition(OF_SAMPLE)[0]
+    known = tenants.sessions.get(session)
+    if known is None or known.ended is not None:
+        raise Refused(Code.SESSION_OVER, f"Session {session[:100]} has ended here, or never began; open another one.")

@@ -1,0 +1,116 @@
+"""Samplers: which weights a session of sampling has.
+
+The id of a sampler says it, so every gateway knows it, also after a restart. `S:sample:0:base` is the base, and
+`S:sample:0:ADDRESS` a checkpoint by the beginning of its address: it cannot change. `S:sample:0` began with an unnamed
+save, which has that number in its name.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.hive.state import EngineState, Phase
+from bombus.hive.tenants.state import KeptWeights
+from bombus.operations import CheckpointKind
+from bombus_gateway.tenants.listings import found_checkpoint, path_of
+from bombus_gateway.tenants.sessions import base_names
+from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
+from bombus_gateway.training.dialects import OF_SAMPLE, is_tinkers, session_of
+from bombus_gateway.training.paths import CheckpointPath, read_path
+from bombus_gateway.training.sampling import SamplingSession
+
+BASE = "base"
+ADDRESS_CHARACTERS = 24
+
+
+class Sampler(msgspec.Struct, frozen=True):
+    """Weights to sample from: the base of a run, and a checkpoint's adapter on it where there is one."""
+
+    base: str
+    checkpoint: CheckpointPath | None = None
+    address: str = ""
+    folder: str = ""
+
+
+def begun_sampler(engine: EngineState, asked: SamplingSession) -> tuple[str, Sampler]:
+    """Return the id of a new sampler, and its weights. Raises `Refused` where there are none such."""
+    if asked.checkpoint is not None:
+        sampler = _of_checkpoint(engine, found_checkpoint(engine.tenants, asked.checkpoint))
+        return f"{asked.id}:{sampler.address[:ADDRESS_CHARACTERS]}", sampler
+    return f"{asked.id}:{BASE}", _of_base(engine, asked.base)
+
+
+def found_sampler(engine: EngineState, name: str) -> Sampler:
+    """Return the weights of a sampler by its id. Raises `Refused` UNKNOWN_MODEL, or where they are not served now."""
+    session, _, numbered = name.rpartition(OF_SAMPLE)
+    number, _, what = numbered.partition(":")
+    if what == BASE and session:
+        return _of_base(engine, "")
+    kept = engine.tenants.kept.values()
+    if what:
+        found = (each for each in kept if len(what) == ADDRESS_CHARACTERS and each.noted.saved.address.startswith(what))
+    else:
+        found = (each for each in kept if session_of(each.noted.model) == session and _is_unnamed(each, number))
+    first = next(found, None)
+    if first is None:
+        raise Refused(
+            Code.UNKNOWN_MODEL, f"There is no sampler {name[:300]} here, or its checkpoint has been removed; make one."
+        )
+    if not what and first.noted.saved.name.startswith(INFLIGHT_SAMPLE):
+        first = _newest_inflight(kept, first)
+    return _of_checkpoint(engine, first)
+
+
+def named_sampler(engine: EngineState, name: str) -> Sampler:
+    """Return the weights that xorl's client calls `name`: a path, or the name of the checkpoint saved last under it.
+
+    Without a name they are the base.
+    """
+    if not name:
+        return _of_base(engine, "")
+    if "/" in name:
+        return _of_checkpoint(engine, found_checkpoint(engine.tenants, read_path(name)))
+    named = [
+        each
+        for each in engine.tenants.kept.values()
+        if each.noted.saved.name == name and not is_tinkers(each.noted.model)
+    ]
+    samplers = [each for each in named if each.noted.saved.use == CheckpointKind.SAMPLER] or named
+    if not samplers:
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {name[:140]} here, or not any longer.")
+    return _of_checkpoint(engine, samplers[-1])
+
+
+def _is_unnamed(kept: KeptWeights, number: str) -> bool:
+    saved = kept.noted.saved
+    return saved.use == CheckpointKind.SAMPLER and saved.name in (UNNAMED_SAMPLE + number, INFLIGHT_SAMPLE + number)
+
+
+def _newest_inflight(every: Iterable[KeptWeights], one: KeptWeights) -> KeptWeights:
+    """Return the newest of the inflight saves of a model: all of their samplers have its weights."""
+    model = one.noted.model
+    return [each for each in every if each.noted.model == model and each.noted.saved.name.startswith(INFLIGHT_SAMPLE)][
+        -1
+    ]
+
+
+def _of_base(engine: EngineState, wanted: str) -> Sampler:
+    names = base_names(engine)
+    if not names or (wanted and wanted not in names):
+        here = f"Engine {engine.name} has {names[0]}" if names else f"Engine {engine.name} has no model yet"
+        why = f"{here}, and no {wanted[:200]}: create a model on that first, which starts it."
+        raise Refused(Code.UNKNOWN_MODEL, why)
+    return Sampler(names[0])
+
+
+def _of_checkpoint(engine: EngineState, kept: KeptWeights) -> Sampler:
+    noted = kept.noted
+    if noted.adapter is None:
+        why = f"{path_of(kept).id} has all weights of its model, and only adapters are sampled from here."
+        raise Refused(Code.UNSUPPORTED, f"{why} Train an adapter (rank 1 or more) to sample from it.")
+    started = engine.started
+    if engine.phase != Phase.OFFLINE and started is not None and noted.base not in (started.base, *base_names(engine)):
+        why = f"{path_of(kept).id} is an adapter on {noted.base}, and engine {engine.name} runs {started.base} now."
+        raise Refused(Code.UNKNOWN_MODEL, why)
+    return Sampler(noted.base, path_of(kept), noted.saved.address, noted.saved.folder)
