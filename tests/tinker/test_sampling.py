@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +127,11 @@ def test_a_sampler_of_a_checkpoint_is_what_was_saved_and_an_inflight_one_moves(s
     model.save_weights_and_get_sampling_client(kind="inflight").result()
     assert kept.compute_logprobs(prompt).result() == before
     assert moving.compute_logprobs(prompt).result()[1:] == pytest.approx(logprobs(model)[0], abs=1e-4)
+
+
+def test_a_client_finds_the_tokenizer_in_a_folder(service: Any) -> None:
+    model = made(service, rank=4, seed=14)
+    assert Path(model.get_info().model_data.tokenizer_id, "tokenizer.json").is_file()
 
 
 def test_a_gateway_that_is_killed_loses_no_sampler(hive: Hive, service: Any) -> None:

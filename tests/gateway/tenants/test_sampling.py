@@ -11,7 +11,7 @@ import pytest
 
 from bombus.bus import Bus
 from bombus.hive import inbox
-from bombus.hive.generation import Finished, Generate, PromptScores
+from bombus.hive.generation import Fault, Finished, Generate, PromptScores
 from bombus.hive.records import pack_logprobs, unpack_tokens
 from bombus.operations import SaveWeights
 from bombus_gateway.training.messages import SAMPLE_RESPONSE, WireStop
@@ -294,6 +294,28 @@ async def test_a_replica_that_fails_is_asked_again_and_one_that_is_missing_is_wa
     )
     await hive.bus.inbox.send(alive)
     assert (await result(client, accepted)).status_code == 200
+
+
+async def test_a_replica_that_fails_each_time_fails_the_sample_and_a_busy_one_is_waited_for(
+    hive: TenantHive, client: httpx.AsyncClient, model: str
+) -> None:
+    sampler = await begin(client, model)
+    hive.replica.scripts.extend([fault("it broke")] * 6)
+    answer = await failure(client, sample(sampler))
+    assert (answer["category"], "it broke" in answer["error"]) == ("server", True)
+
+    async def busy(request: Generate, send: Send) -> None:
+        await send(Fault(why="1024 requests are open here already", code="overloaded", retry=True))
+
+    hive.replica.scripts.extend([busy] * 7)
+    assert tokens((await drawn(client, sample(sampler, seq=1))).sequences[0]) == tokens_of("ok")
+
+
+async def test_nothing_is_sampled_when_the_run_is_over(hive: TenantHive, client: httpx.AsyncClient, model: str) -> None:
+    sampler = await begin(client, model)
+    await hive.bus.inbox.request(inbox.Stop(id=new_id(), engine=ENGINE))
+    answer = await failure(client, sample(sampler))
+    assert answer["error"].endswith("create a model, which starts it.")
 
 
 async def test_no_call_is_recorded_and_the_model_is_told_to_be_sampleable(

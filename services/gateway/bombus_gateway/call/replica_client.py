@@ -27,6 +27,10 @@ class ReplicaGone(BombusError):
     """The replica cannot be reached, broke off in the middle, or refused: another replica may be able to answer."""
 
 
+class ReplicaBusy(ReplicaGone):
+    """The replica has as many requests open as it may: it is there, and may be able to answer later."""
+
+
 class Carried(Protocol):
     """What a connection carries: a request that waits for its answer."""
 
@@ -158,6 +162,8 @@ class Generation:
 def _error_of(fault: Fault) -> Refused | ReplicaGone:
     """Return a `Refused` for a fault that every replica would have."""
     code = next((code for code in Code if code == fault.code), Code.INTERNAL)
+    if fault.retry and code == Code.OVERLOADED:
+        return ReplicaBusy(f"the replica is busy: {fault.why}")
     if fault.retry or code == Code.INTERNAL:
         return ReplicaGone(f"the replica failed: {fault.why}")
     return Refused(code, fault.why)

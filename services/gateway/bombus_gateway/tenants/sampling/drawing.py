@@ -13,7 +13,7 @@ from bombus.hive.generation import Fault, Finished, Frame, Generate, PromptScore
 from bombus.hive.records import FinishReason, SamplingParams, unpack_tokens
 from bombus.hive.state import EngineState, Phase
 from bombus_gateway.call.calls import Calls
-from bombus_gateway.call.replica_client import Generation, ReplicaGone
+from bombus_gateway.call.replica_client import Generation, ReplicaBusy, ReplicaGone
 from bombus_gateway.tenants.sampling.samplers import Sampler
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.stops import configured_stops
@@ -23,7 +23,8 @@ from bombus_gateway.training.sampling import SampleRequest
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 1.0  # between attempts, while no replica can
+PAUSE_S, PAUSE_S_MAX = 0.05, 1.0  # between attempts
+FAILURES_MAX = 6  # of replicas that were asked for one answer
 LOADS_MAX = 8  # times that the adapter of one request is loaded, where replicas drop it again for others
 
 
@@ -54,43 +55,56 @@ class SampleDrawing:
         return await self._calls.models.text_model(self.engine)
 
     async def draw(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
-        """Draw samples. Waits for a replica as long as the engine runs and a call may take.
+        """Draw samples. Waits for a replica as long as the run goes on and a call may take.
 
         Raises `Refused` where no replica could answer.
         """
         limit_s = self._calls.settings.call_timeout_s
-        loads = 0
         try:
             async with asyncio.timeout(limit_s):
-                while True:
-                    try:
-                        return await self._drawn(sampler, asked)
-                    except Refused as refusal:
-                        if refusal.code != Code.NO_REPLICA and refusal.code != Code.BUS_DOWN:
-                            raise
-                        self._check_running()
-                        log.debug("a sample waits: %s", refusal.why)
-                    except _AdapterMissing as missing:
-                        loads += 1
-                        if loads > LOADS_MAX:
-                            why = f"Adapter {sampler.checkpoint} was dropped again {LOADS_MAX} times: replicas have "
-                            raise Refused(Code.OVERLOADED, f"{why}no room for all adapters in use.") from None
-                        await self._load(missing.url, sampler)
-                        continue
-                    except ReplicaGone as error:
-                        log.debug("a sample is drawn again: %s", error)
-                    await asyncio.sleep(PAUSE_S)
+                return await self._attempted(sampler, asked)
         except TimeoutError:
             raise Refused(Code.TIMEOUT, f"The sample took longer than the limit of {limit_s:g} s.") from None
 
-    def _check_running(self) -> None:
+    async def _attempted(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
+        """Draw samples, again where a replica is missing, is busy, fails, or does not have the adapter."""
+        attempt = loads = failures = 0
+        while True:
+            try:
+                return await self._drawn(sampler, asked)
+            except Refused as refusal:
+                if refusal.code not in (Code.NO_REPLICA, Code.BUS_DOWN):
+                    raise
+                log.debug("a sample waits: %s", refusal.why)
+            except _AdapterMissing as missing:
+                loads += 1
+                if loads > LOADS_MAX:
+                    why = f"Replicas dropped adapter {sampler.checkpoint} for others {LOADS_MAX} times"
+                    raise Refused(
+                        Code.OVERLOADED, f"{why}: give them more room (--adapters-mb), or sample from fewer at once."
+                    ) from None
+                await self._load(missing.url, sampler)
+                continue
+            except ReplicaBusy as busy:
+                log.debug("a sample waits: %s", busy)
+            except ReplicaGone as gone:
+                failures += 1
+                if failures >= FAILURES_MAX:
+                    raise Refused(Code.NO_REPLICA, f"{gone}; {failures} attempts to sample have failed.") from gone
+            await asyncio.sleep(min(PAUSE_S * 2 ** min(attempt, 16), PAUSE_S_MAX))
+            attempt += 1
+
+    def _check_serving(self) -> None:
         engine = self.engine
         if engine.phase == Phase.OFFLINE:
             why = f"Engine {engine.name} is not running, so nothing can be sampled: create a model, which starts it."
             raise Refused(Code.WRONG_PHASE, why)
+        if not engine.serves_operations:
+            why = f"Engine {engine.name} plays episodes in run {engine.run}, and its model is called by their agents."
+            raise Refused(Code.WRONG_PHASE, f"{why} Stop the run first, or use another engine.")
 
     async def _drawn(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
-        self._check_running()
+        self._check_serving()
         model = await self.text_model()
         pieces = model.tokenizer.pieces
         ends = set(asked.sampling.stop_token_ids)
@@ -198,14 +212,14 @@ class _Collected:
                 raise ReplicaGone(frame.why)  # the client raises them before
 
     def drawn(self) -> DrawnSamples:
-        scored, count = self._asked.scored, len(self._asked.prompt) // 4
+        scored, length = self._asked.scored, len(self._asked.prompt) // 4
         last = self._scores[len(self._scores) - scored :]
         rows = self._top[len(self._top) - scored :]
-        top: Alternatives = [*[()] * (count - scored), *rows] if self._asked.top_prompt and scored else ()
+        top: Alternatives = [*[()] * (length - scored), *rows] if self._asked.top_prompt and scored else ()
         return DrawnSamples(
             samples=tuple(choice.sample() for choice in self._choices),
             texts=tuple("".join(choice.text) for choice in self._choices),
-            prompt_logprobs=unscored(count, last) if scored else b"",
+            prompt_logprobs=unscored(length, last) if scored else b"",
             top_prompt=top,
             cached_prompt_tokens=self._cached,
         )

@@ -5,8 +5,11 @@ After a restart they are unknown, which is answered 410: the client samples agai
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
-from bombus.errors import STATUS, BombusError, Refused
+from bombus.errors import STATUS, BombusError, Code, Refused
 from bombus.hive.records import digest
 from bombus.operations import Category, Failed
 from bombus_gateway.call.capacity import CallCapacity
@@ -19,6 +22,7 @@ from bombus_gateway.training.sampling import SampleRequest, SampleSubmission
 
 log = logging.getLogger(__name__)
 
+OPEN_BYTES_MAX = 512 << 20  # of requests whose samples are being drawn
 ANSWERS_MAX = 65_536  # that are remembered, and
 ANSWERS_BYTES_MAX = 512 << 20  # all of them together: the oldest are forgotten, and sampled again if they are asked for
 
@@ -31,6 +35,7 @@ class SampleFutures:
         self._capacity = capacity
         self._drawn: dict[str, asyncio.Task[FutureAnswer]] = {}  # oldest first
         self._bytes = 0
+        self._open_bytes = 0
 
     def submit(self, submission: SampleSubmission, body: bytes) -> str:
         """Begin to draw, and return the id of the future. The same body again is a repeat, and has the same answer.
@@ -40,13 +45,26 @@ class SampleFutures:
         name = f"{submission.request_id}:{digest(body).hex()[:16]}"
         if name not in self._drawn:
             found_sampler(self._drawing.engine, submission.session)
-            opened = self._capacity.open_unrecorded()
-            opened.__enter__()
-            task = asyncio.create_task(self._answer(submission))
-            task.add_done_callback(lambda _: opened.__exit__(None, None, None))
+            with ExitStack() as room:
+                room.enter_context(self._capacity.open_unrecorded())
+                room.enter_context(self._open(len(body)))
+                task = asyncio.create_task(self._answer(submission))
+                task.add_done_callback(partial(_leave, room.pop_all()))
             task.add_done_callback(self._count)
             self._drawn[name] = task
         return name
+
+    @contextmanager
+    def _open(self, size: int) -> Iterator[None]:
+        """Count the bytes of a request while it is open. Raises `Refused` OVERLOADED."""
+        if self._open_bytes + size > OPEN_BYTES_MAX:
+            why = f"Requests for samples of {self._open_bytes} bytes are open here, and the limit is {OPEN_BYTES_MAX}"
+            raise Refused(Code.OVERLOADED, f"{why}; try again in a moment.")
+        self._open_bytes += size
+        try:
+            yield
+        finally:
+            self._open_bytes -= size
 
     async def _answer(self, submission: SampleSubmission) -> FutureAnswer:
         """Return the answer, which may be that sampling has failed. It raises nothing but what is a bug."""
@@ -98,6 +116,10 @@ class SampleFutures:
         if not engine.loaded:
             return f"No inference replica has loaded the base yet; {len(engine.replicas)} are there."
         return f"{self._capacity.open_calls} requests are open at this gateway."
+
+
+def _leave(room: ExitStack, _: "asyncio.Task[FutureAnswer]") -> None:
+    room.close()
 
 
 def _size(task: "asyncio.Task[FutureAnswer]") -> int:
