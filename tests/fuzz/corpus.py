@@ -356,7 +356,8 @@ GENERATED: list[Tree] = [
 ]
 BODIES: dict[str, list[Tree]] = {
     **SWARM,
-    **{f"/api/v1/{path}": bodies for path, bodies in TRAINING.items()},
+    **{f"/api/v1/{path}": bodies for path, bodies in {**TRAINING, **SAMPLING}.items()},
+    "/generate": GENERATED,
     "/v1/chat/completions": CHATS,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
@@ -390,6 +391,7 @@ WITHOUT_BODY = {
     "/api/v1/training_runs/{model}/checkpoints",
     "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}",
     "/api/v1/checkpoints",
+    "/api/v1/samplers/{sampler}",
 }
 GENERATE: Tree = {
     "id": "call-1",

@@ -61,6 +61,7 @@ DECODING = {
     "bombus_gateway/harnesses/marks.py": "a header: tests/gateway/test_harness_marks.py",
     "bombus_gateway/history/identity.py": "chat",
     "bombus_gateway/call/models.py": "a map of files, which is decoded as messages are",
+    "bombus_gateway/call/replica_client.py": "answers of a replica, which is ours",
     "bombus_gateway/decoding/json_body.py": "chat",
     "bombus_gateway/keys.py": "key",
     "bombus_gateway/tenants/bodies.py": "training create_model",

@@ -95,7 +95,8 @@ TRAINING = {
     "/unload_model",
     "/weights_info",
 }  # below /api/v1, for clients
-CLIENTS |= {f"/api/v1{path}" for path in TRAINING}
+SAMPLING = {"/create_sampling_session", "/asample", "/samplers/{sampler}"}
+CLIENTS |= {f"/api/v1{path}" for path in TRAINING | SAMPLING} | {"/generate"}
 
 
 @pytest.fixture
