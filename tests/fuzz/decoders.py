@@ -260,7 +260,7 @@ def _training() -> list[Decoder]:
         "create_model": (lambda body: read_create_model(_dialect(body), body, AdapterDefaults()), _of("create_model")),
         "forward": (partial(read_json_data, forward_only=False), _of("forward_backward")),
         "optim_step": (partial(read_optim_step, xorl), _of("optim_step")),
-        "save": (lambda body: read_save(xorl, CheckpointKind.SAMPLER, body, "unnamed"), _of("save_weights")),
+        "save": (lambda body: read_save(xorl, CheckpointKind.SAMPLER, body), _of("save_weights")),
         "load": (partial(read_load, xorl), _of("load_weights")),
         "future": (read_retrieve, _of("retrieve_future")),
         "weights_info": (read_weights_info, _of("weights_info")),

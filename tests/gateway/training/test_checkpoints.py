@@ -16,7 +16,7 @@ TRAINING, SAMPLER, EXTERNAL = CheckpointKind.TRAINING, CheckpointKind.SAMPLER, C
 
 def saved(dialect: TrainingDialect, kind: CheckpointKind, fields: dict[str, object]) -> Submission:
     body = msgspec.json.encode({"model_id": "S:train:0", "seq_id": 3, **fields})
-    submission = read_save(dialect, kind, body, unnamed="2026-11-23")
+    submission = read_save(dialect, kind, body)
     assert (submission.model, submission.seq) == ("S:train:0", 3)
     return submission
 
@@ -30,7 +30,7 @@ def error(submission: Submission) -> str:
     ("dialect", "kind", "fields", "operation"),
     [
         (TINKER, TRAINING, {"path": "a"}, SaveWeights(checkpoint=TRAINING, name="a")),
-        (TINKER, TRAINING, {}, SaveWeights(checkpoint=TRAINING, name="2026-11-23")),
+        (TINKER, TRAINING, {}, SaveWeights(checkpoint=TRAINING, name="")),
         (
             TINKER,
             TRAINING,
@@ -39,7 +39,7 @@ def error(submission: Submission) -> str:
         ),
         (TINKER, SAMPLER, {"path": "b", "kind": "snapshot"}, SaveWeights(checkpoint=SAMPLER, name="b")),
         (TINKER, EXTERNAL, {"path": "c"}, SaveWeights(checkpoint=EXTERNAL, name="c")),
-        (XORL, TRAINING, {"path": None}, SaveWeights(checkpoint=TRAINING, name="2026-11-23", overwrite=True)),
+        (XORL, TRAINING, {"path": None}, SaveWeights(checkpoint=TRAINING, name="", overwrite=True)),
         (XORL, SAMPLER, {"name": "step-1"}, SaveWeights(checkpoint=SAMPLER, name="step-1", overwrite=True)),
     ],
 )

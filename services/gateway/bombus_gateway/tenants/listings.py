@@ -81,6 +81,10 @@ def weights_entry(kept: KeptWeights) -> dict[str, object]:
     return {"base_model": kept.noted.base, "optimizer_config": {"type": "adamw"}, **lora_fields(adapter)}
 
 
+def model_entry(model: TenantModel) -> dict[str, object]:
+    return {"base_model": model.base, "optimizer_config": {"type": "adamw"}, **lora_fields(model.adapter)}
+
+
 def lora_fields(adapter: AdapterShape | None) -> dict[str, object]:
     if adapter is None:
         return {"is_lora": False}

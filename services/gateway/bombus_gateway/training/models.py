@@ -31,13 +31,14 @@ class AdapterDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     Tinker's client never sends an alpha. It asks for an adapter on the unembedding unless its user forbids it, which
     therefore cannot be refused where the server has none: without `unembedding` it is left out. xorl-client asks for an
-    adapter even of a server of `full_weights`, and gets a model without one.
+    adapter even of a server of `full_weights`, and gets a model without one. It may leave out the `base`.
     """
 
     rank: int = 32
     alpha: float = 32.0
     unembedding: bool = False
     full_weights: bool = False
+    base: str = ""
 
 
 class _Lora(msgspec.Struct):
@@ -143,9 +144,10 @@ def _new_xorl_model(model: str) -> str:
 def _create(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults) -> CreateModel:
     given = decode_body(_creates, body)
     _check_optimizer(given.optimizer_config)
-    if not given.base_model:
+    base = given.base_model or (defaults.base if dialect == TrainingDialect.XORL else "")
+    if not base:
         raise Refused(Code.MALFORMED, "base_model is missing: it names the model that is trained.")
-    base = checked_id(given.base_model, "base_model")
+    checked_id(base, "base_model")
     if dialect == TrainingDialect.XORL and defaults.full_weights:
         return CreateModel(base=base)
     lora = given.lora_config or _Lora()

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from time import perf_counter
+from time import gmtime, perf_counter, strftime
 
 import msgspec
 import torch
@@ -140,7 +140,7 @@ class ServedModels:
             why = f"this operation cannot be read ({error}): gateway and trainer have to be of one version"
         else:
             if not queued.passive or not _changes(operation):
-                return operation
+                return _named(operation, queued)
             why = "this operation was announced as one that leaves the model as it is, and it is another"
         return Rejected(failure=Failed(error=why, category=Category.SERVER), counts=not queued.passive)
 
@@ -219,6 +219,14 @@ class ServedModels:
         """Remove the covers that the log does not name any more."""
         named = [model.cover.folder for model in models if model.cover is not None and model.closed is None]
         await in_thread(Kind.REMOVAL, "removing old covers", partial(self._covers.remove_others, named))
+
+
+def _named(operation: Operation, queued: Queued) -> Operation:
+    """Return an operation with a name for what it saves, by the log: it is the same whenever it is executed again."""
+    if not isinstance(operation, SaveWeights) or operation.name:
+        return operation
+    taken = strftime("%Y%m%d-%H%M%S", gmtime(queued.accepted_ns / 1e9))
+    return msgspec.structs.replace(operation, name=f"{taken}-{queued.number}")
 
 
 def _changes(operation: Operation) -> bool:
