@@ -153,6 +153,16 @@ async def test_killing_a_session_again_gives_the_same_answer(hive: TenantHive, c
     assert saves[0].startswith("ended-20")
 
 
+async def test_killing_a_session_again_after_something_else_is_another_end(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    await ask(client, "kill_session", model_id="mine", save_checkpoint=False)
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    await ask(client, "kill_session", model_id="mine", save_checkpoint=False)
+    assert [type(each) for _, each in hive.executed] == [CreateModel, EndModel] * 2
+
+
 async def test_a_save_without_a_name_that_is_sent_again_is_one_save(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:
@@ -178,3 +188,13 @@ async def test_the_hive_says_whether_its_engine_runs_and_how_much_it_has_to_do(
     assert (await client.get("healthz")).json() == idle
     await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
     assert (await client.get("healthz")).json() == {**idle, "engine_running": True, "total_requests": 1}
+
+
+async def test_a_client_that_begins_to_count_again_is_another_one(hive: TenantHive, client: httpx.AsyncClient) -> None:
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    for _ in range(2):
+        for seq in (1, 2):
+            await step(client, seq, "mine")
+            await step(client, seq, "mine")
+    steps = [each for _, each in hive.executed if isinstance(each, OptimStep)]
+    assert len(steps) == 4, "each was sent twice, by each of two clients"
