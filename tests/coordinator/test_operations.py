@@ -340,6 +340,43 @@ def test_the_time_to_live_of_a_saved_model_is_changed_from_now_on() -> None:
     refused(retain("b", 1.0), Code.UNKNOWN_MODEL)
 
 
+def test_a_saved_model_is_marked_as_public_and_stays_what_it_is() -> None:
+    harness = TenantHarness().serving()
+    for key, name in (("1", "a"), ("2", "b")):
+        harness.operate(key, SAVE, metadata={"note": name})
+        harness.done(key, saved=saved(name, ttl_s=100.0))
+    before = dict(harness.tenants.kept)
+
+    def publish(name: str, public: bool) -> inbox.AnyAnswer:
+        return harness.request(
+            inbox.PublishWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name=name, public=public)
+        )
+
+    harness.touch(after_s=40)
+    for _ in range(2):
+        assert isinstance(publish("a", True), inbox.Done)
+    assert list(harness.tenants.kept) == list(before), "it keeps its place"
+    kept = harness.tenants.kept[f"{MODEL}/training/a"]
+    assert (kept.noted.public, kept.noted.metadata) == (True, {"note": "a"})
+    assert (kept.saved_ns, kept.until_ns) == (
+        before[f"{MODEL}/training/a"].noted.at_ns,
+        before[f"{MODEL}/training/a"].until_ns,
+    )
+    assert isinstance(publish("a", False), inbox.Done)
+    assert not harness.tenants.kept[f"{MODEL}/training/a"].noted.public
+    assert harness.kinds().count("weights.kept") == 4
+    refused(publish("c", True), Code.UNKNOWN_MODEL)
+
+
+def test_metadata_of_models_and_checkpoints_is_kept_and_has_a_limit() -> None:
+    harness = TenantHarness().serving()
+    refused(harness.operate("1", SAVE, metadata={"k": "v" * 4096}), Code.TOO_LARGE)
+    harness.operate("1", SAVE, metadata={"k": "v"})
+    harness.done("1", saved=saved("a"))
+    assert harness.tenants.kept[f"{MODEL}/training/a"].noted.metadata == {"k": "v"}
+    assert harness.model.operations["1"].metadata == {}, "it is not kept twice"
+
+
 @pytest.mark.parametrize(("ttl_s", "is_kept"), [(float("nan"), True), (float("inf"), True), (-1.0, True), (1.0, False)])
 def test_a_time_to_live_that_makes_no_sense_removes_nothing(ttl_s: float, is_kept: bool) -> None:
     harness = TenantHarness().serving()

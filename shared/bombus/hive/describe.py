@@ -284,6 +284,9 @@ def _(event: ev.ModelCovered) -> str:
 @_text.register
 def _(event: ev.WeightsKept) -> str:
     saved = event.saved
+    if event.saved_ns:
+        kept = f"is kept for {saved.ttl_s:.0f} s" if saved.ttl_s else "is kept"
+        return f"{saved.name} ({saved.use}) of model {event.model} {kept}" + (", and public" if event.public else "")
     return f"model {event.model} saved as {saved.name} ({saved.use}), {byte_size(saved.size_bytes)}"
 
 

@@ -517,12 +517,16 @@ class SessionForgotten(Event, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class ModelOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.opened"):
-    """A model takes operations, of which the first one, accepted with this event, makes it from `base`."""
+    """A model takes operations, of which the first one, accepted with this event, makes it from `base`.
+
+    `metadata` is its client's.
+    """
 
     run: int
     model: str
     session: str
     base: str
+    metadata: dict[str, str] = {}
 
 
 class ModelClosed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.closed"):
@@ -538,7 +542,8 @@ class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, ta
     """An operation waits for its model, after all that were accepted before it: it is the `number`th of the model.
 
     Its body is in the stream `ops`. Without one it ends the model of a session that has ended, and saves it as
-    `save_as` first, unless that is "". One that is `passive` leaves the model as it is, such as a forward pass.
+    `save_as` first, unless that is "". One that is `passive` leaves the model as it is, such as a forward pass. The
+    client's `metadata` is for what it saves.
     """
 
     run: int
@@ -549,6 +554,7 @@ class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, ta
     body: BodyRef | None = None
     passive: bool = False
     save_as: str = ""
+    metadata: dict[str, str] = {}
 
     @property
     def operation(self) -> str:
@@ -617,7 +623,11 @@ class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.kept"):
-    """A model was saved for its client. One of the same use and name is replaced. It outlives its model and its run."""
+    """A model was saved for its client. One of the same use and name is replaced. It outlives its model and its run.
+
+    It comes again where what is said of it has changed: `saved_ns` is when it was saved then. `public` is a mark that
+    its client may give it; whoever may use the hive may read all that is saved.
+    """
 
     run: int
     model: str
@@ -626,6 +636,9 @@ class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="wei
     saved: SavedWeights
     step: int = 0
     adapter: AdapterShape | None = None
+    metadata: dict[str, str] = {}
+    public: bool = False
+    saved_ns: int = 0
 
 
 class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.removed"):

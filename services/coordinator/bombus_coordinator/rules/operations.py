@@ -2,6 +2,8 @@
 
 import re
 
+import msgspec
+
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, RunKind
@@ -20,6 +22,7 @@ ENDS_MAX = 3  # attempts to save such a model
 METRICS_MAX = 32
 WHY_CHARS_MAX = 500
 TEXT_CHARS_MAX = 1000  # of a folder, and of a base's name
+METADATA_BYTES_MAX = 4 << 10  # of a model, and of a checkpoint
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _OP = re.compile(r"[a-z][a-z_]{0,31}\Z")
@@ -65,6 +68,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
                 model=message.model,
                 session=message.session,
                 base=message.base,
+                metadata=message.metadata,
             ),
         )
     else:
@@ -81,6 +85,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
         op=message.op,
         body=message.body,
         passive=message.passive,
+        metadata=message.metadata if message.op == SAVE else {},
     )
     reply = Accepted(run=run, operation=accepted.operation, number=number)
     yield Decision(events=(*events, accepted), replies=(CommandReply(message.id, reply),))
@@ -113,6 +118,8 @@ def _check_form(message: Operate) -> None:
         raise Refused(Code.MALFORMED, "The reference to the body names no parts of it, or too many: store it again.")
     if len(message.base) > TEXT_CHARS_MAX:
         raise Refused(Code.MALFORMED, f"The name of a base model has at most {TEXT_CHARS_MAX} characters.")
+    if len(msgspec.msgpack.encode(message.metadata)) > METADATA_BYTES_MAX:
+        raise Refused(Code.TOO_LARGE, f"Metadata of a model or a checkpoint is over {METADATA_BYTES_MAX} bytes.")
 
 
 def is_body(body: BodyRef) -> bool:
@@ -253,26 +260,28 @@ def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
             made=message.made,
         )
     ]
-    if message.saved is not None and not message.failed:
-        events.append(_kept(engine, live, model, message, message.saved))
+    events += _kept(engine, live, model, queued, message)
     events += _closed(engine, live, model, queued, message)
     yield Decision(events=tuple(events), replies=reply)
 
 
-def _kept(
-    engine: EngineState, live: Live, model: TenantModel, message: OperationDone, saved: ev.SavedWeights
-) -> ev.WeightsKept:
-    return ev.WeightsKept(
+def _kept(engine: EngineState, live: Live, model: TenantModel, queued: Queued, message: OperationDone) -> list[Event]:
+    """Return what an operation has saved for its client, if it has."""
+    if message.saved is None or message.failed:
+        return []
+    kept = ev.WeightsKept(
         at_ns=live.now_ns,
         engine=engine.name,
         run=engine.run,
         model=model.name,
         session=model.session,
         base=model.base,
-        saved=saved,
+        saved=message.saved,
         step=message.step,
         adapter=model.adapter,
+        metadata=queued.metadata,
     )
+    return [kept]
 
 
 def _closed(engine: EngineState, live: Live, model: TenantModel, queued: Queued, message: OperationDone) -> list[Event]:

@@ -35,6 +35,7 @@ class Queued(msgspec.Struct, kw_only=True):
     failed: bool = False
     completed_ns: int = 0
     error: str = ""
+    metadata: dict[str, str] = {}  # of its client, until it has a result
 
     @property
     def waits(self) -> bool:
@@ -74,6 +75,7 @@ class TenantModel(msgspec.Struct, kw_only=True):
     executed: int = 0
     failures_to_end: int = 0  # of the operations that end it because its session has ended
     last_ns: int = 0  # when an operation was accepted or executed last
+    metadata: dict[str, str] = {}
 
     @property
     def covered(self) -> int:
@@ -116,6 +118,10 @@ class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
 
     noted: ev.WeightsKept
     until_ns: int
+
+    @property
+    def saved_ns(self) -> int:
+        return self.noted.saved_ns or self.noted.at_ns
 
 
 class Tenants(msgspec.Struct, kw_only=True):
@@ -200,6 +206,7 @@ def open_model(tenants: Tenants, event: ev.ModelOpened) -> None:
         run=event.run,
         opened_ns=event.at_ns,
         last_ns=event.at_ns,
+        metadata=event.metadata,
     )
     if before is not None:
         model.numbers = before.numbers
@@ -218,7 +225,7 @@ def close_model(tenants: Tenants, event: ev.ModelClosed) -> None:
     for queued in model.operations.values():
         if queued.waits:
             queued.error = event.why or f"the model has ended ({event.reason})"
-            queued.completed_ns = event.at_ns
+            queued.completed_ns, queued.metadata = event.at_ns, {}
             tenants.failed += 1
     model.waiting = model.held_bytes = 0
 
@@ -248,6 +255,7 @@ def accept(tenants: Tenants, event: ev.OperationAccepted) -> None:
         body=event.body,
         passive=event.passive,
         save_as=event.save_as,
+        metadata=event.metadata,
     )
 
 
@@ -258,6 +266,7 @@ def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: i
     if model is None or queued is None or not queued.waits:
         return
     queued.result, queued.failed, queued.completed_ns = event.result, event.failed, event.at_ns
+    queued.metadata = {}
     model.waiting -= 1
     if queued.passive and queued.body is not None:
         model.held_bytes -= queued.body.size
@@ -306,7 +315,8 @@ def cover(tenants: Tenants, event: ev.ModelCovered) -> None:
 def keep(tenants: Tenants, event: ev.WeightsKept) -> None:
     saved = event.saved
     name = kept_id(event.model, saved.use, saved.name)
-    tenants.kept.pop(name, None)
+    if not event.saved_ns:  # what is only described anew keeps its place
+        tenants.kept.pop(name, None)
     until_ns = event.at_ns + int(min(saved.ttl_s, TTL_S_MAX) * 1e9) if saved.ttl_s > 0 else 0
     tenants.kept[name] = KeptWeights(noted=event, until_ns=until_ns)
 
