@@ -152,6 +152,7 @@ class OperationDesk:
                 body=ref,
                 passive=_is_passive(operation),
                 base=base,
+                metadata=submission.metadata,
             )
             try:
                 answer = await self.carry_out(message)

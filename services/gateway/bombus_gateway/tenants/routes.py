@@ -35,6 +35,8 @@ from bombus_gateway.tenants.listings import (
     run_entry,
     weights_entry,
 )
+from bombus_gateway.tenants.rest.routes import RestRoutes
+from bombus_gateway.tenants.rest.searching import session_entry
 from bombus_gateway.tenants.sampling.futures import SampleFutures
 from bombus_gateway.tenants.sampling.routes import SamplingRoutes
 from bombus_gateway.tenants.sessions import XORL_IDLE_S, Sessions, base_names
@@ -108,10 +110,14 @@ def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
     for method, path, handler in table:
         router.add_api_route(path, handler, methods=[method])
     sampling.add_to(router)
+    routes.rest.add_to(router)
     root = APIRouter(dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
     root.add_api_route("/generate", sampling.generate, methods=["POST"])
     root.include_router(router)
-    return root
+    everyone = APIRouter(include_in_schema=False)
+    routes.rest.add_links_to(everyone)
+    everyone.include_router(root)
+    return everyone
 
 
 class TrainingRoutes:
@@ -121,6 +127,7 @@ class TrainingRoutes:
         self._sessions = Sessions(gateway, self._desk)
         self._samples = samples
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
+        self.rest = RestRoutes(gateway, self._desk)
         self._registered = RegisteredModel(self._desk, self._sessions)
 
     async def ready(self) -> None:
@@ -199,9 +206,7 @@ class TrainingRoutes:
         known = self._desk.tenants.sessions.get(name)
         if known is None:
             raise Refused(Code.UNKNOWN_SESSION, f"There is no session {name[:100]} here, or not any longer.")
-        runs = [model.name for model in self._desk.tenants.models.values() if model.session == name]
-        metadata = known.metadata.get("user_metadata") or {}
-        return in_json({"training_run_ids": runs, "sampler_ids": [], "user_metadata": metadata})
+        return in_json(session_entry(self._desk.tenants, known))
 
     # ---- operations -----------------------------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ _creates = msgspec.json.Decoder(_Create)
 _tinker_addresses = msgspec.json.Decoder(_TinkerAddress)
 _xorl_addresses = msgspec.json.Decoder(_XorlAddress)
 _ends = msgspec.json.Decoder(_End)
+_metadata = msgspec.json.Decoder(dict[str, str])
 
 
 def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults) -> Submission:
@@ -123,13 +124,17 @@ def _of_tinker(body: bytes, make: Callable[[], CreateModel]) -> Submission:
     )
 
 
-def kept_metadata(given: msgspec.Raw) -> bytes:
-    """Return what a client wants to have kept, as JSON. Raises `Refused` TOO_LARGE."""
-    metadata = bytes(given) if is_given(given) else b""
-    if len(metadata) > limits.METADATA_BYTES:
-        why = f"user_metadata has {len(metadata)} bytes, and the limit is {limits.METADATA_BYTES}."
+def kept_metadata(given: msgspec.Raw) -> dict[str, str]:
+    """Return what a client wants to have kept. Raises `Refused` TOO_LARGE, or MALFORMED where it is not all text."""
+    if not is_given(given):
+        return {}
+    if len(given) > limits.USER_METADATA_BYTES:
+        why = f"user_metadata has {len(given)} bytes, and the limit is {limits.USER_METADATA_BYTES}."
         raise Refused(Code.TOO_LARGE, why)
-    return metadata
+    try:
+        return _metadata.decode(given)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Refused(Code.MALFORMED, f"user_metadata has names with a text for each: {error}.") from None
 
 
 def _new_xorl_model(model: str) -> str:
