@@ -403,3 +403,49 @@ def test_a_failed_save_notes_nothing() -> None:
     assert len(harness.done("1", failed=True, saved=saved("a"))) == 1
     assert harness.tenants.kept == {}
     assert harness.tenants.failed == 1
+
+
+def test_what_a_trainer_begins_is_noted_once_for_each_trainer_until_it_has_a_result() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+
+    def begins(trainer_epoch: int, number: int = 2) -> list[str]:
+        message = inbox.OperationBegins(
+            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=trainer_epoch, model=MODEL, number=number, key="1"
+        )
+        return [type(event).__name__ for event in harness.send(message)]
+
+    epoch = harness.engine.trainer_epoch
+    assert begins(epoch) == ["OperationBegun"]
+    assert begins(epoch) == begins(epoch - 1) == begins(epoch, number=1) == []
+    harness.serve()
+    assert begins(epoch) == [], "its trainer is not the current one"
+    assert begins(epoch + 1) == ["OperationBegun"]
+    queued = harness.op("1")
+    assert (queued.begun, queued.begun_before(epoch + 1), queued.begun_before(epoch + 2)) == (2, 1, 2)
+    harness.done("1")
+    assert begins(epoch + 1) == []
+
+
+def test_a_trainer_that_hangs_in_an_operation_that_it_has_begun_is_no_failure_of_the_run() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+
+    def hangs() -> ev.TrainerStalled:
+        epoch = harness.engine.trainer_epoch
+        hanging = inbox.TrainerHangs(
+            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch, doing="operation 2", still_s=60.0
+        )
+        (stalled,) = harness.send(hanging)
+        assert isinstance(stalled, ev.TrainerStalled)
+        return stalled
+
+    assert hangs().failures == 1
+    for _ in range(3):
+        epoch = harness.open_trainer()
+        message = inbox.OperationBegins(
+            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch, model=MODEL, number=2, key="1"
+        )
+        harness.send(message)
+        assert hangs().failures == 1
+    assert not harness.engine.suspended

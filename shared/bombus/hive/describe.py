@@ -270,6 +270,11 @@ def _(event: ev.OperationAccepted) -> str:
 
 
 @_text.register
+def _(event: ev.OperationBegun) -> str:
+    return f"operation {event.number} of {event.model} is begun by trainer {event.trainer_epoch}"
+
+
+@_text.register
 def _(event: ev.OperationCompleted) -> str:
     shown = [f"{name} {value:.4g}" for name, value in sorted(event.metrics.items())[:METRICS_SHOWN]]
     how = "failed" if event.failed else "executed"

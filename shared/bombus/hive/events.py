@@ -82,6 +82,7 @@ class Tenancy(msgspec.Struct, frozen=True, kw_only=True):
     session_idle_s: float = 3600.0  # of a session that names no other time
     run_idle_s: float = 300.0  # after which a run without a model ends
     checkpoints_max: int = 1000
+    executions_max: int = 3  # of one operation, whose trainers end before it has a result
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
@@ -562,6 +563,19 @@ class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, ta
         return f"{self.model}:{self.key}"
 
 
+class OperationBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begun"):
+    """A trainer begins to execute an operation, the first one of its model that it executes.
+
+    One that was begun several times by trainers that have ended fails (`Tenancy.executions_max`).
+    """
+
+    run: int
+    model: str
+    number: int
+    key: str
+    trainer_epoch: int
+
+
 class AdapterShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The adapter of a model, as lists of models and checkpoints tell it."""
 
@@ -745,6 +759,7 @@ AnyEvent = (
     | ModelOpened
     | ModelClosed
     | OperationAccepted
+    | OperationBegun
     | OperationCompleted
     | ModelCovered
     | WeightsKept

@@ -345,6 +345,16 @@ class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     saved: SavedWeights | None = None
 
 
+class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begins"):
+    """A trainer is about to execute an operation, the first one of its model since it has opened the run."""
+
+    run: int
+    trainer_epoch: int
+    model: str
+    number: int
+    key: str
+
+
 class CoverWritten(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cover.written"):
     """A trainer has written a checkpoint of a model, from which it can go on after operation `number`."""
 
@@ -432,6 +442,7 @@ AnyMessage = (
     | EngineBroke
     | TrainerServes
     | OperationDone
+    | OperationBegins
     | CoverWritten
     | OperationsStored
     | StorageSeen

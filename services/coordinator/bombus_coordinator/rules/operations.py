@@ -7,7 +7,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, RunKind
-from bombus.hive.inbox import Accepted, CoverWritten, Done, Operate, OperationDone
+from bombus.hive.inbox import Accepted, CoverWritten, Done, Operate, OperationBegins, OperationDone
 from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status import byte_size
@@ -213,13 +213,33 @@ def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> No
 # ---- facts from trainers --------------------------------------------------------------------------------------
 
 
-def _is_current(engine: EngineState, message: OperationDone | CoverWritten) -> bool:
+def _is_current(engine: EngineState, message: OperationDone | OperationBegins | CoverWritten) -> bool:
     return (
         message.run == engine.run
         and engine.serves_operations
         and engine.trainer != ""
         and message.trainer_epoch == engine.trainer_epoch
     )
+
+
+def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisions:
+    """Note that the current trainer begins to execute an operation: it may not live to tell its result."""
+    model = engine.tenants.models.get(message.model)
+    queued = None if model is None or model.closed is not None else model.operations.get(message.key)
+    if queued is None or not _is_current(engine, message) or not queued.waits or queued.number != message.number:
+        return
+    if queued.begun_by == message.trainer_epoch:
+        return
+    event = ev.OperationBegun(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=message.model,
+        number=queued.number,
+        key=queued.key,
+        trainer_epoch=message.trainer_epoch,
+    )
+    yield Decision(events=(event,))
 
 
 def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:

@@ -161,6 +161,17 @@ class ServedModels:
         what = f"operation {queued.number} of model {model.name}, {queued.op}"
         return await in_thread(kind, what, partial(self._execute, model.name, operation, name), limit_s)
 
+    def give_up(self, model: TenantModel, queued: Queued, operation: Operation) -> Failed:
+        """Return the failure of an operation that no trainer has survived. It changes nothing but the gradient."""
+        why = (
+            f"trainers ended {queued.begun} times while they executed this operation, so it is not tried again. Look "
+            "for the kernel's out-of-memory killer and at the ends of their logs; send less data in one operation"
+        )
+        if isinstance(operation, CreateModel):
+            self.executor.drop(model.name)
+        self.executor.spoil(model.name, operation, why)
+        return Failed(error=why, category=Category.SERVER)
+
     def _execute(self, model: str, operation: Operation, name: str) -> Result:
         try:
             return self.executor.execute(model, operation, name)

@@ -14,7 +14,7 @@ from bombus.bus.large.parts import Parts
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, EngineFault, Refused
 from bombus.faults import Point, reached
-from bombus.hive.inbox import CoverWritten, OperationDone, TrainerServes
+from bombus.hive.inbox import CoverWritten, OperationBegins, OperationDone, TrainerServes
 from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.state import Queued, TenantModel
@@ -53,6 +53,7 @@ class OperationServer:
         self._facts = count(1)
         self._models: ServedModels | None = None
         self._cover_pause_until_s = 0.0
+        self._begun: set[str] = set()  # models of which this trainer has begun an operation
 
     async def run(self) -> None:
         """Serve until the run is over, which raises `RunOver`. Start over after a failure.
@@ -199,7 +200,12 @@ class OperationServer:
         operation = await models.read(queued)
         reached(Point.OPERATION_READ)
         ownership.check()  # a trainer that was superseded writes no checkpoint
-        result = await models.execute(model, queued, operation)
+        limit = ownership.engine.collection.tenancy.executions_max
+        if queued.begun_before(ownership.epoch) < limit:
+            await self._say_begun(model, queued)
+            result = await models.execute(model, queued, operation)
+        else:
+            result = models.give_up(model, queued, operation)
         reached(Point.OPERATION_EXECUTED)
         result, body = models.encoded(model, operation, result)
         there = models.executor.models
@@ -225,6 +231,26 @@ class OperationServer:
             now = ownership.engine.tenants.models.get(model.name)
             if now is not None and now.closed is None:
                 await models.make_again(now)
+
+    async def _say_begun(self, model: TenantModel, queued: Queued) -> None:
+        """Put on the log that an operation is begun, where it may be what ended the trainer before.
+
+        That can only be the first one of its model: those after it have waited for it.
+        """
+        if model.name in self._begun:
+            return
+        self._begun.add(model.name)
+        ownership = self._ownership
+        begins = OperationBegins(
+            id=ownership.id(f"begins-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=model.name,
+            number=queued.number,
+            key=queued.key,
+        )
+        await ownership.send(begins)
 
     async def _publish(
         self, model: TenantModel, queued: Queued, body: bytes, done: Callable[..., OperationDone]

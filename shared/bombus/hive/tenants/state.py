@@ -36,10 +36,16 @@ class Queued(msgspec.Struct, kw_only=True):
     completed_ns: int = 0
     error: str = ""
     metadata: dict[str, str] = {}  # of its client, until it has a result
+    begun: int = 0  # how many trainers have begun to execute it, of those that say so
+    begun_by: int = 0  # the epoch of the last of them
 
     @property
     def waits(self) -> bool:
         return not self.completed_ns
+
+    def begun_before(self, trainer_epoch: int) -> int:
+        """Return how many trainers before this one have begun it."""
+        return self.begun - (self.begun_by == trainer_epoch)
 
 
 class TenantSession(msgspec.Struct, kw_only=True):
@@ -144,6 +150,11 @@ class Tenants(msgspec.Struct, kw_only=True):
     def waiting(self) -> int:
         """Return how many operations wait, of all models."""
         return sum(model.waiting for model in self.models.values())
+
+    def begun_by(self, trainer_epoch: int) -> Queued | None:
+        """Return the operation that the trainer of this epoch has said it begins, and has not completed."""
+        waiting = (each for model in self.open_models if model.waiting for each in model.operations.values())
+        return next((each for each in waiting if each.waits and each.begun_by == trainer_epoch), None)
 
     @property
     def held_bytes(self) -> int:
@@ -257,6 +268,13 @@ def accept(tenants: Tenants, event: ev.OperationAccepted) -> None:
         save_as=event.save_as,
         metadata=event.metadata,
     )
+
+
+def begin(tenants: Tenants, event: ev.OperationBegun) -> None:
+    queued = tenants.operation(f"{event.model}:{event.key}")
+    if queued is not None and queued.waits:
+        queued.begun += 1
+        queued.begun_by = event.trainer_epoch
 
 
 def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: int) -> None:
