@@ -391,6 +391,8 @@ class TenantTrainer(Process):
         return b"" if model.cover is None else self._ledger.disk[model.cover.folder][1]
 
     async def _execute(self, model: TenantModel, queued: Queued) -> None:
+        if model.cover is not None and model.name not in self._models and self._net.pick.random() < 0.05:
+            await self._be_away(model.name)
         before, again, begun = self._restored(model), not queued.waits, model.begun
         body = b""
         if queued.body is not None:
@@ -415,6 +417,16 @@ class TenantTrainer(Process):
         self._models[model.name] = (begun, queued.number, kept)
         if self._net.pick.random() < 0.3:
             await self._cover(model.name, queued.number, kept)
+
+    async def _be_away(self, model: str) -> None:
+        """Say that a model cannot be made again for a while."""
+        for why in ("its cover is away", ""):
+            away = inbox.ModelAway(
+                id=self._net.fresh("away"), engine=OPS_ENGINE, run=self._run, trainer_epoch=self._epoch, model=model,
+                why=why,
+            )  # fmt: skip
+            await self.link.send(away)
+            await self.sleep(self._net.pick.random())
 
     async def _begin(self, model: TenantModel, queued: Queued) -> bool:
         """Say that the first operation of a model is begun. Return False for one that too many trainers have begun."""

@@ -285,6 +285,7 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.Operate: operations.operate,
     inbox.OperationDone: operations.done,
     inbox.CoverWritten: operations.covered,
+    inbox.ModelAway: operations.away,
     inbox.OperationBegins: operations.begins,
     inbox.TrainerServes: serving.trainer_serves,
 }

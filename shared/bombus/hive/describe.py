@@ -264,6 +264,11 @@ def _(event: ev.ModelClosed) -> str:
 
 
 @_text.register
+def _(event: ev.ModelSuspended) -> str:
+    return f"model {event.model} waits: {event.why}" if event.why else f"model {event.model} goes on"
+
+
+@_text.register
 def _(event: ev.OperationAccepted) -> str:
     size = f", {byte_size(event.body.size)}" if event.body is not None else ""
     return f"{event.op} {event.number} of {event.model} waits{size}"

@@ -539,6 +539,17 @@ class ModelClosed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="mod
     why: str = ""
 
 
+class ModelSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.suspended"):
+    """A trainer cannot make a model again, for the reason `why`: what came to it waits, and other models go on.
+
+    Without a reason it goes on too.
+    """
+
+    run: int
+    model: str
+    why: str = ""
+
+
 class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.accepted"):
     """An operation waits for its model, after all that were accepted before it: it is the `number`th of the model.
 
@@ -758,6 +769,7 @@ AnyEvent = (
     | SessionForgotten
     | ModelOpened
     | ModelClosed
+    | ModelSuspended
     | OperationAccepted
     | OperationBegun
     | OperationCompleted

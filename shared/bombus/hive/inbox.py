@@ -355,6 +355,15 @@ class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, ta
     key: str
 
 
+class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.away"):
+    """A trainer cannot make a model again, and says `why`; without a reason it can."""
+
+    run: int
+    trainer_epoch: int
+    model: str
+    why: str = ""
+
+
 class CoverWritten(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cover.written"):
     """A trainer has written a checkpoint of a model, from which it can go on after operation `number`."""
 
@@ -443,6 +452,7 @@ AnyMessage = (
     | TrainerServes
     | OperationDone
     | OperationBegins
+    | ModelAway
     | CoverWritten
     | OperationsStored
     | StorageSeen

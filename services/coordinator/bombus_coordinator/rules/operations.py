@@ -7,7 +7,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, RunKind
-from bombus.hive.inbox import Accepted, CoverWritten, Done, Operate, OperationBegins, OperationDone
+from bombus.hive.inbox import Accepted, CoverWritten, Done, ModelAway, Operate, OperationBegins, OperationDone
 from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status import byte_size
@@ -213,7 +213,7 @@ def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> No
 # ---- facts from trainers --------------------------------------------------------------------------------------
 
 
-def _is_current(engine: EngineState, message: OperationDone | OperationBegins | CoverWritten) -> bool:
+def _is_current(engine: EngineState, message: OperationDone | OperationBegins | CoverWritten | ModelAway) -> bool:
     return (
         message.run == engine.run
         and engine.serves_operations
@@ -323,6 +323,16 @@ def _closed(engine: EngineState, live: Live, model: TenantModel, queued: Queued,
         why=why[:WHY_CHARS_MAX],
     )
     return [closed]
+
+
+def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
+    """Note that the current trainer cannot make a model again, or that it can."""
+    model = engine.tenants.models.get(message.model)
+    why = message.why[:WHY_CHARS_MAX]
+    if not _is_current(engine, message) or model is None or model.closed is not None or model.suspended == why:
+        return
+    event = ev.ModelSuspended(at_ns=live.now_ns, engine=engine.name, run=engine.run, model=model.name, why=why)
+    yield Decision(events=(event,))
 
 
 def covered(engine: EngineState, live: Live, message: CoverWritten) -> Decisions:

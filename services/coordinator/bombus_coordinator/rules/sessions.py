@@ -100,11 +100,12 @@ def _open_models(engine: EngineState, session: TenantSession) -> list[TenantMode
 
 
 def _to_end(engine: EngineState, session: TenantSession) -> list[TenantModel]:
-    """Return the models of a session that no operation that waits will end."""
+    """Return the models of a session that no operation that waits will end. One that cannot be saved now waits."""
     return [
         model
         for model in _open_models(engine, session)
-        if not (model.waiting and any(each.waits and each.op == END for each in model.operations.values()))
+        if not model.suspended
+        and not (model.waiting and any(each.waits and each.op == END for each in model.operations.values()))
     ]
 
 

@@ -261,6 +261,8 @@ class OperationDesk:
         queued, model = self.tenants.operation(name), self.tenants.models.get(name.rpartition(":")[0])
         if queued is None or model is None:
             return Waits("", "active")
+        if model.suspended:
+            return Waits(f"The model cannot go on now: {model.suspended}", "paused_capacity")
         before = sum(each.waits and each.number < queued.number for each in model.operations.values())
         others = self.tenants.waiting - model.waiting
         return Waits(f"{before} operations of this model come first, and {others} of other models wait too.", "active")

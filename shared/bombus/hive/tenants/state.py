@@ -82,6 +82,7 @@ class TenantModel(msgspec.Struct, kw_only=True):
     failures_to_end: int = 0  # of the operations that end it because its session has ended
     last_ns: int = 0  # when an operation was accepted or executed last
     metadata: dict[str, str] = {}
+    suspended: str = ""  # why its trainer cannot make it again
 
     @property
     def covered(self) -> int:
@@ -224,6 +225,12 @@ def open_model(tenants: Tenants, event: ev.ModelOpened) -> None:
         model.operations = before.operations
     model.begun = model.numbers + 1
     tenants.models[event.model] = model
+
+
+def suspend_model(tenants: Tenants, event: ev.ModelSuspended) -> None:
+    model = tenants.models.get(event.model)
+    if model is not None:
+        model.suspended = event.why
 
 
 def close_model(tenants: Tenants, event: ev.ModelClosed) -> None:
