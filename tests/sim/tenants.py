@@ -39,6 +39,7 @@ RULES = Collection(
         results_s=4.0,
         session_idle_s=10.0,
         run_idle_s=5.0,
+        executions_max=2,
     )
 )
 
@@ -358,6 +359,8 @@ class TenantTrainer(Process):
             id=self._net.fresh("serves"), engine=OPS_ENGINE, run=run, trainer_epoch=self._epoch
         )
         await self.link.send(serves)
+        for model in [each.name for each in self._engine.tenants.open_models if each.suspended]:
+            await self._say_away(model, "")
         while self._is_ours():
             found = next(self._next(), None)
             if found is None:
@@ -421,12 +424,15 @@ class TenantTrainer(Process):
     async def _be_away(self, model: str) -> None:
         """Say that a model cannot be made again for a while."""
         for why in ("its cover is away", ""):
-            away = inbox.ModelAway(
-                id=self._net.fresh("away"), engine=OPS_ENGINE, run=self._run, trainer_epoch=self._epoch, model=model,
-                why=why,
-            )  # fmt: skip
-            await self.link.send(away)
+            await self._say_away(model, why)
             await self.sleep(self._net.pick.random())
+
+    async def _say_away(self, model: str, why: str) -> None:
+        away = inbox.ModelAway(
+            id=self._net.fresh("away"), engine=OPS_ENGINE, run=self._run, trainer_epoch=self._epoch, model=model,
+            why=why,
+        )  # fmt: skip
+        await self.link.send(away)
 
     async def _begin(self, model: TenantModel, queued: Queued) -> bool:
         """Say that the first operation of a model is begun. Return False for one that too many trainers have begun."""
