@@ -57,6 +57,7 @@ class OperationServer:
         self._models: ServedModels | None = None
         self._cover_pause_until_s = 0.0
         self._begun: set[str] = set()  # models of which this trainer has begun an operation
+        self._said: dict[str, str] = {}  # why models wait, as it was said last: the log may not show it here yet
         self._suspended: dict[str, float] = {}  # models that cannot be made again now: when to try it again
 
     async def run(self) -> None:
@@ -136,8 +137,9 @@ class OperationServer:
         else:
             self._suspended.pop(model.name, None)
         why = "" if fault is None else reason_of(fault)[:SUSPENDED_CHARS_MAX]
-        if why == model.suspended:
+        if why == self._said.get(model.name, model.suspended):
             return
+        self._said[model.name] = why
         ownership = self._ownership
         away = ModelAway(
             id=ownership.id(f"away-{next(self._facts)}"),
