@@ -340,6 +340,43 @@ def test_the_time_to_live_of_a_saved_model_is_changed_from_now_on() -> None:
     refused(retain("b", 1.0), Code.UNKNOWN_MODEL)
 
 
+def test_a_saved_model_is_marked_as_public_and_stays_what_it_is() -> None:
+    harness = TenantHarness().serving()
+    for key, name in (("1", "a"), ("2", "b")):
+        harness.operate(key, SAVE, metadata={"note": name})
+        harness.done(key, saved=saved(name, ttl_s=100.0))
+    before = dict(harness.tenants.kept)
+
+    def publish(name: str, public: bool) -> inbox.AnyAnswer:
+        return harness.request(
+            inbox.PublishWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name=name, public=public)
+        )
+
+    harness.touch(after_s=40)
+    for _ in range(2):
+        assert isinstance(publish("a", True), inbox.Done)
+    assert list(harness.tenants.kept) == list(before), "it keeps its place"
+    kept = harness.tenants.kept[f"{MODEL}/training/a"]
+    assert (kept.noted.public, kept.noted.metadata) == (True, {"note": "a"})
+    assert (kept.saved_ns, kept.until_ns) == (
+        before[f"{MODEL}/training/a"].noted.at_ns,
+        before[f"{MODEL}/training/a"].until_ns,
+    )
+    assert isinstance(publish("a", False), inbox.Done)
+    assert not harness.tenants.kept[f"{MODEL}/training/a"].noted.public
+    assert harness.kinds().count("weights.kept") == 4
+    refused(publish("c", True), Code.UNKNOWN_MODEL)
+
+
+def test_metadata_of_models_and_checkpoints_is_kept_and_has_a_limit() -> None:
+    harness = TenantHarness().serving()
+    refused(harness.operate("1", SAVE, metadata={"k": "v" * 4096}), Code.TOO_LARGE)
+    harness.operate("1", SAVE, metadata={"k": "v"})
+    harness.done("1", saved=saved("a"))
+    assert harness.tenants.kept[f"{MODEL}/training/a"].noted.metadata == {"k": "v"}
+    assert harness.model.operations["1"].metadata == {}, "it is not kept twice"
+
+
 @pytest.mark.parametrize(("ttl_s", "is_kept"), [(float("nan"), True), (float("inf"), True), (-1.0, True), (1.0, False)])
 def test_a_time_to_live_that_makes_no_sense_removes_nothing(ttl_s: float, is_kept: bool) -> None:
     harness = TenantHarness().serving()
@@ -366,3 +403,49 @@ def test_a_failed_save_notes_nothing() -> None:
     assert len(harness.done("1", failed=True, saved=saved("a"))) == 1
     assert harness.tenants.kept == {}
     assert harness.tenants.failed == 1
+
+
+def test_what_a_trainer_begins_is_noted_once_for_each_trainer_until_it_has_a_result() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+
+    def begins(trainer_epoch: int, number: int = 2) -> list[str]:
+        message = inbox.OperationBegins(
+            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=trainer_epoch, model=MODEL, number=number, key="1"
+        )
+        return [type(event).__name__ for event in harness.send(message)]
+
+    epoch = harness.engine.trainer_epoch
+    assert begins(epoch) == ["OperationBegun"]
+    assert begins(epoch) == begins(epoch - 1) == begins(epoch, number=1) == []
+    harness.serve()
+    assert begins(epoch) == [], "its trainer is not the current one"
+    assert begins(epoch + 1) == ["OperationBegun"]
+    queued = harness.op("1")
+    assert (queued.begun, queued.begun_before(epoch + 1), queued.begun_before(epoch + 2)) == (2, 1, 2)
+    harness.done("1")
+    assert begins(epoch + 1) == []
+
+
+def test_a_trainer_that_hangs_in_an_operation_that_it_has_begun_is_no_failure_of_the_run() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+
+    def hangs() -> ev.TrainerStalled:
+        epoch = harness.engine.trainer_epoch
+        hanging = inbox.TrainerHangs(
+            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch, doing="operation 2", still_s=60.0
+        )
+        (stalled,) = harness.send(hanging)
+        assert isinstance(stalled, ev.TrainerStalled)
+        return stalled
+
+    assert hangs().failures == 1
+    for _ in range(3):
+        epoch = harness.open_trainer()
+        message = inbox.OperationBegins(
+            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch, model=MODEL, number=2, key="1"
+        )
+        harness.send(message)
+        assert hangs().failures == 1
+    assert not harness.engine.suspended

@@ -145,3 +145,31 @@ def test_r20_sessions_have_a_limit_and_those_that_ended_are_forgotten_early_wher
 )
 def test_a_session_that_makes_no_sense_is_refused(wrong: dict[str, object], code: Code) -> None:
     refused(TenantHarness().open_session(**wrong), code)  # type: ignore[arg-type]
+
+
+def test_a_model_that_cannot_be_made_again_waits_and_is_ended_once_it_can() -> None:
+    harness = TenantHarness().serving()
+
+    def away(why: str, trainer_epoch: int | None = None) -> list[str]:
+        message = inbox.ModelAway(
+            id=harness.id(),
+            engine=ENGINE,
+            run=1,
+            trainer_epoch=harness.engine.trainer_epoch if trainer_epoch is None else trainer_epoch,
+            model=MODEL,
+            why=why,
+        )
+        return [type(event).__name__ for event in harness.send(message)]
+
+    assert away("its cover is gone", trainer_epoch=7) == []
+    assert away("its cover is gone") == ["ModelSuspended"]
+    assert away("its cover is gone") == []
+    assert harness.model.suspended == "its cover is gone"
+    close = inbox.CloseSession(id=harness.id(), engine=ENGINE, session=SESSION)
+    assert isinstance(harness.request(close), inbox.Done)
+    assert harness.tick(after_s=120) == []
+    assert harness.model.closed is None, "it could not be saved"
+    assert away("") == ["ModelSuspended"]
+    (accepted,) = harness.tick(after_s=120)
+    assert isinstance(accepted, ev.OperationAccepted)
+    assert (accepted.op, accepted.save_as) == ("end_model", "ended-2")

@@ -281,8 +281,11 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.CloseSession: sessions.close_session,
     inbox.RemoveWeights: sessions.remove_weights,
     inbox.RetainWeights: sessions.retain_weights,
+    inbox.PublishWeights: sessions.publish_weights,
     inbox.Operate: operations.operate,
     inbox.OperationDone: operations.done,
     inbox.CoverWritten: operations.covered,
+    inbox.ModelAway: operations.away,
+    inbox.OperationBegins: operations.begins,
     inbox.TrainerServes: serving.trainer_serves,
 }

@@ -137,7 +137,8 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
     """Accept an operation on a model. `op` says which, and `body` is where all of it is.
 
     The same `model` and `key` are the same operation, with the same answer, whatever the message's id. The first one
-    of a model is `create_model`, with the name of its `base`. `run` is 0 where the sender knows none.
+    of a model is `create_model`, with the name of its `base`. `run` is 0 where the sender knows none. The client's
+    `metadata` is for the model that is created, or for the checkpoint that is saved.
     """
 
     session: str
@@ -148,6 +149,7 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
     run: int = 0
     passive: bool = False
     base: str = ""
+    metadata: dict[str, str] = {}
 
 
 class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_weights"):
@@ -165,6 +167,15 @@ class RetainWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     use: str
     name: str
     ttl_s: float = 0.0
+
+
+class PublishWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="publish_weights"):
+    """Mark a saved model as `public`, or take the mark away."""
+
+    model: str
+    use: str
+    name: str
+    public: bool = True
 
 
 # ---- facts ----------------------------------------------------------------------------------------------------
@@ -334,6 +345,25 @@ class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     saved: SavedWeights | None = None
 
 
+class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begins"):
+    """A trainer is about to execute an operation, the first one of its model since it has opened the run."""
+
+    run: int
+    trainer_epoch: int
+    model: str
+    number: int
+    key: str
+
+
+class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.away"):
+    """A trainer cannot make a model again, and says `why`; without a reason it can."""
+
+    run: int
+    trainer_epoch: int
+    model: str
+    why: str = ""
+
+
 class CoverWritten(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cover.written"):
     """A trainer has written a checkpoint of a model, from which it can go on after operation `number`."""
 
@@ -402,6 +432,7 @@ AnyMessage = (
     | Operate
     | RemoveWeights
     | RetainWeights
+    | PublishWeights
     | Tick
     | Touch
     | CallRecorded
@@ -420,6 +451,8 @@ AnyMessage = (
     | EngineBroke
     | TrainerServes
     | OperationDone
+    | OperationBegins
+    | ModelAway
     | CoverWritten
     | OperationsStored
     | StorageSeen

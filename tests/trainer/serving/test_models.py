@@ -11,6 +11,7 @@ from bombus.hive.tenants.state import Queued, TenantModel
 from bombus.operations import (
     Array,
     Category,
+    CheckpointSaved,
     CreateModel,
     DType,
     EndModel,
@@ -30,7 +31,7 @@ from bombus_trainer.serving.covers import Covers
 from bombus_trainer.serving.models import ServedModels
 from bombus_trainer.tenants.executor import OperationExecutor
 from bombus_trainer.tenants.settings import TenantSettings
-from tests.trainer.serving.serving_hive import sampler
+from tests.trainer.serving.serving_hive import sampler, training
 from tests.trainer.small_batches import tiny_settings
 from tests.trainer.tenants.small_tenants import BASE, SPEC, forward_backward, optim_step, random_data
 
@@ -214,3 +215,17 @@ async def test_models_that_have_ended_are_forgotten_and_so_is_one_whose_name_was
     one.models.forget_ended({"m": again})
     assert one.executor.models == {}
     assert not one.models.is_gone({})
+
+
+async def test_what_is_saved_without_a_name_is_named_by_when_the_log_took_it(one: OneModel) -> None:
+    accepted_ns = 1_795_392_000 * 10**9  # 2026-11-23 00:00:00 UTC
+    names = []
+    for _ in range(2):
+        queued = one.accept(training(""))
+        queued.accepted_ns = accepted_ns
+        read = await one.models.read(queued)
+        for _ in range(2):  # a trainer that was ended in between executes it again
+            result = await one.models.execute(one.model, queued, read)
+            assert isinstance(result, CheckpointSaved), result
+            names.append(result.name)
+    assert names == ["20261123-000000-2"] * 2 + ["20261123-000000-3"] * 2

@@ -2,10 +2,12 @@
 
 import re
 
+import msgspec
+
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, RunKind
-from bombus.hive.inbox import Accepted, CoverWritten, Done, Operate, OperationDone
+from bombus.hive.inbox import Accepted, CoverWritten, Done, ModelAway, Operate, OperationBegins, OperationDone
 from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status import byte_size
@@ -20,6 +22,7 @@ ENDS_MAX = 3  # attempts to save such a model
 METRICS_MAX = 32
 WHY_CHARS_MAX = 500
 TEXT_CHARS_MAX = 1000  # of a folder, and of a base's name
+METADATA_BYTES_MAX = 4 << 10  # of a model, and of a checkpoint
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _OP = re.compile(r"[a-z][a-z_]{0,31}\Z")
@@ -65,6 +68,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
                 model=message.model,
                 session=message.session,
                 base=message.base,
+                metadata=message.metadata,
             ),
         )
     else:
@@ -81,6 +85,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
         op=message.op,
         body=message.body,
         passive=message.passive,
+        metadata=message.metadata if message.op == SAVE else {},
     )
     reply = Accepted(run=run, operation=accepted.operation, number=number)
     yield Decision(events=(*events, accepted), replies=(CommandReply(message.id, reply),))
@@ -113,6 +118,8 @@ def _check_form(message: Operate) -> None:
         raise Refused(Code.MALFORMED, "The reference to the body names no parts of it, or too many: store it again.")
     if len(message.base) > TEXT_CHARS_MAX:
         raise Refused(Code.MALFORMED, f"The name of a base model has at most {TEXT_CHARS_MAX} characters.")
+    if len(msgspec.msgpack.encode(message.metadata)) > METADATA_BYTES_MAX:
+        raise Refused(Code.TOO_LARGE, f"Metadata of a model or a checkpoint is over {METADATA_BYTES_MAX} bytes.")
 
 
 def is_body(body: BodyRef) -> bool:
@@ -206,13 +213,33 @@ def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> No
 # ---- facts from trainers --------------------------------------------------------------------------------------
 
 
-def _is_current(engine: EngineState, message: OperationDone | CoverWritten) -> bool:
+def _is_current(engine: EngineState, message: OperationDone | OperationBegins | CoverWritten | ModelAway) -> bool:
     return (
         message.run == engine.run
         and engine.serves_operations
         and engine.trainer != ""
         and message.trainer_epoch == engine.trainer_epoch
     )
+
+
+def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisions:
+    """Note that the current trainer begins to execute an operation: it may not live to tell its result."""
+    model = engine.tenants.models.get(message.model)
+    queued = None if model is None or model.closed is not None else model.operations.get(message.key)
+    if queued is None or not _is_current(engine, message) or not queued.waits or queued.number != message.number:
+        return
+    if queued.begun_by == message.trainer_epoch:
+        return
+    event = ev.OperationBegun(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=message.model,
+        number=queued.number,
+        key=queued.key,
+        trainer_epoch=message.trainer_epoch,
+    )
+    yield Decision(events=(event,))
 
 
 def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
@@ -253,26 +280,28 @@ def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
             made=message.made,
         )
     ]
-    if message.saved is not None and not message.failed:
-        events.append(_kept(engine, live, model, message, message.saved))
+    events += _kept(engine, live, model, queued, message)
     events += _closed(engine, live, model, queued, message)
     yield Decision(events=tuple(events), replies=reply)
 
 
-def _kept(
-    engine: EngineState, live: Live, model: TenantModel, message: OperationDone, saved: ev.SavedWeights
-) -> ev.WeightsKept:
-    return ev.WeightsKept(
+def _kept(engine: EngineState, live: Live, model: TenantModel, queued: Queued, message: OperationDone) -> list[Event]:
+    """Return what an operation has saved for its client, if it has."""
+    if message.saved is None or message.failed:
+        return []
+    kept = ev.WeightsKept(
         at_ns=live.now_ns,
         engine=engine.name,
         run=engine.run,
         model=model.name,
         session=model.session,
         base=model.base,
-        saved=saved,
+        saved=message.saved,
         step=message.step,
         adapter=model.adapter,
+        metadata=queued.metadata,
     )
+    return [kept]
 
 
 def _closed(engine: EngineState, live: Live, model: TenantModel, queued: Queued, message: OperationDone) -> list[Event]:
@@ -294,6 +323,16 @@ def _closed(engine: EngineState, live: Live, model: TenantModel, queued: Queued,
         why=why[:WHY_CHARS_MAX],
     )
     return [closed]
+
+
+def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
+    """Note that the current trainer cannot make a model again, or that it can."""
+    model = engine.tenants.models.get(message.model)
+    why = message.why[:WHY_CHARS_MAX]
+    if not _is_current(engine, message) or model is None or model.closed is not None or model.suspended == why:
+        return
+    event = ev.ModelSuspended(at_ns=live.now_ns, engine=engine.name, run=engine.run, model=model.name, why=why)
+    yield Decision(events=(event,))
 
 
 def covered(engine: EngineState, live: Live, message: CoverWritten) -> Decisions:

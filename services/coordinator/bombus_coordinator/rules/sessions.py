@@ -5,9 +5,9 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, SessionEnd
-from bombus.hive.inbox import CloseSession, Done, OpenSession, RemoveWeights, RetainWeights
+from bombus.hive.inbox import CloseSession, Done, OpenSession, PublishWeights, RemoveWeights, RetainWeights
 from bombus.hive.state import EngineState
-from bombus.hive.tenants.state import TTL_S_MAX, TenantModel, TenantSession, kept_id
+from bombus.hive.tenants.state import TTL_S_MAX, KeptWeights, TenantModel, TenantSession, kept_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live, ns
@@ -100,11 +100,12 @@ def _open_models(engine: EngineState, session: TenantSession) -> list[TenantMode
 
 
 def _to_end(engine: EngineState, session: TenantSession) -> list[TenantModel]:
-    """Return the models of a session that no operation that waits will end."""
+    """Return the models of a session that no operation that waits will end. One that cannot be saved now waits."""
     return [
         model
         for model in _open_models(engine, session)
-        if not (model.waiting and any(each.waits and each.op == END for each in model.operations.values()))
+        if not model.suspended
+        and not (model.waiting and any(each.waits and each.op == END for each in model.operations.values()))
     ]
 
 
@@ -179,17 +180,40 @@ def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> D
 
 
 def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> Decisions:
+    kept = _kept(engine, message)
+    if not 0 <= message.ttl_s <= TTL_S_MAX:
+        raise Refused(Code.MALFORMED, f"A time to live is 0 to {TTL_S_MAX:.0f} seconds, not {message.ttl_s}.")
+    saved = msgspec.structs.replace(kept.noted.saved, ttl_s=message.ttl_s)
+    noted = msgspec.structs.replace(kept.noted, at_ns=live.now_ns, saved=saved, saved_ns=kept.saved_ns)
+    yield Decision(events=(noted,), replies=(CommandReply(message.id, Done(run=engine.run)),))
+
+
+def publish_weights(engine: EngineState, live: Live, message: PublishWeights) -> Decisions:
+    """Mark a saved model. Its time to live goes on."""
+    kept = _kept(engine, message)
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    if kept.noted.public == message.public:
+        yield Decision(replies=reply)
+        return
+    left_s = max(kept.until_ns - live.now_ns, 1) / 1e9 if kept.until_ns else 0.0
+    noted = msgspec.structs.replace(
+        kept.noted,
+        at_ns=live.now_ns,
+        saved=msgspec.structs.replace(kept.noted.saved, ttl_s=left_s),
+        saved_ns=kept.saved_ns,
+        public=message.public,
+    )
+    yield Decision(events=(noted,), replies=reply)
+
+
+def _kept(engine: EngineState, message: RetainWeights | PublishWeights) -> KeptWeights:
     kept = engine.tenants.kept.get(kept_id(message.model, message.use, message.name))
     if kept is None:
         raise Refused(
             Code.UNKNOWN_MODEL,
             f"Model {message.model[:SHOWN_CHARS]} was not saved as {message.name[:SHOWN_CHARS]}: list what is saved.",
         )
-    if not 0 <= message.ttl_s <= TTL_S_MAX:
-        raise Refused(Code.MALFORMED, f"A time to live is 0 to {TTL_S_MAX:.0f} seconds, not {message.ttl_s}.")
-    saved = msgspec.structs.replace(kept.noted.saved, ttl_s=message.ttl_s)
-    noted = msgspec.structs.replace(kept.noted, at_ns=live.now_ns, saved=saved)
-    yield Decision(events=(noted,), replies=(CommandReply(message.id, Done(run=engine.run)),))
+    return kept
 
 
 def expire_weights(engine: EngineState, live: Live) -> Decisions:

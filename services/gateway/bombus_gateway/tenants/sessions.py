@@ -8,12 +8,14 @@ import msgspec
 from bombus.config.job import RunConfig
 from bombus.errors import Code, Refused
 from bombus.hive import inbox
+from bombus.hive.events import EngineConfigured
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.training.dialects import TrainingDialect
+from bombus_gateway.training.submission import DEFAULT_MODEL
 
 XORL_IDLE_S = 7200.0  # xorl's clients show no life between their requests
 DETAIL_CHARACTERS = 500
@@ -37,7 +39,8 @@ class _Finish(msgspec.Struct):
 
 
 class _Named(msgspec.Struct):
-    session_id: str
+    session_id: str | None = None
+    model_id: str | None = None
 
 
 _new_sessions = msgspec.json.Decoder(_NewSession)
@@ -80,7 +83,9 @@ class Sessions:
 
     def beat(self, body: bytes) -> None:
         """Take in a sign of life. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
-        session = decode_body(_named, body).session_id
+        given = decode_body(_named, body)
+        session = given.session_id or given.model_id or DEFAULT_MODEL
+        session = self.of_model(session) or session  # xorl's clients call their model a session
         known = self._desk.tenants.sessions.get(session)
         if known is None or known.ended is not None:
             raise Refused(Code.SESSION_OVER, f"Session {session[:100]} has ended here; open another one.")
@@ -123,5 +128,10 @@ class Sessions:
 
 def base_names(engine: EngineState) -> tuple[str, ...]:
     """Return the names of the base that an engine serves, or would serve: its job's first, then its own."""
-    job = engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured
+    job = job_of(engine)
     return () if job is None else (job.model, engine.name)
+
+
+def job_of(engine: EngineState) -> EngineConfigured | None:
+    """Return the job that an engine runs, or would run."""
+    return engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured

@@ -35,10 +35,17 @@ class Queued(msgspec.Struct, kw_only=True):
     failed: bool = False
     completed_ns: int = 0
     error: str = ""
+    metadata: dict[str, str] = {}  # of its client, until it has a result
+    begun: int = 0  # how many trainers have begun to execute it, of those that say so
+    begun_by: int = 0  # the epoch of the last of them
 
     @property
     def waits(self) -> bool:
         return not self.completed_ns
+
+    def begun_before(self, trainer_epoch: int) -> int:
+        """Return how many trainers before this one have begun it."""
+        return self.begun - (self.begun_by == trainer_epoch)
 
 
 class TenantSession(msgspec.Struct, kw_only=True):
@@ -74,6 +81,8 @@ class TenantModel(msgspec.Struct, kw_only=True):
     executed: int = 0
     failures_to_end: int = 0  # of the operations that end it because its session has ended
     last_ns: int = 0  # when an operation was accepted or executed last
+    metadata: dict[str, str] = {}
+    suspended: str = ""  # why its trainer cannot make it again
 
     @property
     def covered(self) -> int:
@@ -117,6 +126,10 @@ class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
     noted: ev.WeightsKept
     until_ns: int
 
+    @property
+    def saved_ns(self) -> int:
+        return self.noted.saved_ns or self.noted.at_ns
+
 
 class Tenants(msgspec.Struct, kw_only=True):
     sessions: dict[str, TenantSession] = {}
@@ -138,6 +151,11 @@ class Tenants(msgspec.Struct, kw_only=True):
     def waiting(self) -> int:
         """Return how many operations wait, of all models."""
         return sum(model.waiting for model in self.models.values())
+
+    def begun_by(self, trainer_epoch: int) -> Queued | None:
+        """Return the operation that the trainer of this epoch has said it begins, and has not completed."""
+        waiting = (each for model in self.open_models if model.waiting for each in model.operations.values())
+        return next((each for each in waiting if each.waits and each.begun_by == trainer_epoch), None)
 
     @property
     def held_bytes(self) -> int:
@@ -200,12 +218,19 @@ def open_model(tenants: Tenants, event: ev.ModelOpened) -> None:
         run=event.run,
         opened_ns=event.at_ns,
         last_ns=event.at_ns,
+        metadata=event.metadata,
     )
     if before is not None:
         model.numbers = before.numbers
         model.operations = before.operations
     model.begun = model.numbers + 1
     tenants.models[event.model] = model
+
+
+def suspend_model(tenants: Tenants, event: ev.ModelSuspended) -> None:
+    model = tenants.models.get(event.model)
+    if model is not None:
+        model.suspended = event.why
 
 
 def close_model(tenants: Tenants, event: ev.ModelClosed) -> None:
@@ -218,7 +243,7 @@ def close_model(tenants: Tenants, event: ev.ModelClosed) -> None:
     for queued in model.operations.values():
         if queued.waits:
             queued.error = event.why or f"the model has ended ({event.reason})"
-            queued.completed_ns = event.at_ns
+            queued.completed_ns, queued.metadata = event.at_ns, {}
             tenants.failed += 1
     model.waiting = model.held_bytes = 0
 
@@ -248,7 +273,15 @@ def accept(tenants: Tenants, event: ev.OperationAccepted) -> None:
         body=event.body,
         passive=event.passive,
         save_as=event.save_as,
+        metadata=event.metadata,
     )
+
+
+def begin(tenants: Tenants, event: ev.OperationBegun) -> None:
+    queued = tenants.operation(f"{event.model}:{event.key}")
+    if queued is not None and queued.waits:
+        queued.begun += 1
+        queued.begun_by = event.trainer_epoch
 
 
 def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: int) -> None:
@@ -258,6 +291,7 @@ def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: i
     if model is None or queued is None or not queued.waits:
         return
     queued.result, queued.failed, queued.completed_ns = event.result, event.failed, event.at_ns
+    queued.metadata = {}
     model.waiting -= 1
     if queued.passive and queued.body is not None:
         model.held_bytes -= queued.body.size
@@ -306,7 +340,8 @@ def cover(tenants: Tenants, event: ev.ModelCovered) -> None:
 def keep(tenants: Tenants, event: ev.WeightsKept) -> None:
     saved = event.saved
     name = kept_id(event.model, saved.use, saved.name)
-    tenants.kept.pop(name, None)
+    if not event.saved_ns:  # what is only described anew keeps its place
+        tenants.kept.pop(name, None)
     until_ns = event.at_ns + int(min(saved.ttl_s, TTL_S_MAX) * 1e9) if saved.ttl_s > 0 else 0
     tenants.kept[name] = KeptWeights(noted=event, until_ns=until_ns)
 
