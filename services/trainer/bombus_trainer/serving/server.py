@@ -232,15 +232,20 @@ class OperationServer:
 
     def _has_news(self, models: ServedModels, engine: EngineState) -> bool:
         tenants = engine.tenants
-        gone = models.is_gone(tenants.models) or bool(self._ownership.removed)
+        gone = models.is_gone(tenants.models) or any(
+            not models.needs_checkpoint(each) for each in self._ownership.removed
+        )
         waits = any(model.waiting and model.name not in self._suspended for model in tenants.open_models)
         return waits or any(self._ends(tenants)) or gone or bool(engine.suspended)
 
     async def _remove_weights(self, models: ServedModels) -> None:
-        """Remove the checkpoints that the log has removed, unless there is one of the same name again."""
+        """Remove the checkpoints that the log has removed, unless there is one of the same name again.
+
+        One that a model was made from stays until a cover of the model is on the log.
+        """
         removed, kept = self._ownership.removed, self._ownership.engine.tenants.kept
-        while removed:
-            name, _ = removed.popitem()
+        for name in [each for each in removed if not models.needs_checkpoint(each)]:
+            del removed[name]
             if name not in kept:
                 remove = partial(models.executor.remove_checkpoint, name)
                 await in_thread(Kind.REMOVAL, f"removing the checkpoint {name}", remove)
