@@ -116,6 +116,22 @@ async def test_a_session_is_created_with_its_adapter_and_lives_while_it_beats(
     assert gone.status_code == 410
 
 
+async def test_a_client_that_asks_for_a_result_shows_that_its_session_lives(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    assert hive.gateway is not None
+    await hive.gateway.heartbeats.flush()
+    (key,) = hive.engine.tenants.models["mine"].operations
+    await ask(client, "retrieve_future", request_id=f"mine:{key}")
+    await hive.gateway.heartbeats.flush()
+    stored = await hive.bus.last(hive.bus.subjects.inbox_stream)
+    assert stored is not None
+    touch = inbox.decode_message(stored.data)
+    assert isinstance(touch, inbox.Touch)
+    assert touch.sessions == (hive.engine.tenants.models["mine"].session,)
+
+
 async def test_a_session_that_cannot_be_created_is_refused_in_words(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:

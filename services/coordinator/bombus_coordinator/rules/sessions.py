@@ -146,8 +146,17 @@ def expire(engine: EngineState, live: Live) -> Decisions:
 
 
 def _is_idle(engine: EngineState, live: Live, session: TenantSession) -> bool:
+    """Return whether a session has shown no sign of life for too long, and nothing was done for it.
+
+    The time of a suspension does not count, and what waits is not the client's fault.
+    """
+    models = _open_models(engine, session)
+    if any(model.waiting for model in models):
+        return False
     seen_ns = live.session_seen.get((engine.name, session.session), 0)
-    return live.since(max(session.opened_ns, seen_ns)) + ns(session.idle_s) <= live.now_ns
+    worked_ns = max((model.last_ns for model in models), default=0)
+    last_ns = max(session.opened_ns, seen_ns, worked_ns, engine.resumed_ns)
+    return live.since(last_ns) + ns(session.idle_s) <= live.now_ns
 
 
 def _is_over(engine: EngineState, session: TenantSession) -> bool:

@@ -291,6 +291,7 @@ class TrainingRoutes:
 
     async def retrieve_future(self, request: Request) -> Response:
         asked = read_retrieve(await read_body(request))
+        self._sessions.waits_for(asked.id)
         if self._samples.knows(asked.id):
             return answered(await self._samples.result(asked, HOLD_S))
         return answered(await self._desk.result(asked))

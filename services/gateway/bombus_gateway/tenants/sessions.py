@@ -91,6 +91,12 @@ class Sessions:
             raise Refused(Code.SESSION_OVER, f"Session {session[:100]} has ended here; open another one.")
         self._gateway.heartbeats.touch_session(self._desk.engine, session)
 
+    def waits_for(self, operation: str) -> None:
+        """Take it as a sign of life that a client asks for the result of an operation."""
+        session = self._desk.tenants.sessions.get(self.of_model(operation.rpartition(":")[0]))
+        if session is not None and session.ended is None:
+            self._gateway.heartbeats.touch_session(self._desk.engine, session.session)
+
     async def finish(self, session: str, body: bytes) -> None:
         """End a session. Its models end after what waits for them, and are saved first."""
         given = decode_body(_finishes, body or b"{}")
