@@ -6,7 +6,7 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import ModelEnd, RunKind, Tenancy
+from bombus.hive.events import Collection, ModelEnd, RunKind, Tenancy
 from bombus.hive.inbox import Accepted
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase
@@ -182,6 +182,16 @@ def test_what_is_not_known_is_refused_in_words() -> None:
     assert (
         refused(harness.operate("1", session="t"), Code.UNKNOWN_MODEL) == f"Model {MODEL} belongs to another session."
     )
+
+
+def test_a_model_starts_an_engine_on_the_base_alone_that_its_job_names() -> None:
+    harness = TenantHarness()
+    harness.configure(Collection())  # for the base `tiny`, after another client has configured it for its own
+    harness.open_session()
+    why = refused(harness.create(base="org/other"), Code.UNKNOWN_MODEL)
+    assert why.startswith(f"Engine {ENGINE} is configured for models on tiny, not on org/other.")
+    assert harness.phase() == Phase.OFFLINE
+    assert isinstance(harness.create(base=ENGINE), inbox.Accepted), "or that is called as the engine is"
 
 
 @pytest.mark.parametrize(

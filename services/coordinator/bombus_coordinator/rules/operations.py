@@ -143,6 +143,13 @@ def _check_new(engine: EngineState, message: Operate) -> None:
         )
     if not message.base:
         raise Refused(Code.MALFORMED, "A model is created on a base: name it.")
+    job = engine.configured
+    if engine.phase == Phase.OFFLINE and job is not None and message.base not in (job.model, engine.name):
+        raise Refused(
+            Code.UNKNOWN_MODEL,
+            f"Engine {engine.name} is configured for models on {job.model}, not on {message.base}. Use that base, or "
+            "another engine, or configure this one with a job for your base.",
+        )
     base = "" if engine.started is None else engine.started.base
     if engine.phase != Phase.OFFLINE and message.base != base:
         raise Refused(
