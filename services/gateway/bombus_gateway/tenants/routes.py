@@ -127,6 +127,7 @@ class TrainingRoutes:
         self._sessions = Sessions(gateway, self._desk)
         self._samples = samples
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
+        self._control = Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url)
         self.rest = RestRoutes(gateway, self._desk)
         self._registered = RegisteredModel(self._desk, self._sessions)
 
@@ -305,7 +306,7 @@ class TrainingRoutes:
         if isinstance(operation, CreateModel):
             try:
                 wanted = operation.base or self._base_of(operation.checkpoint)
-                base = await self._sessions.base(wanted)
+                base = await self._sessions.base(wanted, self._may_configure(request))
                 operation = msgspec.structs.replace(operation, base=base)
             except Refused as refusal:
                 operation = Failed(error=refusal.why, category=Category.USER)
@@ -397,6 +398,10 @@ class TrainingRoutes:
         )
         await self._desk.carry_out(remove)
         return path.uri(TrainingDialect.XORL)
+
+    def _may_configure(self, request: Request) -> bool:
+        """Return whether a client may give the engine a job: with the admin key, where the hive has one."""
+        return self._control.refusal(request.scope["headers"]) is None
 
     def _owner(self, request: Request) -> str:
         return self._guard.holder(request.scope["headers"]).name
