@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 
 from bombus.hive import events as ev
+from bombus.hive.bounded import trim
 from bombus.hive.records import BodyRef
 
 COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
 TTL_S_MAX = 100 * 365 * 24 * 3600.0
 COVER_OPERATIONS = 64  # after so many, or so many bytes of them, a cover is due
 COVER_BYTES = 64 << 20
+REMOVED_KEPT = 1000  # saved models that were removed last, whose folders a trainer may still have to remove
 MODELS_KEPT = 256  # that have ended, with their results
 
 
@@ -135,6 +137,7 @@ class Tenants(msgspec.Struct, kw_only=True):
     sessions: dict[str, TenantSession] = {}
     models: dict[str, TenantModel] = {}
     kept: dict[str, KeptWeights] = {}  # saved models by `kept_id`, oldest first
+    removed: dict[str, None] = {}  # of those that are not kept any more, the ones removed last, oldest first
     results: dict[str, int] = {}  # the bytes of each result that can be read, oldest first, by operation id
     result_bytes: int = 0
     accepted: int = 0
@@ -342,12 +345,16 @@ def keep(tenants: Tenants, event: ev.WeightsKept) -> None:
     name = kept_id(event.model, saved.use, saved.name)
     if not event.saved_ns:  # what is only described anew keeps its place
         tenants.kept.pop(name, None)
+    tenants.removed.pop(name, None)
     until_ns = event.at_ns + int(min(saved.ttl_s, TTL_S_MAX) * 1e9) if saved.ttl_s > 0 else 0
     tenants.kept[name] = KeptWeights(noted=event, until_ns=until_ns)
 
 
 def remove(tenants: Tenants, event: ev.WeightsRemoved) -> None:
-    tenants.kept.pop(kept_id(event.model, event.use, event.name), None)
+    name = kept_id(event.model, event.use, event.name)
+    if tenants.kept.pop(name, None) is not None:
+        tenants.removed[name] = None
+        trim(tenants.removed, REMOVED_KEPT)
 
 
 def release(tenants: Tenants, floor: ev.ModelFloor) -> None:
