@@ -48,6 +48,7 @@ def test_an_idle_session_ends_and_its_models_are_saved() -> None:
     harness.done("_end-3", closes=True, saved=saved("ended-3"))
     assert harness.model.closed is not None
     assert list(harness.tenants.kept) == [f"{MODEL}/training/ended-3"]
+    assert harness.tenants.kept[f"{MODEL}/training/ended-3"].noted.saved.ttl_s == 30 * 24 * 3600.0
 
 
 def test_operations_and_signs_of_life_keep_a_session() -> None:

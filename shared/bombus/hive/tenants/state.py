@@ -75,6 +75,7 @@ class TenantModel(msgspec.Struct, kw_only=True):
     operations: dict[str, Queued] = {}  # by key, in order
     waiting: int = 0
     held_bytes: int = 0  # of the bodies that a trainer may still have to read
+    result_bytes: int = 0  # of the results that can be read
     cover: ev.ModelCovered | None = None
     closed: ev.ModelClosed | None = None
     adapter: ev.AdapterShape | None = None
@@ -96,7 +97,7 @@ class TenantModel(msgspec.Struct, kw_only=True):
 
         After an optimizer step it has no gradient to save. Where that does not come, `held_bytes` may not wait for it.
         """
-        share = min(limits.bodies_bytes_max // limits.models_max, COVER_BYTES)
+        share = min(bodies_share(limits), COVER_BYTES)
         return self.numbers - self.covered >= COVER_OPERATIONS or self.held_bytes >= share
 
     def again(self) -> list[Queued]:
@@ -172,6 +173,11 @@ class Tenants(msgspec.Struct, kw_only=True):
         return None if model is None else model.operations.get(key)
 
 
+def bodies_share(limits: ev.Tenancy) -> int:
+    """Return the bytes of bodies that each model may have, however many the others have."""
+    return limits.bodies_bytes_max // limits.models_max
+
+
 def kept_id(model: str, use: str, name: str) -> str:
     return f"{model}/{use}/{name}"
 
@@ -225,7 +231,7 @@ def open_model(tenants: Tenants, event: ev.ModelOpened) -> None:
     )
     if before is not None:
         model.numbers = before.numbers
-        model.operations = before.operations
+        model.operations, model.result_bytes = before.operations, before.result_bytes
     model.begun = model.numbers + 1
     tenants.models[event.model] = model
 
@@ -288,7 +294,10 @@ def begin(tenants: Tenants, event: ev.OperationBegun) -> None:
 
 
 def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: int) -> None:
-    """Note a result, and drop the oldest ones beyond the limit: of all models in bytes, of each in number."""
+    """Note a result, and drop older ones beyond the limits: in bytes those of whoever has most, in number the model's.
+
+    The new one stays.
+    """
     model = tenants.models.get(event.model)
     queued = None if model is None else model.operations.get(event.key)
     if model is None or queued is None or not queued.waits:
@@ -310,15 +319,21 @@ def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: i
     tenants.results[f"{event.model}:{event.key}"] = event.result.size
     tenants.result_bytes += event.result.size
     while tenants.result_bytes > results_bytes_max and len(tenants.results) > 1:
-        name, _, key = next(iter(tenants.results)).rpartition(":")
-        old = tenants.models[name]
-        _drop_result(tenants, old, old.operations[key])
+        most = max(tenants.models.values(), key=lambda each: each.result_bytes)  # without the new one
+        oldest = (each for each in most.operations.values() if each.result is not None and each is not queued)
+        old = next(oldest, None)
+        if old is None:  # of the others there are none with any bytes
+            break
+        _drop_result(tenants, most, old)
+    model.result_bytes += event.result.size
     _trim_operations(tenants, model)
 
 
 def _drop_result(tenants: Tenants, model: TenantModel, queued: Queued) -> None:
     queued.result = None
-    tenants.result_bytes -= tenants.results.pop(f"{model.name}:{queued.key}", 0)
+    size = tenants.results.pop(f"{model.name}:{queued.key}", 0)
+    tenants.result_bytes -= size
+    model.result_bytes -= size
 
 
 def _trim_operations(tenants: Tenants, model: TenantModel) -> None:
