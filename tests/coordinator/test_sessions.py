@@ -93,6 +93,28 @@ def test_no_session_ends_while_the_run_is_suspended_or_for_the_time_without_a_le
     assert len(harness.tick(after_s=1)) == 2
 
 
+def test_a_session_for_one_model_ends_when_its_model_has_ended_or_was_not_created() -> None:
+    harness = TenantHarness()
+    harness.limits(run_idle_s=1e6)
+    harness.serving()
+    harness.open_session("t", for_model=True)
+    assert harness.tick(after_s=59) == []
+    harness.create("t:train:0", session="t")
+    harness.done("0", "t:train:0")
+    assert harness.tick(after_s=600) == []
+    harness.operate("1", "end_model", "t:train:0", session="t")
+    harness.done("1", "t:train:0", closes=True)
+    assert harness.tick(after_s=59) == []
+    (ended,) = harness.tick(after_s=1)
+    assert isinstance(ended, ev.SessionEnded)
+    assert (ended.session, ended.reason) == ("t", SessionEnd.FINISHED)
+    assert harness.tenants.operation("t:train:0:1") is not None, "its results can still be read"
+    harness.open_session("none", for_model=True)
+    (ended,) = harness.tick(after_s=60)
+    assert isinstance(ended, ev.SessionEnded)
+    assert ended.session == "none"
+
+
 def test_a_session_is_closed_once_with_its_first_reason_and_saves_unless_it_says_not_to() -> None:
     harness = TenantHarness().serving()
     assert isinstance(harness.close_session(detail="done training", save=False), Done)

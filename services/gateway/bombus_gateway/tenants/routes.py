@@ -311,9 +311,12 @@ class TrainingRoutes:
             except Refused as refusal:
                 operation = Failed(error=refusal.why, category=Category.USER)
             submission = msgspec.structs.replace(submission, operation=operation)
-        is_tinkers = dialect == TrainingDialect.TINKER
-        owner = self._owner(request)
-        session = session_of(submission.model) if is_tinkers else await self._sessions.open_for_model(owner)
+        session = session_of(submission.model)
+        if dialect == TrainingDialect.XORL:
+            known = self._desk.tenants.models.get(submission.model)
+            session = "" if known is None or known.closed is not None else known.session
+            if not session and not isinstance(operation, Failed):
+                session = await self._sessions.open_for_model(self._owner(request))
         return await self._desk.submit(session, submission, base)
 
     def _base_of(self, checkpoint: str) -> str:

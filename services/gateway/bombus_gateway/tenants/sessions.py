@@ -63,20 +63,20 @@ class Sessions:
         return await self._open(f"s-{named}", TrainingDialect.TINKER, owner, metadata)
 
     async def open_for_model(self, owner: str) -> str:
-        """Open the session of one model of xorl's client."""
-        return await self._open(f"x-{uuid.uuid4().hex[:16]}", TrainingDialect.XORL, owner, {}, XORL_IDLE_S)
+        """Open the session of one model of xorl's client. It ends with its model."""
+        return await self._open(f"x-{uuid.uuid4().hex[:16]}", TrainingDialect.XORL, owner, {})
 
-    async def _open(
-        self, session: str, dialect: TrainingDialect, owner: str, metadata: dict[str, Any], idle_s: float = 0.0
-    ) -> str:
+    async def _open(self, session: str, dialect: TrainingDialect, owner: str, metadata: dict[str, Any]) -> str:
+        is_xorls = dialect == TrainingDialect.XORL
         command = inbox.OpenSession(
             id=uuid.uuid4().hex,
             engine=self._desk.engine,
             session=session,
-            idle_s=idle_s,
+            idle_s=XORL_IDLE_S if is_xorls else 0.0,
             owner=owner,
             door=dialect.value,
             metadata=metadata,
+            for_model=is_xorls,
         )
         await self._desk.carry_out(command)
         return session

@@ -59,6 +59,7 @@ class TenantSession(msgspec.Struct, kw_only=True):
     owner: str = ""
     door: str = ""
     metadata: dict[str, Any] = {}
+    for_model: bool = False
     ended: ev.SessionEnded | None = None
 
 
@@ -193,6 +194,7 @@ def open_session(tenants: Tenants, event: ev.SessionOpened) -> None:
         owner=event.owner,
         door=event.door,
         metadata=event.metadata,
+        for_model=event.for_model,
     )
 
 
