@@ -493,6 +493,7 @@ class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
     """A client of training operations has come. It is taken for gone after `idle_s` without a sign of life.
 
     `owner` is the name of its key, "" where it has none; `door` is what the gateway wants to remember of its dialect.
+    One `for_model` ends when it has no model any more, or gets none.
     """
 
     session: str
@@ -500,6 +501,7 @@ class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
     owner: str = ""
     door: str = ""
     metadata: dict[str, Any] = {}
+    for_model: bool = False
 
 
 class SessionEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.ended"):

@@ -115,7 +115,7 @@ class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup
 class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open_session"):
     """Open a session of training operations. `idle_s` is 0 where its client names no time.
 
-    `owner` is the name of the key that the client has shown, if it has one.
+    `owner` is the name of the key that the client has shown, if it has one. One `for_model` ends with its model.
     """
 
     session: str
@@ -123,6 +123,7 @@ class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="o
     owner: str = ""
     door: str = ""
     metadata: dict[str, Any] = {}
+    for_model: bool = False
 
 
 class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="close_session"):

@@ -232,6 +232,18 @@ async def test_an_unnamed_save_begins_a_sampler_that_stays_and_an_inflight_one_m
     assert asked == [address_of("sample-0"), address_of("inflight-3"), address_of("sample-2")]
 
 
+async def test_inflight_samplers_move_to_inflight_saves_alone_in_the_order_of_their_numbers(
+    hive: TenantHive, client: httpx.AsyncClient, model: str
+) -> None:
+    for seq, number in enumerate((0, 2, 1), start=1):
+        await saved(client, model, seq, sampling_session_seq_id=number, kind="inflight")
+    await result(client, await ask(client, "save_weights", model_id=model, seq_id=4, path="inflight-final"))
+    await saved(client, model, 5, path="inflight-last")
+    session = model.removesuffix(":train:0")
+    await drawn(client, sample(f"{session}:sample:0"))
+    assert hive.replica.requests[-1].adapter == address_of("inflight-2")
+
+
 async def test_a_sampler_outlives_its_gateway_and_a_sample_is_drawn_again(
     hive: TenantHive, client: httpx.AsyncClient, model: str, bus: Bus
 ) -> None:

@@ -39,8 +39,8 @@ async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def configure(hive: TenantHive, enable_lora: bool | None) -> None:
-    job = RunConfig.model_validate({"model": {"path": BASE}, "trainer": {"enable_lora": enable_lora}})
+async def configure(hive: TenantHive, enable_lora: bool | None, **trainer: object) -> None:
+    job = RunConfig.model_validate({"model": {"path": BASE}, "trainer": {"enable_lora": enable_lora, **trainer}})
     configured = inbox.Configure(
         id=new_id(),
         engine=ENGINE,
@@ -114,6 +114,34 @@ async def test_a_session_is_created_with_its_adapter_and_lives_while_it_beats(
     await ask(client, "kill_session", model_id="mine")
     gone = await client.post("session_heartbeat", json={"session_id": "unknown"})
     assert gone.status_code == 410
+
+
+async def test_a_model_that_exists_or_cannot_be_created_opens_no_session(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive, enable_lora=None, lr=3e-5)
+    lora = {"rank": 4}
+    for base in ("org/other", BASE, BASE, "org/other"):
+        made = await ask(client, "create_model", model_id="mine", base_model=base, lora_config=lora)
+        assert ("error" in await xorl_result(client, made)) == (base != BASE)
+    (session,) = hive.engine.tenants.sessions.values()
+    assert session.for_model
+
+
+async def test_a_client_that_asks_for_a_result_shows_that_its_session_lives(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    assert hive.gateway is not None
+    await hive.gateway.heartbeats.flush()
+    (key,) = hive.engine.tenants.models["mine"].operations
+    await ask(client, "retrieve_future", request_id=f"mine:{key}")
+    await hive.gateway.heartbeats.flush()
+    stored = await hive.bus.last(hive.bus.subjects.inbox_stream)
+    assert stored is not None
+    touch = inbox.decode_message(stored.data)
+    assert isinstance(touch, inbox.Touch)
+    assert touch.sessions == (hive.engine.tenants.models["mine"].session,)
 
 
 async def test_a_session_that_cannot_be_created_is_refused_in_words(

@@ -16,6 +16,7 @@ from bombus.operations import (
     DType,
     EndModel,
     Failed,
+    LoadWeights,
     LossSpec,
     Operation,
     Rejected,
@@ -181,6 +182,34 @@ async def test_a_body_that_is_lost_fails_what_waits_and_stops_a_model_that_has_t
     queued.completed_ns = 2
     with pytest.raises(LogCorrupted):
         await one.models.make_again(one.model)
+
+
+async def test_a_failed_operation_whose_body_is_gone_spoils_the_gradient_again_when_its_model_is_made_again(
+    one: OneModel,
+) -> None:
+    await one.do(GRADIENT)
+    queued = one.accept(GRADIENT)
+    assert queued.body is not None
+    del one.bodies[queued.body]
+    read = await one.models.read(queued)
+    result, body = one.models.encoded(one.model, read, await one.models.execute(one.model, queued, read))
+    queued.result, queued.failed, queued.completed_ns = one.store(body), isinstance(result, Failed), 2
+    await one.models.make_again(one.model)
+    assert "the body of this operation is lost" in await failed(one, optim_step(), Category.USER)
+    await one.models.make_again(one.model)
+    assert isinstance(await one.do(optim_step()), StepTaken)
+
+
+async def test_a_checkpoint_that_was_loaded_is_needed_until_the_model_has_a_cover(one: OneModel) -> None:
+    await one.do(training("x"))
+    assert not one.models.needs_checkpoint("m/training/x")
+    await one.do(LoadWeights(checkpoint="m/training/x", with_optimizer=True))
+    for _ in range(2):
+        assert one.models.needs_checkpoint("m/training/x")
+        assert not one.models.needs_checkpoint("m/training/y")
+        await one.models.make_again(one.model)
+    await one.models.cover("m")
+    assert not one.models.needs_checkpoint("m/training/x")
 
 
 async def test_an_operation_that_succeeded_and_fails_when_it_is_repeated_stops_the_model(one: OneModel) -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bombus.bus import Bus
+from bombus.bus import Bus, snapshots
+from bombus.bus.headers import MSG_ID
+from bombus.bus.snapshots import Snapshot
 from bombus.hive import inbox
 from bombus.hive.events import EngineStopped, ModelEnd, OperationCompleted
-from bombus.hive.state import Phase
+from bombus.hive.state import FOLD, Phase
 from bombus.operations import (
     Category,
     CheckpointKind,
@@ -278,6 +280,28 @@ async def test_a_checkpoint_that_is_removed_goes_from_the_disk_and_its_name_is_f
     assert isinstance(missing, Failed)
     assert "there is no checkpoint m/training/x" in missing.error
     assert not Path(second.folder).exists()
+
+
+async def test_a_checkpoint_that_is_removed_while_no_trainer_is_there_goes_when_the_next_one_begins_at_a_snapshot(
+    client: TrainingClient, bus: Bus
+) -> None:
+    trainer = client.stage.train()
+    await client.do("m", create())
+    first = await client.do("m", training("x"))
+    assert isinstance(first, CheckpointSaved)
+    await stopped(trainer)
+    remove = inbox.RemoveWeights(id=client.stage.id(), engine=ENGINE, model="m", use="training", name="x")
+    answer = await bus.inbox.request(remove)
+    await client.stage.follower.wait_position(answer.position)
+    last = await bus.last(bus.subjects.events_stream)
+    assert last is not None
+    hive = client.stage.follower.hive
+    snapshot = Snapshot(fold=FOLD, position=last.seq, event_id=last.headers[MSG_ID], answered=0, hive=hive)
+    await snapshots.store(bus, snapshots.encode(snapshot), last.seq)
+    client.stage.train()
+    await client.do("m", forward_backward(*random_data(5, 2)))
+    assert not Path(first.folder).exists()
+    assert isinstance(await client.do("m", training("x")), CheckpointSaved), "its name is free"
 
 
 async def test_a_model_is_ended_by_its_client_and_saved_when_its_session_ends(client: TrainingClient) -> None:

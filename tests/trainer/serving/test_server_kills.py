@@ -11,6 +11,7 @@ import pytest
 from bombus.bus import Bus
 from bombus.bus.streams import stream_configs
 from bombus.faults import Point
+from bombus.hive import inbox
 from bombus.hive.events import ModelCovered, OperationBegun, OperationCompleted
 from bombus.operations import (
     Category,
@@ -19,6 +20,7 @@ from bombus.operations import (
     LoadWeights,
     Operation,
     Result,
+    Scores,
     StepTaken,
     encode_result,
 )
@@ -36,6 +38,7 @@ from tests.trainer.serving.serving_hive import (
     training,
 )
 from tests.trainer.tenants.small_tenants import datum, forward_backward, random_data
+from tests.trainer.trainer_hive import ENGINE
 from tests.trainer.trainer_lives import Life
 
 FIRST = (Point.SERVING_SAID, Point.OPERATION_SEEN)  # in a run that boots, and with nothing to make again
@@ -164,3 +167,27 @@ async def test_r17_an_operation_that_ends_its_trainer_each_time_fails_in_words_a
         assert client.stage.engine.suspensions == 0
         after = await client.do("a", steps(5, 1)[-1])
         assert isinstance(after, StepTaken), "and the model goes on"
+
+
+async def test_a_checkpoint_that_is_removed_after_its_load_stays_until_a_cover_has_what_was_loaded(
+    nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
+) -> None:
+    async with serving(bus, tmp_path, cover_s=600.0) as client:
+        life = Life(client.stage, forge, nats_url)
+        first = await life.trainer()
+        await client.do("m", create(SMALL))
+        kept = await client.do("m", training("x"))
+        assert isinstance(kept, CheckpointSaved)
+        for operation in steps(1, 1):
+            await client.do("m", operation)
+        await forge.kill(first)
+        await client.send("m", LoadWeights(checkpoint="m/training/x", with_optimizer=True))
+        await life.dies(Point.OPERATION_SEEN)
+        removal = inbox.RemoveWeights(id=client.stage.id(), engine=ENGINE, model="m", use="training", name="x")
+        await bus.inbox.request(removal)
+        await life.dies(Point.COVER_BEGUN)
+        assert Path(kept.folder).exists()
+        await life.trainer()
+        assert isinstance(await client.do("m", forward_backward(*random_data(2, 2))), Scores)
+        assert not Path(kept.folder).exists()
+        assert client.model("m").suspended == ""

@@ -18,6 +18,7 @@ TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
 SHOWN_CHARS = 128  # of a name that is not known
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
 AGAIN_S = 60.0  # until a model that could not be saved is tried again
+MODEL_S = 60.0  # for which a session for one model may have none
 ENDED_KEPT = 2  # times as many sessions as may be open: beyond it, those that have ended are forgotten early
 
 
@@ -51,6 +52,7 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
         owner=message.owner,
         door=message.door,
         metadata=message.metadata,
+        for_model=message.for_model,
     )
     yield Decision(events=(*forgotten, opened), replies=reply)
 
@@ -132,7 +134,12 @@ def expire(engine: EngineState, live: Live) -> Decisions:
         return
     for session in list(engine.tenants.sessions.values()):
         if session.ended is None:
-            if _is_idle(engine, live, session):
+            if _has_no_model(engine, live, session):
+                ended = ev.SessionEnded(
+                    at_ns=live.now_ns, engine=engine.name, session=session.session, reason=SessionEnd.FINISHED
+                )
+                yield Decision(events=_ended(engine, live, session, ended))
+            elif _is_idle(engine, live, session):
                 ended = ev.SessionEnded(
                     at_ns=live.now_ns, engine=engine.name, session=session.session, reason=SessionEnd.IDLE
                 )
@@ -145,9 +152,27 @@ def expire(engine: EngineState, live: Live) -> Decisions:
             yield Decision(events=(_forgotten(engine, live, session),))
 
 
+def _has_no_model(engine: EngineState, live: Live, session: TenantSession) -> bool:
+    """Return whether a session that was opened for one model has none: that has ended, or was not created."""
+    if not session.for_model or _open_models(engine, session):
+        return False
+    models = (model for model in engine.tenants.models.values() if model.session == session.session)
+    closed_ns = max((model.closed.at_ns for model in models if model.closed is not None), default=0)
+    return live.since(max(session.opened_ns, closed_ns)) + ns(MODEL_S) <= live.now_ns
+
+
 def _is_idle(engine: EngineState, live: Live, session: TenantSession) -> bool:
+    """Return whether a session has shown no sign of life for too long, and nothing was done for it.
+
+    The time of a suspension does not count, and what waits is not the client's fault.
+    """
+    models = _open_models(engine, session)
+    if any(model.waiting for model in models):
+        return False
     seen_ns = live.session_seen.get((engine.name, session.session), 0)
-    return live.since(max(session.opened_ns, seen_ns)) + ns(session.idle_s) <= live.now_ns
+    worked_ns = max((model.last_ns for model in models), default=0)
+    last_ns = max(session.opened_ns, seen_ns, worked_ns, engine.resumed_ns)
+    return live.since(last_ns) + ns(session.idle_s) <= live.now_ns
 
 
 def _is_over(engine: EngineState, session: TenantSession) -> bool:

@@ -127,6 +127,7 @@ class TrainingRoutes:
         self._sessions = Sessions(gateway, self._desk)
         self._samples = samples
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
+        self._control = Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url)
         self.rest = RestRoutes(gateway, self._desk)
         self._registered = RegisteredModel(self._desk, self._sessions)
 
@@ -291,6 +292,7 @@ class TrainingRoutes:
 
     async def retrieve_future(self, request: Request) -> Response:
         asked = read_retrieve(await read_body(request))
+        self._sessions.waits_for(asked.id)
         if self._samples.knows(asked.id):
             return answered(await self._samples.result(asked, HOLD_S))
         return answered(await self._desk.result(asked))
@@ -304,14 +306,17 @@ class TrainingRoutes:
         if isinstance(operation, CreateModel):
             try:
                 wanted = operation.base or self._base_of(operation.checkpoint)
-                base = await self._sessions.base(wanted)
+                base = await self._sessions.base(wanted, self._may_configure(request))
                 operation = msgspec.structs.replace(operation, base=base)
             except Refused as refusal:
                 operation = Failed(error=refusal.why, category=Category.USER)
             submission = msgspec.structs.replace(submission, operation=operation)
-        is_tinkers = dialect == TrainingDialect.TINKER
-        owner = self._owner(request)
-        session = session_of(submission.model) if is_tinkers else await self._sessions.open_for_model(owner)
+        session = session_of(submission.model)
+        if dialect == TrainingDialect.XORL:
+            known = self._desk.tenants.models.get(submission.model)
+            session = "" if known is None or known.closed is not None else known.session
+            if not session and not isinstance(operation, Failed):
+                session = await self._sessions.open_for_model(self._owner(request))
         return await self._desk.submit(session, submission, base)
 
     def _base_of(self, checkpoint: str) -> str:
@@ -396,6 +401,10 @@ class TrainingRoutes:
         )
         await self._desk.carry_out(remove)
         return path.uri(TrainingDialect.XORL)
+
+    def _may_configure(self, request: Request) -> bool:
+        """Return whether a client may give the engine a job: with the admin key, where the hive has one."""
+        return self._control.refusal(request.scope["headers"]) is None
 
     def _owner(self, request: Request) -> str:
         return self._guard.holder(request.scope["headers"]).name

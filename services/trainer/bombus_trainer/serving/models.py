@@ -56,6 +56,7 @@ class ServedModels:
         self._stall_s = stall_s
         self._begun: dict[str, int] = {}  # which of several models of one name is here: the number of its creation
         self._clocks: dict[str, CoverClock] = {}
+        self._read: dict[str, set[str]] = {}  # by model: checkpoints that it was made from since its cover
 
     # ---- as the log says ------------------------------------------------------------------------------------------
 
@@ -72,6 +73,7 @@ class ServedModels:
         for name in [name for name in self._begun if not self._is_open(name, models)]:
             self.executor.drop(name)
             del self._begun[name], self._clocks[name]
+            self._read.pop(name, None)
 
     async def make_again(self, model: TenantModel) -> None:
         """Make a model as it was: from its cover, and by what was executed since.
@@ -88,13 +90,12 @@ class ServedModels:
             load = partial(self._begin, model, model.cover)
             begun = await in_thread(Kind.LOAD, f"model {model.name}, from its cover", load, limit_s)
         self._clocks[model.name] = CoverClock(begun, model.covered, at_once=begun > model.covered)
+        self._read[model.name] = set()
         for queued in model.again():
             if queued.waits or queued.number <= begun:
                 continue
             operation = await self._execute_again(model, queued)
-            size = 0 if queued.body is None else queued.body.size
-            at_once = not queued.failed and _reads_files(operation)
-            self._clocks[model.name].note(queued.number, size, perf_counter(), at_once)
+            self._note(model, queued, operation, queued.failed)
             reached(Point.OPERATION_MADE_AGAIN)
 
     def _begin(self, model: TenantModel, cover: ModelCovered) -> int:
@@ -127,7 +128,7 @@ class ServedModels:
 
     async def _execute_again(self, model: TenantModel, queued: Queued) -> Operation:
         """Let an operation change the model as it did. Files that it wrote for its caller are left alone."""
-        operation = await self.read(queued)
+        operation = await self._read_again(queued)
         if queued.failed:
             failure = await self._failure(queued)
             if adds_to_gradient(operation):
@@ -150,9 +151,25 @@ class ServedModels:
     async def _failure(self, queued: Queued) -> Failed:
         """Return the result of an operation that failed."""
         found: Result | None = None
-        if queued.result is not None:
-            found = decode_result(await self._fetch(queued.result))
+        try:
+            if queued.result is not None:
+                found = decode_result(await self._fetch(queued.result))
+        except LogCorrupted as error:
+            log.warning("the result of operation %s cannot be read: %s", queued.key, error)
         return found if isinstance(found, Failed) else Failed(error=LOST, category=Category.USER)
+
+    async def _read_again(self, queued: Queued) -> Operation:
+        """Return an operation that was executed. One that failed and whose body is gone spoiled the gradient.
+
+        Where it did not, the next step fails now instead of being taken with another gradient.
+        """
+        try:
+            return await self.read(queued)
+        except LogCorrupted as error:
+            if not queued.failed:
+                raise
+            log.warning("operation %s failed, and its body is gone: %s", queued.key, error)
+            return Rejected(failure=Failed(error=LOST, category=Category.SERVER), counts=True)
 
     # ---- operations -----------------------------------------------------------------------------------------------
 
@@ -235,10 +252,19 @@ class ServedModels:
         if isinstance(result, Failed) and result.category is Category.SERVER and _is_whole(operation):
             return False
         if not queued.passive and model.name in self._clocks:
-            size = 0 if queued.body is None else queued.body.size
-            at_once = not isinstance(result, Failed) and _reads_files(operation)
-            self._clocks[model.name].note(queued.number, size, perf_counter(), at_once)
+            self._note(model, queued, operation, isinstance(result, Failed))
         return True
+
+    def _note(self, model: TenantModel, queued: Queued, operation: Operation, has_failed: bool) -> None:
+        size = 0 if queued.body is None else queued.body.size
+        checkpoint = "" if has_failed else _checkpoint_of(operation)
+        if checkpoint:
+            self._read.setdefault(model.name, set()).add(checkpoint)
+        self._clocks[model.name].note(queued.number, size, perf_counter(), at_once=bool(checkpoint))
+
+    def needs_checkpoint(self, name: str) -> bool:
+        """Return whether a model was made from this checkpoint and has no cover since: it is not to be removed yet."""
+        return any(name in read for model, read in self._read.items() if self._clocks[model].at_once)
 
     # ---- covers ---------------------------------------------------------------------------------------------------
 
@@ -254,6 +280,7 @@ class ServedModels:
         write = partial(self._covers.write, self.executor, name, clock.number)
         folder, digest = await in_thread(Kind.CHECKPOINT, f"the cover of model {name}", write)
         clock.wrote(perf_counter() - start)
+        self._read.pop(name, None)
         return clock.number, folder, digest
 
     async def remove_old_covers(self, models: Iterable[TenantModel]) -> None:
@@ -289,9 +316,9 @@ def _is_whole(operation: Operation) -> bool:
     return isinstance(operation, OptimStep | AbortEpoch | LoadWeights)
 
 
-def _reads_files(operation: Operation) -> bool:
-    """Return whether an operation depends on a checkpoint that its caller may replace or remove later."""
-    return isinstance(operation, LoadWeights) or (isinstance(operation, CreateModel) and bool(operation.checkpoint))
+def _checkpoint_of(operation: Operation) -> str:
+    """Return the checkpoint that an operation reads, "" for none. Its caller may replace or remove it later."""
+    return operation.checkpoint if isinstance(operation, LoadWeights | CreateModel) else ""
 
 
 def _is_step(operation: OptimStep) -> bool:

@@ -106,6 +106,7 @@ class OperationServer:
             await ownership.wait(lambda engine: engine.phase != Phase.BOOTING)
         await self._when_back(lambda: publish_base(self._bus, self._options, ownership, models.executor.base))
         await self._make_models(models)
+        ownership.removed.update(ownership.engine.tenants.removed)  # also while no trainer was there to remove them
         await models.remove_old_covers(ownership.engine.tenants.open_models)
         reached(Point.SERVING_BEGUN)
         return models
@@ -234,18 +235,27 @@ class OperationServer:
 
     def _has_news(self, models: ServedModels, engine: EngineState) -> bool:
         tenants = engine.tenants
-        gone = models.is_gone(tenants.models) or bool(self._ownership.removed)
+        gone = models.is_gone(tenants.models) or bool(self._removable(models))
         waits = any(model.waiting and model.name not in self._suspended for model in tenants.open_models)
         return waits or any(self._ends(tenants)) or gone or bool(engine.suspended)
 
     async def _remove_weights(self, models: ServedModels) -> None:
-        """Remove the checkpoints that the log has removed, unless there is one of the same name again."""
-        removed, kept = self._ownership.removed, self._ownership.engine.tenants.kept
-        while removed:
-            name, _ = removed.popitem()
+        """Remove the checkpoints that the log has removed, unless there is one of the same name again.
+
+        One that a model was made from stays until a cover of the model is on the log.
+        """
+        kept = self._ownership.engine.tenants.kept
+        for name in self._removable(models):
+            self._ownership.removed.discard(name)
             if name not in kept:
                 remove = partial(models.executor.remove_checkpoint, name)
                 await in_thread(Kind.REMOVAL, f"removing the checkpoint {name}", remove)
+
+    def _removable(self, models: ServedModels) -> list[str]:
+        """Return the checkpoints that can be removed now. A model that cannot be made again may need any of them."""
+        if self._suspended:
+            return []
+        return sorted(each for each in self._ownership.removed if not models.needs_checkpoint(each))
 
     def _next_cover(self, models: ServedModels) -> tuple[float, str]:
         """Return the model whose cover is due first, and when; "" for none."""
