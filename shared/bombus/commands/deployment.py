@@ -32,7 +32,13 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         help="a name by which clients reach the gateway, once or several times; without a client key, others than "
         "localhost and its address are refused",
     )
-    parser.add_argument("--port", "--swarm-port", type=int, metavar="PORT", help="the gateway's port (default: 10086)")
+    parser.add_argument(
+        "--port",
+        "--swarm-port",
+        type=int,
+        metavar="PORT",
+        help="the gateway's port; 0: any that is free, which is printed (default: 10086)",
+    )
     parser.add_argument(
         "--data-dir", metavar="DIR", help="for the log, checkpoints and weights (default: .bombus, in this folder)"
     )

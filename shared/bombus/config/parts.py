@@ -23,13 +23,14 @@ class Part(BaseModel):
 
 
 class GatewayPart(Part):
-    """Where clients connect. `count` processes share the port; 0: it runs on another machine.
+    """Where clients connect. `count` processes share the port; 0: it runs on another machine. `port` 0 is any that is
+    free, which `bombus up` prints.
 
     A gateway without a client key answers requests for localhost, for its own address, and for `host_names`.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    port: int = Field(default=10086, ge=1, le=65_535)
+    port: int = Field(default=10086, ge=0, le=65_535)
     count: Count = 1
     host_names: tuple[HostName, ...] = Field(default=(), description="names of hosts, such as [hive.lan]")
 
