@@ -71,6 +71,7 @@ DECODING = {
     "bombus_gateway/training/checkpoints.py": "training save",
     "bombus_gateway/training/data/json_data.py": "training forward",
     "bombus_gateway/training/data/json_numbers.py": "training forward",
+    "bombus_gateway/training/endpoints.py": "requests to the routes of training clients",
     "bombus_gateway/training/futures.py": "training future",
     "bombus_gateway/training/generate.py": "training sglang",
     "bombus_gateway/training/models.py": "training create_model",

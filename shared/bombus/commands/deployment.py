@@ -33,6 +33,13 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         "localhost and its address are refused",
     )
     parser.add_argument(
+        "--inference-host",
+        action="append",
+        metavar="HOST[:PORT]",
+        help="where clients of training operations may have inference servers that get their weights, once or several "
+        "times (default: nowhere)",
+    )
+    parser.add_argument(
         "--port",
         "--swarm-port",
         type=int,
@@ -116,6 +123,7 @@ FLAGS = {
     ("gateway", "host"): "--host",
     ("gateway", "port"): "--port",
     ("gateway", "host_names"): "--host-name",
+    ("gateway", "inference_hosts"): "--inference-host",
     ("trainer", "device"): "--device",
     ("trainer", "threads"): "--threads",
     ("trainer", "bin_tokens"): "--bin-tokens",
@@ -203,6 +211,7 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     trainer = torch | given(arguments, backend="trainer_backend", processes="trainer_processes")
     trainer |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
     gateway = given(arguments, host="host", port="port", count="gateways", host_names="host_name")
+    gateway |= given(arguments, inference_hosts="inference_host")
     engines = plain["engines"].items()
     return {
         **plain,

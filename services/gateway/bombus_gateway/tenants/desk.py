@@ -252,6 +252,8 @@ class OperationDesk:
         engine = self.state
         if engine.suspended:
             return Waits(f"The run is suspended: {engine.suspended}", "paused_capacity")
+        if engine.rest_wanted:
+            return Waits("The trainer sleeps, until somebody calls /wake_up.", "paused_capacity")
         if engine.phase == Phase.BOOTING:
             base = "" if engine.started is None else engine.started.base
             return Waits(f"The trainer is loading {base}.", "paused_capacity")

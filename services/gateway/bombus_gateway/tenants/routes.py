@@ -22,6 +22,7 @@ from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bodies import answered, in_json, names_in, read_body
 from bombus_gateway.tenants.desk import HOLD_S, OperationDesk, Waits
+from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
 from bombus_gateway.tenants.listings import (
     checkpoints_of,
     found_checkpoint,
@@ -107,7 +108,14 @@ def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
     root = APIRouter(dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
     root.add_api_route("/generate", sampling.generate, methods=["POST"])
     root.include_router(router)
-    return root
+    routes.endpoints.add_to(root)
+    control = Depends(Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url))
+    controlling = APIRouter(dependencies=[control, Depends(routes.ready)], include_in_schema=False)
+    routes.endpoints.add_control_to(controlling)
+    every = APIRouter()
+    every.include_router(root)
+    every.include_router(controlling)
+    return every
 
 
 class TrainingRoutes:
@@ -116,6 +124,7 @@ class TrainingRoutes:
         self._desk = OperationDesk(gateway, engine)
         self._sessions = Sessions(gateway, self._desk)
         self._samples = samples
+        self.endpoints = EndpointRoutes(gateway, self._desk)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self._defaults = AdapterDefaults()
 
