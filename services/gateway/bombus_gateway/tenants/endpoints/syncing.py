@@ -20,6 +20,7 @@ from bombus_gateway.training.endpoints import Endpoint, SyncRequest
 from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
 
 SAVE_S = 900.0  # for what comes first in the model's order to be executed, and for the weights to be written
+LOADED_S = 120.0  # for a replica of the hive to load the base
 ADAPTERS_KEPT = 2  # of one model: samples of the one before may still be drawn
 NO_NCCL = "NCCL was not used, so master_address, master_port, group_name and buffer_size_mb had no effect."
 
@@ -87,6 +88,8 @@ class WeightSync:
         endpoints = [Endpoint(each.host, each.port) for each in self._desk.tenants.endpoints.values()]
         if endpoints:
             return list(await asyncio.gather(*(looked_at(each) for each in endpoints if only in (None, each))))
+        if self._desk.state.usable:  # the base of a run that has just begun takes a moment
+            await self._desk.until(lambda: bool(self._desk.state.loaded), LOADED_S)
         engine = self._desk.state
         own = [_own(engine.replicas[name].url) for name in sorted(engine.loaded) if name in engine.replicas]
         if not own:
