@@ -9,6 +9,7 @@ from bombus.hive.events import Collection, ModelEnd, ModelFloor, RunKind
 from bombus.hive.inbox import Accepted
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase, evolve
+from bombus.hive.status import detail_of
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.tenants_in_memory import BASE, MODEL, TenantHarness
@@ -281,6 +282,7 @@ def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None
     rests(harness, asleep=True)
     assert isinstance(harness.operate("1"), Accepted)
     assert harness.tenants.waiting == 1
+    assert detail_of(harness.engine, 0) == "asleep until /wake_up, serving 1 model, 1 operation waiting"
     assert not harness.engine.owes_weights
     rest(harness, asleep=False)
     assert harness.engine.owes_weights

@@ -81,6 +81,23 @@ async def test_sleep_is_over_as_often_as_it_begins_and_a_model_is_created_in_bet
     assert len(client.stage.engine.tenants.open_models) == 3
 
 
+async def test_a_trainer_that_is_to_sleep_again_while_it_wakes_up_sleeps_on(client: TrainingClient) -> None:
+    client.stage.train()
+    await client.do("m", create())
+    await rest(client, asleep=True)
+    before = in_memory()
+    for asleep in (False, True):
+        asked = inbox.AskRest(id=client.stage.id(), engine=ENGINE, asleep=asleep)
+        await client.stage.bus.inbox.request(asked)
+    key = await client.send("m", optim_step())
+    await client.stage.follower.wait_for(lambda _: client.stage.engine.asleep, WAIT_S)
+    assert client.queued("m", key).waits
+    await rest(client, asleep=False)
+    await client.result("m", key)
+    await rest(client, asleep=True)
+    assert in_memory() == before
+
+
 async def test_a_trainer_that_dies_while_it_sleeps_leaves_its_sleep_to_the_next(client: TrainingClient) -> None:
     trainer = client.stage.train()
     await client.do("m", create())

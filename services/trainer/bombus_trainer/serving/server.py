@@ -106,7 +106,7 @@ class OperationServer:
         """Return the models of this run: made again, where they are not here."""
         if self._models is None:
             self._models = await self._boot()
-        if self._ownership.engine.asleep:
+        if self._ownership.engine.asleep and not self._ownership.engine.rest_wanted:
             reached(Point.REST_WOKEN)
             await self._say_rest(asleep=False)
         return self._models
@@ -190,6 +190,8 @@ class OperationServer:
         ownership = self._ownership
         ownership.check()
         await self._reports.until_resumed()
+        if ownership.engine.rest_wanted:
+            return
         tenants = ownership.engine.tenants
         if models.is_gone(tenants.models):
             models.forget_ended(tenants.models)
