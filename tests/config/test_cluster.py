@@ -219,8 +219,8 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
         ({"hive": "No Good", **engine()}, "hive 'No Good' is not a valid name"),
         ({"engines": {"Big One": {}}}, "engine 'Big One' is not a valid name"),
         (
-            {"gateway": {"port": 0}, **engine()},
-            "gateway.port = 0 is refused: it takes a whole number, at least 1, at m",
+            {"gateway": {"port": -1}, **engine()},
+            "gateway.port = -1 is refused: it takes a whole number, at least 0, at m",
         ),
         ({"gateway": {"prot": 1}, **engine()}, "gateway.prot is unknown; did you mean port?"),
         ({"coordinator": {"count": "two"}, **engine()}, 'coordinator.count = "two" is refused: it takes a whole'),

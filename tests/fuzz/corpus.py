@@ -366,10 +366,19 @@ GENERATED: list[Tree] = [
         "return_logprob": True,
     }
 ]
+NCCL: Tree = {"master_address": "", "master_port": 29600, "group_name": "g", "buffer_size_mb": 1024}
+ENDPOINT: Tree = {"host": "localhost", "port": 1, "world_size": 1, "sync_weights": True, **NCCL}
+SYNC: Tree = {"model_id": "default", "weight_version": "v1", "pools": ["default"], "quantization": None, **NCCL}
 BODIES: dict[str, list[Tree]] = {
     **SWARM,
     **{f"/api/v1/{path}": bodies for path, bodies in {**TRAINING, **SAMPLING}.items()},
     "/generate": GENERATED,
+    "/add_inference_endpoint": [ENDPOINT],
+    "/remove_inference_endpoint": [{"host": "localhost", "port": 1}],
+    "/sync_inference_weights": [SYNC],
+    "/api/v1/sync_inference_weights": [SYNC],
+    "/sleep": [{}],
+    "/wake_up": [{}],
     "/v1/chat/completions": CHATS,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
@@ -391,6 +400,7 @@ WITHOUT_BODY = {
     "/get_server_experiment_dir",
     "/v1/models",
     "/health",
+    "/list_inference_endpoints",
     "/docs",
     "/openapi.json",
     "/api/v1/healthz",

@@ -41,6 +41,7 @@ CALL = {
     *TOKENS,
 }  # these need an episode's key
 CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/resume_engine", "/sync_train_code"}
+CONTROL |= {"/sleep", "/wake_up"}
 CLIENTS = {
     "/get_engine_status",
     "/compare_train_config",
@@ -106,8 +107,10 @@ REST = {f"{CHECKPOINT}/{what}" for what in ("archive", "external_weights_urls", 
     "/sessions/{session}/project",
     "/sessions/{session}/trace_export",
 }
+ENDPOINTS = {"/add_inference_endpoint", "/remove_inference_endpoint", "/list_inference_endpoints"}
+SYNC = "/sync_inference_weights"
 SAMPLING = {"/create_sampling_session", "/asample", "/samplers/{sampler}"}
-CLIENTS |= {f"/api/v1{path}" for path in TRAINING | REST | SAMPLING} | {"/generate"}
+CLIENTS |= {f"/api/v1{path}" for path in TRAINING | REST | SAMPLING | {SYNC}} | {"/generate", SYNC} | ENDPOINTS
 
 
 @pytest.fixture

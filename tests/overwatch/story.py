@@ -300,6 +300,10 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: tell(ev.ModelClosed, model=model, reason=ev.ModelEnd.ENDED),
         lambda: tell(ev.WeightsKept, model=model, session="s", base="tiny", saved=kept),
         lambda: story.tell(ev.WeightsRemoved(**story.at, model=model, use="training", name="w")),
+        lambda: story.tell(ev.EndpointAdded(**story.at, host="gpu-1", port=30000)),
+        lambda: story.tell(ev.EndpointRemoved(**story.at, host="gpu-1", port=30000)),
+        lambda: tell(ev.RestAsked, asleep=True),
+        lambda: tell(ev.RestReached, trainer_epoch=1, asleep=True),
         lambda: story.tell(ev.OperationsReleased(below=2, models=(ev.ModelFloor("main", model, 2),))),
     ]
     while len(story.events) < count:

@@ -199,6 +199,8 @@ class TenantClient(Process):
         await self._configure()
         while True:
             await self.sleep(self._net.pick.random())
+            if self._engine.rest_wanted:  # somebody has gone without waking the trainer up
+                await self._ask_rest(False)
             if self._playing():
                 await self._play()
 
@@ -238,6 +240,8 @@ class TenantClient(Process):
         opened = await self._ask(opens)
         if not isinstance(opened, inbox.Done):
             return
+        if pick.random() < 0.1:
+            await self._register()
         beating = self.spawn(self._beat(session))
         for number in range(pick.choice((1, 1, 2))):
             if not await self._train(session, f"{session}:train:{number}"):
@@ -246,6 +250,22 @@ class TenantClient(Process):
         self.tasks.pop(beating, None)
         if pick.random() < 0.5:  # otherwise it is forgotten and becomes idle
             await self._ask(inbox.CloseSession(id=self._net.fresh("close"), engine=OPS_ENGINE, session=session))
+
+    async def _put_to_sleep(self) -> None:
+        """Have the trainer free its memory, and take it again."""
+        if isinstance(await self._ask_rest(True), inbox.Done):
+            await self.sleep(2 * self._net.pick.random())
+            await self._ask_rest(False)
+
+    async def _ask_rest(self, asleep: bool) -> inbox.AnyAnswer | Refused | None:
+        return await self._ask(inbox.AskRest(id=self._net.fresh("rest"), engine=OPS_ENGINE, asleep=asleep))
+
+    async def _register(self) -> None:
+        """Register an inference server elsewhere, and sometimes remove it."""
+        host, port = "elsewhere", 30_000 + self._net.pick.randrange(2)
+        await self._ask(inbox.AddEndpoint(id=self._net.fresh("add"), engine=OPS_ENGINE, host=host, port=port))
+        if self._net.pick.random() < 0.5:
+            await self._ask(inbox.RemoveEndpoint(id=self._net.fresh("rm"), engine=OPS_ENGINE, host=host, port=port))
 
     async def _beat(self, session: str) -> None:
         while True:
@@ -270,6 +290,8 @@ class TenantClient(Process):
                 return False
             if pick.random() < 0.3:
                 await self._read(model, str(key))
+            elif pick.random() < 0.03:
+                await self._put_to_sleep()
         return pick.random() < 0.5 or await self._operate(session, model, "end", END)
 
     async def _operate(self, session: str, model: str, key: str, op: str) -> bool:
@@ -362,11 +384,26 @@ class TenantTrainer(Process):
         for model in [each.name for each in self._engine.tenants.open_models if each.suspended]:
             await self._say_away(model, "")
         while self._is_ours():
+            if self._engine.rest_wanted or self._engine.asleep:
+                await self._rest()
             found = next(self._next(), None)
             if found is None:
-                await self.follower.wait_for(lambda: not self._is_ours() or any(self._next()))
+                await self.follower.wait_for(self._has_news)
             else:
                 await self._execute(*found)
+
+    def _has_news(self) -> bool:
+        return not self._is_ours() or self._engine.rest_wanted or any(self._next())
+
+    async def _rest(self) -> None:
+        """Forget all models until somebody wants them, and make them again of their covers and what came after."""
+        for asleep in (True, False):
+            rests = inbox.TrainerRests(
+                id=self._net.fresh("rests"), engine=OPS_ENGINE, run=self._run, trainer_epoch=self._epoch, asleep=asleep
+            )
+            await self.link.send(rests)
+            self._models.clear()
+            await self.follower.wait_for(lambda: not self._is_ours() or not self._engine.rest_wanted)
 
     def _is_ours(self) -> bool:
         engine = self._engine

@@ -17,6 +17,7 @@ from bombus.hive.state import EngineState, Hive, evolve
 from bombus_coordinator import storage
 from bombus_coordinator.rules import (
     claims,
+    endpoints,
     engines,
     episodes,
     log_upkeep,
@@ -288,4 +289,8 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.ModelAway: operations.away,
     inbox.OperationBegins: operations.begins,
     inbox.TrainerServes: serving.trainer_serves,
+    inbox.AskRest: serving.ask_rest,
+    inbox.TrainerRests: serving.trainer_rests,
+    inbox.AddEndpoint: endpoints.add,
+    inbox.RemoveEndpoint: endpoints.remove,
 }

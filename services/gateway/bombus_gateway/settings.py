@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bombus.config.flags import Flag, NoFlag, name_of
-from bombus.config.parts import HostName
+from bombus.config.parts import HostName, InferenceHost
 from bombus.hive.subjects import check_name
 from bombus.host.hive_keys import HiveKeys
 
@@ -34,6 +34,13 @@ class GatewaySettings(BaseModel):
         default=(),
         description="may be given several times: a name by which clients reach it; without a client key, requests for "
         "names other than localhost, its address, and that of --public-url are refused",
+    )
+    inference_hosts: Annotated[
+        tuple[InferenceHost, ...], Flag(name="--inference-host", metavar="HOST[:PORT]", default="none")
+    ] = Field(
+        default=(),
+        description="may be given several times: where clients of training operations may have inference servers that "
+        "get their weights",
     )
     strict_model_names: bool = Field(
         default=False, description="refuse calls for a model that is neither the job's nor the engine's name"

@@ -32,7 +32,20 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         help="a name by which clients reach the gateway, once or several times; without a client key, others than "
         "localhost and its address are refused",
     )
-    parser.add_argument("--port", "--swarm-port", type=int, metavar="PORT", help="the gateway's port (default: 10086)")
+    parser.add_argument(
+        "--inference-host",
+        action="append",
+        metavar="HOST[:PORT]",
+        help="where clients of training operations may have inference servers that get their weights, once or several "
+        "times (default: nowhere)",
+    )
+    parser.add_argument(
+        "--port",
+        "--swarm-port",
+        type=int,
+        metavar="PORT",
+        help="the gateway's port; 0: any that is free, which is printed (default: 10086)",
+    )
     parser.add_argument(
         "--data-dir", metavar="DIR", help="for the log, checkpoints and weights (default: .bombus, in this folder)"
     )
@@ -110,6 +123,7 @@ FLAGS = {
     ("gateway", "host"): "--host",
     ("gateway", "port"): "--port",
     ("gateway", "host_names"): "--host-name",
+    ("gateway", "inference_hosts"): "--inference-host",
     ("trainer", "device"): "--device",
     ("trainer", "threads"): "--threads",
     ("trainer", "bin_tokens"): "--bin-tokens",
@@ -197,6 +211,7 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     trainer = torch | given(arguments, backend="trainer_backend", processes="trainer_processes")
     trainer |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
     gateway = given(arguments, host="host", port="port", count="gateways", host_names="host_name")
+    gateway |= given(arguments, inference_hosts="inference_host")
     engines = plain["engines"].items()
     return {
         **plain,

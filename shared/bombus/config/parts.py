@@ -12,6 +12,7 @@ Count = Annotated[int, Field(ge=0, le=PROCESSES_MAX)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
 Threads = Annotated[int, Field(ge=0, le=1024)]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")]
+InferenceHost = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,253}(:\d{1,5})?$")]
 Gpus = Annotated[
     tuple[Annotated[int, Field(ge=0, le=GPU_MAX)], ...],
     Field(max_length=PROCESSES_MAX, description="numbers of GPUs, such as [0, 1]"),
@@ -23,15 +24,21 @@ class Part(BaseModel):
 
 
 class GatewayPart(Part):
-    """Where clients connect. `count` processes share the port; 0: it runs on another machine.
+    """Where clients connect. `count` processes share the port; 0: it runs on another machine. `port` 0 is any that is
+    free, which `bombus up` prints.
 
     A gateway without a client key answers requests for localhost, for its own address, and for `host_names`.
+    Clients of training operations may have inference servers of their own, which get their weights, on
+    `inference_hosts`.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    port: int = Field(default=10086, ge=1, le=65_535)
+    port: int = Field(default=10086, ge=0, le=65_535)
     count: Count = 1
     host_names: tuple[HostName, ...] = Field(default=(), description="names of hosts, such as [hive.lan]")
+    inference_hosts: tuple[InferenceHost, ...] = Field(
+        default=(), description="hosts, with a port or without, such as [gpu-1, 10.0.0.7:30000]"
+    )
 
 
 class LogOptions(Part):

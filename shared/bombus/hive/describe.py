@@ -308,3 +308,23 @@ def _(event: ev.WeightsRemoved) -> str:
 @_text.register
 def _(event: ev.OperationsReleased) -> str:
     return f"operations before {event.below} are not needed any more"
+
+
+@_text.register
+def _(event: ev.EndpointAdded) -> str:
+    return f"the inference server at {event.host}:{event.port} gets weights that are put in sync"
+
+
+@_text.register
+def _(event: ev.EndpointRemoved) -> str:
+    return f"the inference server at {event.host}:{event.port} gets no more weights"
+
+
+@_text.register
+def _(event: ev.RestAsked) -> str:
+    return f"the trainer of run {event.run} is to " + ("free its memory" if event.asleep else "go on")
+
+
+@_text.register
+def _(event: ev.RestReached) -> str:
+    return f"the trainer of run {event.run} " + ("sleeps" if event.asleep else "is awake, with all of its models")

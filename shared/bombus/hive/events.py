@@ -677,6 +677,34 @@ class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     expired: bool = False
 
 
+class EndpointAdded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint.added"):
+    """An inference server elsewhere gets the weights that a client of training operations puts in sync."""
+
+    host: str
+    port: int
+    world_size: int = 1
+
+
+class EndpointRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint.removed"):
+    host: str
+    port: int
+
+
+class RestAsked(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rest.asked"):
+    """The trainer of a run of operations is to free its memory (`asleep`), or to go on. What comes meanwhile waits."""
+
+    run: int
+    asleep: bool = False
+
+
+class RestReached(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rest.reached"):
+    """The trainer has freed its memory (`asleep`), or has all of its models again, as they were."""
+
+    run: int
+    trainer_epoch: int
+    asleep: bool = False
+
+
 class ModelFloor(msgspec.Struct, frozen=True, array_like=True):
     """The sequence of `ops` before which nothing of a model is needed."""
 
@@ -778,6 +806,10 @@ AnyEvent = (
     | ModelCovered
     | WeightsKept
     | WeightsRemoved
+    | EndpointAdded
+    | EndpointRemoved
+    | RestAsked
+    | RestReached
     | OperationsReleased
     | StorageFilled
     | StorageFreed

@@ -161,6 +161,27 @@ class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     name: str
 
 
+class AddEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="add_endpoint"):
+    """Give the weights that are put in sync to this inference server too. One that is there already is changed."""
+
+    host: str
+    port: int
+    world_size: int = 1
+
+
+class RemoveEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_endpoint"):
+    """Give no more weights to this inference server. One that is not there is removed already."""
+
+    host: str
+    port: int
+
+
+class AskRest(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ask_rest"):
+    """Let the trainer of a run of operations free its memory, or with `asleep` false take it again and go on."""
+
+    asleep: bool = False
+
+
 class RetainWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="retain_weights"):
     """Keep a saved model for `ttl_s` from now on, 0 for ever."""
 
@@ -325,6 +346,14 @@ class TrainerServes(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     trainer_epoch: int
 
 
+class TrainerRests(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.rests"):
+    """A trainer has freed its memory (`asleep`), or has all of its models again."""
+
+    run: int
+    trainer_epoch: int
+    asleep: bool = False
+
+
 class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.done"):
     """A trainer has executed an operation, and its result is durable. As a command it is answered once that is decided.
 
@@ -432,6 +461,9 @@ AnyMessage = (
     | CloseSession
     | Operate
     | RemoveWeights
+    | AddEndpoint
+    | RemoveEndpoint
+    | AskRest
     | RetainWeights
     | PublishWeights
     | Tick
@@ -451,6 +483,7 @@ AnyMessage = (
     | WeightsSaved
     | EngineBroke
     | TrainerServes
+    | TrainerRests
     | OperationDone
     | OperationBegins
     | ModelAway

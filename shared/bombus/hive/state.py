@@ -136,6 +136,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     suspended: str = ""  # why the run waits for its operator, "" while it goes on
     until_served: bool = False  # a suspended run goes on by itself once a replica serves `weights`
     suspensions: int = 0  # of this run, over or not
+    rest_wanted: bool = False  # the trainer of a run of operations is to free its memory
+    asleep: bool = False  # it has done so
     resumed_ns: int = 0  # when its operator resumed the run last
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
@@ -226,7 +228,7 @@ class EngineState(msgspec.Struct, kw_only=True):
         One of operations waits for it to boot, and for what waits.
         """
         if self.serves_operations:
-            return self.phase == Phase.BOOTING or self.tenants.waiting > 0
+            return self.phase == Phase.BOOTING or (self.tenants.waiting > 0 and not self.rest_wanted)
         return self.batch is not None or self.version < max(self.step, 0)
 
     @property
@@ -437,7 +439,7 @@ def _booted(engine: EngineState, event: ev.EngineBooted) -> None:
 def _end_run(engine: EngineState, at_ns: int, why: str) -> None:
     tenancy.end_run(engine.tenants, engine.run, at_ns, why)
     engine.stage = engine.suspended = ""
-    engine.until_served = False
+    engine.until_served = engine.rest_wanted = engine.asleep = False
     _enter(engine, Phase.OFFLINE, at_ns)
 
 
@@ -818,3 +820,23 @@ def _weights_kept(engine: EngineState, event: ev.WeightsKept) -> None:
 @_on(ev.WeightsRemoved)
 def _weights_removed(engine: EngineState, event: ev.WeightsRemoved) -> None:
     tenancy.remove(engine.tenants, event)
+
+
+@_on(ev.EndpointAdded)
+def _endpoint_added(engine: EngineState, event: ev.EndpointAdded) -> None:
+    engine.tenants.endpoints[tenancy.endpoint_id(event.host, event.port)] = event
+
+
+@_on(ev.EndpointRemoved)
+def _endpoint_removed(engine: EngineState, event: ev.EndpointRemoved) -> None:
+    engine.tenants.endpoints.pop(tenancy.endpoint_id(event.host, event.port), None)
+
+
+@_on(ev.RestAsked)
+def _rest_asked(engine: EngineState, event: ev.RestAsked) -> None:
+    engine.rest_wanted = event.asleep
+
+
+@_on(ev.RestReached)
+def _rest_reached(engine: EngineState, event: ev.RestReached) -> None:
+    engine.asleep = event.asleep

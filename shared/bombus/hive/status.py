@@ -201,7 +201,8 @@ def _phase_detail(engine: EngineState, now_ns: int) -> str:
 def _rolling_detail(engine: EngineState, now_ns: int) -> str:
     if engine.serves_operations:
         models, waiting = len(engine.tenants.open_models), engine.tenants.waiting
-        return f"serving {_counted(models, 'model')}, {_counted(waiting, 'operation')} waiting"
+        asleep = "asleep until /wake_up, " if engine.rest_wanted else ""
+        return f"{asleep}serving {_counted(models, 'model')}, {_counted(waiting, 'operation')} waiting"
     waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
     text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
     if engine.batch:

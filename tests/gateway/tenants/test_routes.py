@@ -12,7 +12,17 @@ from bombus.config.job import RunConfig
 from bombus.hive import inbox
 from bombus.hive.state import Phase
 from bombus.host.hive_keys import HiveKeys
-from bombus.operations import Category, CreateModel, Failed, ForwardBackward, Operation, OptimStep, Rejected, Result
+from bombus.operations import (
+    Category,
+    CreateModel,
+    EndModel,
+    Failed,
+    ForwardBackward,
+    Operation,
+    OptimStep,
+    Rejected,
+    Result,
+)
 from bombus_gateway.training.messages import FORWARD_BACKWARD_OUTPUT
 from tests.gateway.openai_hive import ENGINE, gateway_of, new_id
 from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results, tenant_hive
@@ -178,6 +188,19 @@ async def test_xorls_client_numbers_per_object_and_a_repeat_within_seconds_is_on
     assert [each["path"] for each in listed] == ["xorl://mine/weights/one"]
     assert (await ask(client, "delete_checkpoint", model_id="mine", checkpoint_id="weights/one"))["success"]
     assert (await ask(client, "list_checkpoints", model_id="mine"))["checkpoints"] == []
+
+
+async def test_operations_of_a_model_that_has_anothers_name_are_no_repeats_of_the_others(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    for _ in range(2):
+        made = await ask(client, "create_model", model_id="mine", base_model=BASE, lora_config={"rank": 4})
+        await xorl_result(client, made)
+        stepped = await ask(client, "optim_step", model_id="mine", seq_id=1, adam_params={"learning_rate": 1e-4})
+        assert "metrics" in await xorl_result(client, stepped)
+        assert (await ask(client, "kill_session", model_id="mine", save_checkpoint=False))["success"]
+    executed = [type(each) for _, each in hive.executed]
+    assert executed == 2 * [CreateModel, OptimStep, EndModel]
 
 
 async def test_killing_a_session_ends_its_model_and_answers_when_it_has_ended(

@@ -24,6 +24,7 @@ from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bodies import answered, in_json, names_in, read_body
 from bombus_gateway.tenants.desk import HOLD_S, OperationDesk, Waits
+from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
 from bombus_gateway.tenants.full_weights import RegisteredModel, adapter_defaults
 from bombus_gateway.tenants.listings import (
     checkpoints_of,
@@ -114,9 +115,14 @@ def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
     root = APIRouter(dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
     root.add_api_route("/generate", sampling.generate, methods=["POST"])
     root.include_router(router)
+    routes.endpoints.add_to(root)
+    control = Depends(Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url))
+    controlling = APIRouter(dependencies=[control, Depends(routes.ready)], include_in_schema=False)
+    routes.endpoints.add_control_to(controlling)
     everyone = APIRouter(include_in_schema=False)
     routes.rest.add_links_to(everyone)
     everyone.include_router(root)
+    everyone.include_router(controlling)
     return everyone
 
 
@@ -126,6 +132,7 @@ class TrainingRoutes:
         self._desk = OperationDesk(gateway, engine)
         self._sessions = Sessions(gateway, self._desk)
         self._samples = samples
+        self.endpoints = EndpointRoutes(gateway, self._desk)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self._control = Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url)
         self.rest = RestRoutes(gateway, self._desk)

@@ -146,6 +146,7 @@ class Tenants(msgspec.Struct, kw_only=True):
     executed: int = 0
     failed: int = 0
     model_closed_ns: int = 0  # when a model ended last
+    endpoints: dict[str, ev.EndpointAdded] = {}  # inference servers elsewhere by `endpoint_id`, oldest first
     released: dict[str, int] = {}  # by model: sequences of `ops` before which its bodies may be purged
 
     @property
@@ -181,6 +182,10 @@ def bodies_share(limits: ev.Tenancy) -> int:
 
 def kept_id(model: str, use: str, name: str) -> str:
     return f"{model}/{use}/{name}"
+
+
+def endpoint_id(host: str, port: int) -> str:
+    return f"{host}:{port}"
 
 
 # ---- the fold -------------------------------------------------------------------------------------------------
