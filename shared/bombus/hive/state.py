@@ -19,7 +19,7 @@ from bombus.hive.steps import SealedStep, complete, lacking
 from bombus.hive.tenants import state as tenancy
 from bombus.hive.tenants.state import Tenants
 
-FOLD = 5  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 6  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256

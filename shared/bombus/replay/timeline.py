@@ -57,7 +57,7 @@ def about(event: AnyEvent, episode: str) -> AnyEvent | None:
             return msgspec.structs.replace(event, outcomes=outcomes) if outcomes else None
         case ev.EpisodeAborted() if episode in event.episodes:
             return msgspec.structs.replace(event, episodes=(episode,))
-        case ev.GroupDropped() if episode in event.episodes:
+        case ev.GroupDropped() | ev.EpisodesTaken() if episode in event.episodes:
             return event
         case ev.BatchReady() if any(member.episode == episode for group in event.groups for member in group.episodes):
             return event
