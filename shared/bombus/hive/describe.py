@@ -119,7 +119,7 @@ def _(event: ev.ModelRead) -> str:
 
 @_text.register
 def _(event: ev.RollingStarted) -> str:
-    return f"rolling on version {event.version}"
+    return f"rolling on version {event.version}" if event.version >= 0 else "rolling, before the first version"
 
 
 @_text.register
