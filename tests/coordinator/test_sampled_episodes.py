@@ -102,7 +102,7 @@ def test_a_run_that_trains_its_own_policy_takes_no_sampler_and_an_engine_that_is
     assert "trains the model that its episodes play with: leave sampler out" in why
 
 
-def test_ended_episodes_make_no_batch_however_many_they_are_and_their_client_takes_them() -> None:
+def test_r17_ended_episodes_make_no_batch_however_many_they_are_and_their_client_takes_them() -> None:
     harness = with_snapshot(batch_size=1, num_repeat=2)
     episodes = [played(harness, reward) for reward in (0.0, 1.0, 1.0)]
     assert harness.phase() == Phase.ROLLING
