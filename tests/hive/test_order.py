@@ -68,5 +68,5 @@ def test_what_a_coordinator_writes_is_in_order() -> None:
     for events in (harness.log, operating().events, rolling(2).events):
         hive = Hive()
         for event in events:
-            assert not why_out_of_order(hive, event), event  # type: ignore[arg-type]
+            assert not why_out_of_order(hive, event), event
             evolve(hive, event)

@@ -586,6 +586,7 @@ def test_those_that_are_left_are_read_next_and_those_that_give_none_are_named(ca
     driver = Driver([ok(left), ok(rest), ok({"success": True})])
     assert [datum.episode for datum in driver.run(driver.core.take_datums(["e1", "e2", "e3"]))] == ["e1"]
     assert driver.body(1)["episode_uuids"] == ["e3"]
+    assert driver.body(2)["episode_uuids"] == ["e1", "e3"], "nobody will ever read what is lost"
     assert "episode e2 gives no data: it is gone" in caplog.text
     assert "episode e3 gives no data: call c is not there" in caplog.text
 

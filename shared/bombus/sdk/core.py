@@ -377,9 +377,9 @@ class ClientCore:
         datums_of((), compared)  # an estimator that cannot be used is refused before anything is taken
         with self._lock:
             ours = [episode for episode, ended in self._sampled.items() if ended]
-        found = yield from self._read_ended(ours if episodes is None else list(episodes))
+        found, lost = yield from self._read_ended(ours if episodes is None else list(episodes))
         datums = datums_of(found, compared)
-        names = [each.episode_uuid for each in found]
+        names = [*(each.episode_uuid for each in found), *lost]
         for first in range(0, len(names), TAKEN_AT_ONCE):
             body = {"client_uuid": self.client_uuid, "episode_uuids": names[first : first + TAKEN_AT_ONCE]}
             try:
@@ -391,9 +391,13 @@ class ClientCore:
                 self._sampled.pop(name, None)
         return datums
 
-    def _read_ended(self, episodes: list[str]) -> ClientOperation[list[EndedEpisode]]:
-        """Read ended episodes, in as many requests as it takes. Those that are gone or lost are left out, loudly."""
+    def _read_ended(self, episodes: list[str]) -> ClientOperation[tuple[list[EndedEpisode], list[str]]]:
+        """Read ended episodes, in as many requests as it takes, and return them, and those whose calls are lost.
+
+        What gives no data is said with a warning.
+        """
         found: list[EndedEpisode] = []
+        lost: list[str] = []
         left = episodes
         while left:
             asked, later = left[:READ_AT_ONCE], left[READ_AT_ONCE:]
@@ -402,6 +406,7 @@ class ClientCore:
             try:
                 found += read_ended(reply["episodes"])
                 missing, rest = {**dict.fromkeys(reply["gone"], "it is gone"), **reply["lost"]}, list(reply["left"])
+                lost += reply["lost"]
             except (msgspec.MsgspecError, KeyError, TypeError) as error:
                 raise ServerFault(f"The server's reply does not have ended episodes: {error}") from error
             if len(rest) >= len(asked):
@@ -409,7 +414,7 @@ class ClientCore:
             for episode, why in missing.items():
                 log.warning("episode %s gives no data: %s", without_secret(episode), why)
             left = rest + later
-        return found
+        return found, lost
 
     def touch_episodes(self, episodes: Sequence[str]) -> ClientOperation[list[str]]:
         """Keep episodes from going idle. Returns those that are over."""

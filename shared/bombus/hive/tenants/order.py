@@ -5,7 +5,7 @@ from bombus.hive.state import EngineState, Hive
 from bombus.hive.tenants.state import TenantModel
 
 
-def why_out_of_order(hive: Hive, event: ev.AnyEvent) -> str:
+def why_out_of_order(hive: Hive, event: ev.Event) -> str:
     """Return why no coordinator can have written this event after the others, "" where one can."""
     engine = hive.engine(event.engine)
     match event:
