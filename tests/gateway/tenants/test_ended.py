@@ -11,7 +11,11 @@ from bombus import AsyncSwarmClient, Credentials, Task, WorkflowOutput
 from bombus.bus import Bus
 from bombus.errors import Code
 from bombus.hive import inbox
+from bombus.hive.episodes import without_secret
 from bombus.hive.records import unpack_tokens
+from bombus.replay.episode.story import read_story
+from bombus.replay.episode.text import facts
+from bombus.replay.source import BusSource
 from bombus.sdk.errors import BadRequest, NoEpisode, NotYourEpisode
 from tests.gateway.openai_hive import ENGINE, MODEL, lacks_adapter, new_id, says, tokens_of
 from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
@@ -91,6 +95,19 @@ async def test_episodes_play_with_a_saved_model_and_come_back_as_data_for_a_loss
     assert hive.engine.pool == {}, "they were taken"
     assert hive.engine.counters.taken == 2
     assert await swarm.take_datums() == []
+
+
+async def test_replay_tells_what_an_episode_played_with_and_who_took_it(
+    hive: TenantHive, bus: Bus, swarm: AsyncSwarmClient, path: str
+) -> None:
+    episode = without_secret(await played(swarm, path, 1.0))
+    waiting = await read_story(BusSource(bus, "the bus"), episode)
+    assert waiting.fate == "waits in the pool"
+    await swarm.take_datums()
+    story = await read_story(BusSource(bus, "the bus"), episode)
+    assert story.fate.startswith("taken by its client (event ")
+    assert dict(facts(story))["sampler"].endswith("/sampler/one")
+    assert story.tokenizer == "tokenizer-1"
 
 
 async def test_what_was_read_stays_until_it_was_taken(hive: TenantHive, swarm: AsyncSwarmClient, path: str) -> None:
