@@ -55,7 +55,7 @@ def test_ten_thousand_random_runs_keep_every_guarantee() -> None:
         operations = {
             kind
             for kind in never
-            if kind.startswith(("session.", "model.", "operation", "weights.", "endpoint.", "rest."))
+            if kind.startswith(("session.", "model.", "operation", "weights.", "endpoint.", "rest.", "episodes."))
         }
         elsewhere = {"engine.progressed", "message.set_aside", "log.compacted", "compaction.failed"} | operations
         assert never <= elsewhere, f"the runs never saw {never}"

@@ -94,7 +94,7 @@ def test_a_replica_that_cannot_load_its_base_suspends_no_run_of_operations() -> 
 def test_claims_and_votes_there_are_refused_in_words() -> None:
     harness = TenantHarness().serving()
     why = refused(harness.request(harness.claim_message(wait_s=2.0)), Code.UNSUPPORTED)
-    assert why.startswith("Run 1 of engine main serves training operations and has no episodes.")
+    assert why.startswith("Run 1 of engine main serves training operations: say which of its saved models")
     refused(harness.request(inbox.AgreeSync(id=harness.id(), engine=ENGINE, client="c1")), Code.UNSUPPORTED)
     refused(harness.request(inbox.Start(id=harness.id(), engine=ENGINE)), Code.WRONG_PHASE)
     refused(harness.configure(Collection()), Code.WRONG_PHASE)

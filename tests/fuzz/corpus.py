@@ -260,11 +260,14 @@ SWARM: dict[str, list[Tree]] = {
             "wait_s": 0.2,
             "waited_s": 1.0,
             "task_id": "t",
-        }
+        },
+        {"client_uuid": CLIENT, "claim_id": "d", "wait_s": 0.0, "sampler": "tinker://s-fuzz:train:0/sampler_weights/a"},
     ],
     "/end_episodes": [{"client_uuid": CLIENT, "episodes": [END, {**END, "episode_uuid": "@other@"}]}],
     "/abort_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES, "infra": True, "detail": "d"}],
     "/touch_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
+    "/read_ended_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
+    "/take_ended_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
 }
 TOKENIZE: list[Tree] = [
     {"prompt": "a0=", "return_token_strs": True},

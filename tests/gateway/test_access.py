@@ -59,6 +59,8 @@ CLIENTS = {
     "/end_episodes",
     "/abort_episodes",
     "/touch_episodes",
+    "/read_ended_episodes",
+    "/take_ended_episodes",
     "/v1/models",
     "/v1/models/x",
 }

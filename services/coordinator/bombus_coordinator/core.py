@@ -259,6 +259,7 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.Claim: claims.claim,
     inbox.End: episodes.end,
     inbox.Abort: episodes.abort,
+    inbox.Take: episodes.take,
     inbox.Lookup: episodes.lookup,
     inbox.Configure: engines.configure,
     inbox.Start: engines.start,

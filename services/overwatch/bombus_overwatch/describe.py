@@ -40,6 +40,7 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.EpisodeAborted: EventGroup.EPISODES,
     ev.CallsNoted: EventGroup.CALLS,
     ev.GroupDropped: EventGroup.BATCHES,
+    ev.EpisodesTaken: EventGroup.BATCHES,
     ev.PoolCleared: EventGroup.BATCHES,
     ev.BatchReady: EventGroup.BATCHES,
     ev.TrainerOpened: EventGroup.TRAINING,

@@ -119,7 +119,7 @@ def _(event: ev.ModelRead) -> str:
 
 @_text.register
 def _(event: ev.RollingStarted) -> str:
-    return f"rolling on version {event.version}"
+    return f"rolling on version {event.version}" if event.version >= 0 else "rolling, before the first version"
 
 
 @_text.register
@@ -140,7 +140,8 @@ def _(event: ev.SyncAgreed) -> str:
 @_text.register
 def _(event: ev.EpisodeClaimed) -> str:
     task = f", task {event.task_hint}" if event.task_hint else ""
-    return f"{event.client} claimed {_some(event.episodes)} ({event.type}{task})"
+    weights = "" if event.sampler is None else f", from {event.sampler.checkpoint or 'the base'}"
+    return f"{event.client} claimed {_some(event.episodes)} ({event.type}{task}{weights})"
 
 
 @_text.register
@@ -171,6 +172,11 @@ def _(event: ev.EpisodeAborted) -> str:
 def _(event: ev.GroupDropped) -> str:
     what = f"{_count(len(event.episodes), 'episode')} of {_count(len(event.tasks), 'task')}"
     return f"{what} dropped untrained: {event.reason}"
+
+
+@_text.register
+def _(event: ev.EpisodesTaken) -> str:
+    return f"{event.client} took {_some(event.episodes)}"
 
 
 @_text.register

@@ -34,6 +34,7 @@ class DropReason(StrEnum):
     NO_SIGNAL = "no_signal"
     STALE = "stale"
     OVERFLOW = "overflow"
+    UNTAKEN = "untaken"  # of a run of operations: its client did not take it in time
 
 
 class RunKind(StrEnum):
@@ -83,6 +84,7 @@ class Tenancy(msgspec.Struct, frozen=True, kw_only=True):
     run_idle_s: float = 300.0  # after which a run without a model ends
     checkpoints_max: int = 1000
     executions_max: int = 3  # of one operation, whose trainers end before it has a result
+    episodes_s: float = 86_400.0  # for which an ended episode waits to be taken
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,10 +259,21 @@ class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync
     client: str
 
 
+class SamplerWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the calls of an episode sample from in a run of operations: an adapter, or the base where all are "".
+
+    `checkpoint` is its `MODEL/USE/NAME`, `address` the hash of its file of weights, which is in `folder`.
+    """
+
+    checkpoint: str = ""
+    address: str = ""
+    folder: str = ""
+
+
 class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
     """One claim was granted: one episode or a whole group. `version` is the policy version at the claim.
 
-    `owner` is the name of the client's key, "" where it has none.
+    `owner` is the name of the client's key, "" where it has none. Only in a run of operations is there a `sampler`.
     """
 
     run: int
@@ -272,6 +285,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     version: int = 0
     task_hint: str = ""
     owner: str = ""
+    sampler: SamplerWeights | None = None
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -336,6 +350,14 @@ class GroupDropped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="gr
     run: int
     reason: DropReason
     tasks: tuple[str, ...]
+    episodes: tuple[str, ...]
+
+
+class EpisodesTaken(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episodes.taken"):
+    """Ended episodes of a run of operations left the pool: their client has their tokens."""
+
+    run: int
+    client: str
     episodes: tuple[str, ...]
 
 
@@ -783,6 +805,7 @@ AnyEvent = (
     | EpisodeEnded
     | EpisodeAborted
     | GroupDropped
+    | EpisodesTaken
     | PoolCleared
     | BatchReady
     | TrainerOpened

@@ -33,6 +33,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     engine: str = HIVE
 
 
+BASE_SAMPLER = "base"  # instead of a saved model: the base of the run, without any adapter
+
+
 # ---- commands -------------------------------------------------------------------------------------------------
 
 
@@ -59,7 +62,8 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     """Claim `count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13).
 
     `owner` is the name of the key that the client has shown, if it has one. Such a key may have caps on its open
-    episodes and on its waiting claims; 0 is no cap.
+    episodes and on its waiting claims; 0 is no cap. In a run of operations `sampler` names the saved model that their
+    calls sample from, by its `MODEL/USE/NAME`, or is `BASE_SAMPLER`.
     """
 
     claim: str
@@ -73,6 +77,7 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     owner: str = ""
     open_max: int = 0
     waiting_max: int = 0
+    sampler: str = ""
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,6 +105,13 @@ class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort")
     episodes: tuple[str, ...]
     infra: bool = False
     detail: str = ""
+
+
+class Take(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take"):
+    """Let ended episodes of a run of operations go: their client has their tokens. Those that are gone are skipped."""
+
+    client: str
+    episodes: tuple[str, ...]
 
 
 class AgreeSync(Message, frozen=True, kw_only=True, omit_defaults=True, tag="agree_sync"):
@@ -455,6 +467,7 @@ AnyMessage = (
     | Claim
     | End
     | Abort
+    | Take
     | AgreeSync
     | Lookup
     | OpenSession

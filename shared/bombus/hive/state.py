@@ -19,7 +19,7 @@ from bombus.hive.steps import SealedStep, complete, lacking
 from bombus.hive.tenants import state as tenancy
 from bombus.hive.tenants.state import Tenants
 
-FOLD = 5  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 6  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -56,6 +56,7 @@ class Episode(msgspec.Struct, kw_only=True):
     calls_from: int = 0  # none of its calls is before this sequence of the `calls` stream (see retention.py)
     last_call_ns: int = 0
     owner: str = ""  # the name of its client's key
+    sampler: ev.SamplerWeights | None = None  # what its calls sample from, in a run of operations
 
     def complete_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
@@ -66,7 +67,7 @@ class Episode(msgspec.Struct, kw_only=True):
 
 
 class Completed(msgspec.Struct, kw_only=True, frozen=True):
-    """An ended training episode that waits in the pool."""
+    """An ended training episode that waits in the pool. `sampler` is the saved model that it has sampled from."""
 
     episode: str
     task: str
@@ -78,6 +79,7 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
     bytes: int
     ended_ns: int
     calls_from: int = 0
+    sampler: str = ""
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +127,7 @@ class Counters(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     calls_masked: int = 0
+    taken: int = 0  # by clients of training operations
 
 
 class EngineState(msgspec.Struct, kw_only=True):
@@ -214,7 +217,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     @property
     def granting(self) -> bool:
         """Return whether claims can be granted now."""
-        return self.phase == Phase.ROLLING and not self.suspended and self.run_kind == RunKind.EPISODES
+        return self.phase == Phase.ROLLING and not self.suspended
 
     @property
     def waits_for_operator(self) -> bool:
@@ -531,6 +534,7 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
             task_hint=event.task_hint,
             owner=event.owner,
             calls_from=engine.newest_call,
+            sampler=event.sampler,
         )
     engine.claims[event.claim] = event.episodes
     engine.next_episode += len(event.episodes)
@@ -576,12 +580,13 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
     is_eval = event.type == EpisodeType.EVAL
     for outcome in event.outcomes:
         episode = _close(engine, outcome.episode, Closed(event.client, outcome.digest))
-        if is_eval:
+        if is_eval and (episode is None or episode.sampler is None):
             stats = engine.evals.setdefault(event.version, EvalStats())
             stats.episodes += 1
             stats.reward_sum += outcome.reward
             stats.successes += bool(outcome.is_success)
             trim(engine.evals, EVALS_KEPT)
+        if is_eval:
             continue
         before = _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
         calls = ended_calls(outcome, episode) or (before.calls if before is not None else ())
@@ -597,6 +602,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             bytes=size,
             ended_ns=event.at_ns,
             calls_from=next((each.calls_from for each in (episode, before) if each is not None), 0),
+            sampler="" if episode is None or episode.sampler is None else episode.sampler.checkpoint,
         )
         engine.by_task.setdefault(outcome.task, []).append(outcome.episode)
         engine.pool_bytes += size
@@ -638,6 +644,11 @@ def _leave_pool(engine: EngineState, episode_id: str) -> Completed | None:
 @_on(ev.GroupDropped)
 def _group_dropped(engine: EngineState, event: ev.GroupDropped) -> None:
     engine.counters.dropped += sum(_leave_pool(engine, episode) is not None for episode in event.episodes)
+
+
+@_on(ev.EpisodesTaken)
+def _episodes_taken(engine: EngineState, event: ev.EpisodesTaken) -> None:
+    engine.counters.taken += sum(_leave_pool(engine, episode) is not None for episode in event.episodes)
 
 
 @_on(ev.PoolCleared)

@@ -51,8 +51,8 @@ def trainer_rests(engine: EngineState, live: Live, message: TrainerRests) -> Dec
 
 
 def end_idle_run(engine: EngineState, live: Live) -> Decisions:
-    """End a run that has had no model for a while."""
-    if not engine.serves_operations or engine.suspended or engine.tenants.open_models:
+    """End a run that has had no model for a while. Episodes that still play with what its models left keep it."""
+    if not engine.serves_operations or engine.suspended or engine.tenants.open_models or engine.open:
         return
     since_ns = live.since(max(engine.phase_since_ns, engine.tenants.model_closed_ns))
     if since_ns + ns(engine.collection.tenancy.run_idle_s) <= live.now_ns:
