@@ -14,7 +14,12 @@ import psutil
 import pytest
 
 from bombus.bus import Bus
+from bombus.config.job import RunConfig
+from bombus.errors import EngineFault
 from bombus.hive.state import Hive, Phase
+from bombus_trainer.loading import load_base
+from bombus_trainer.options import TrainerOptions
+from bombus_trainer.tenants.settings import TenantSettings
 from bombus_trainer.worker import main
 from tests.patience import PATIENCE_S
 from tests.trainer.serving.serving_hive import TrainingClient, create, serving
@@ -75,6 +80,12 @@ async def test_training_operations_are_refused_by_a_trainer_of_several_ranks_whi
             assert why in client.queued(model, key).error
             assert client.stage.engine.run == run
             assert client.stage.engine.phase == Phase.OFFLINE
+
+
+def test_training_operations_of_a_job_for_verl_are_refused(tmp_path: Path) -> None:
+    job = RunConfig.model_validate({"trainer": {"backend": "verl"}})
+    with pytest.raises(EngineFault, match="training operations are executed by torch alone: set it to torch"):
+        load_base(job, TrainerOptions(), TenantSettings(checkpoints=tmp_path, covers=tmp_path, scratch=tmp_path))
 
 
 def test_a_worker_without_torchrun_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
