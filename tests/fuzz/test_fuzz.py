@@ -87,6 +87,7 @@ DECODING = {
     "bombus_gateway/responses/request.py": "responses",
     "bombus_gateway/responses/tools.py": "what a model samples: tests/gateway/responses/test_output.py",
     "bombus_inference/backends/openai/wire.py": SERVER,
+    "bombus_inference/backends/vllm/scoring.py": SERVER,
     "bombus_inference/backends/vllm/wire.py": SERVER,
     "bombus_inference/model_files.py": "shapes",
     "bombus_inference/server.py": "requests to a replica",

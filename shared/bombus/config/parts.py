@@ -157,22 +157,25 @@ class TrainerPart(TrainerMachineOptions, PlacedPart):
 
 _FIELDS_OF = {
     "openai": ("url", "api_key_env", "model"),
-    "vllm": ("tensor_parallel", "eager", "python", "gpu_memory_utilization"),
+    "vllm": ("tensor_parallel", "eager", "python", "gpu_memory_utilization", "max_loras", "max_lora_rank"),
 }
-_NOT_FOR_OPENAI = ("device", "devices", "share_devices", "threads", "dtype", "kv_cache_mb")
+_NOT_FOR_OPENAI = ("device", "devices", "share_devices", "threads", "dtype", "kv_cache_mb", "adapters_mb")
 
 
 class InferencePart(PlacedPart):
     """Replicas of one kind, which serve the engine that they stand below; `backend` is what computes in them.
 
     `url`, `model` and `api_key_env` belong to backend openai; `tensor_parallel`, `eager` (no compilation), `python` (an
-    interpreter with your own vLLM) and `gpu_memory_utilization` belong to backend vllm.
+    interpreter with your own vLLM), `gpu_memory_utilization`, `max_loras` and `max_lora_rank` belong to backend vllm.
 
     Each replica gets `tensor_parallel` of `devices`, in their order, and `device` is then cuda; where neither is given
     it is cpu. `share_devices` lets other parts use the same GPUs. `max_model_len` is in tokens; it and `dtype` are the
     job's where they are not given. `max_running` is the number of sequences at once. `kv_cache_mb` is memory for keys
     and values; 0: the backend's own default, which for vLLM on GPUs is the share `gpu_memory_utilization` of their
     memory (0: vLLM's own default). `api_key_env` names the environment variable that holds the server's key.
+
+    `adapters_mb` is room for LoRA adapters beside the engine's own policy, which samples of a run of operations have;
+    0: none. vLLM has up to `max_loras` of them in one batch, of ranks up to `max_lora_rank`.
     """
 
     backend: Literal["torch", "vllm", "openai"] = "torch"
@@ -184,6 +187,9 @@ class InferencePart(PlacedPart):
     max_model_len: int = Field(default=0, ge=0, le=1 << 23)
     max_running: int = Field(default=128, ge=1, le=4096)
     kv_cache_mb: int = Field(default=0, ge=0, le=1 << 22)
+    adapters_mb: int = Field(default=1024, ge=0, le=1 << 22)
+    max_loras: int = Field(default=4, ge=1, le=1024)
+    max_lora_rank: int = Field(default=64, ge=1, le=512)
     tensor_parallel: int = Field(default=1, ge=1, le=PROCESSES_MAX)
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1)
     eager: bool = False

@@ -216,11 +216,18 @@ def _replica(part: InferencePart, engine: str) -> list[str]:
     arguments += ["--device", part.device, "--threads", str(part.threads)]
     arguments += ["--dtype", part.dtype] if part.dtype else []
     arguments += ["--kv-cache-mb", str(part.kv_cache_mb)] if part.kv_cache_mb else []
+    arguments += _adapters(part)
     arguments += ["--vllm-eager"] if part.eager else []
     arguments += ["--vllm-python", str(Path(part.python).absolute())] if part.python else []
     share = part.gpu_memory_utilization
     arguments += ["--gpu-memory-utilization", f"{share:g}"] if share else []
     return arguments + (["--tensor-parallel", str(part.tensor_parallel)] if part.tensor_parallel > 1 else [])
+
+
+def _adapters(part: InferencePart) -> list[str]:
+    flags = {"adapters_mb": "--adapters-mb", "max_loras": "--vllm-max-loras", "max_lora_rank": "--vllm-max-lora-rank"}
+    given = [name for name in flags if name in part.model_fields_set]
+    return [word for name in given for word in (flags[name], str(getattr(part, name)))]
 
 
 def _numbered(count: int) -> list[str]:
