@@ -148,6 +148,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
     engines = [argument for name in cluster.engines for argument in ("--engine", name)]
     listening = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
     listening += [argument for name in cluster.gateway.host_names for argument in ("--host-name", name)]
+    listening += [argument for base in cluster.gateway.bases for argument in ("--base", base)]
     listening += ["--trusted-network"] if layout.trusted_network else []
     keys = layout.keys.environment()  # the other processes run models and need no keys
     return found + [

@@ -9,9 +9,10 @@ from bombus.config.job import RunConfig
 from bombus.errors import Code, Refused
 from bombus.hive import inbox
 from bombus.hive.records import digest
-from bombus.hive.state import EngineState, Phase
+from bombus.hive.state import Phase
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.tenants.bases import base_names
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.training.dialects import TrainingDialect
 
@@ -119,9 +120,3 @@ class Sessions:
             await self._desk.carry_out(configure)
             return wanted
         return names[0] if wanted in names else wanted
-
-
-def base_names(engine: EngineState) -> tuple[str, ...]:
-    """Return the names of the base that an engine serves, or would serve: its job's first, then its own."""
-    job = engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured
-    return () if job is None else (job.model, engine.name)

@@ -13,8 +13,8 @@ from bombus.errors import Code, Refused
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.state import KeptWeights
 from bombus.operations import CheckpointKind
+from bombus_gateway.tenants.bases import base_names
 from bombus_gateway.tenants.listings import found_checkpoint, path_of
-from bombus_gateway.tenants.sessions import base_names
 from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
 from bombus_gateway.training.dialects import OF_SAMPLE, is_tinkers, session_of
 from bombus_gateway.training.paths import CheckpointPath, read_path
