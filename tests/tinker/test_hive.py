@@ -47,9 +47,9 @@ class Hive:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Hive]:
-    """Run `bombus up` while the block runs."""
-    options = ("--port", str(free_port()), "--data-dir", str(folder / "data"), "--threads", "1")
+def running(folder: Path, *more: str) -> Iterator[Hive]:
+    """Run `bombus up` while the block runs, with `more` options."""
+    options = ("--port", str(free_port()), "--data-dir", str(folder / "data"), "--threads", "1", *more)
     with (folder / "up.log").open("wb") as log:
         command = [PYTHON, "-m", "bombus", "up", *options]
         up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
