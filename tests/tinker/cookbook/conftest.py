@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.tinker.cookbook.alphabet_model import write_alphabet_model
-from tests.tinker.cookbook.data_sets import write_data_sets
+from tests.tinker.cookbook.data_sets import write_data_sets, write_preferences
 from tests.tinker.cookbook.recipes import MODEL, SL, Recipes
 from tests.tinker.test_hive import running
 
@@ -15,6 +15,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipes]:
     folder = tmp_path_factory.mktemp("cookbook")
     write_alphabet_model(folder / MODEL)  # where recipes look for a tokenizer of that name
     write_data_sets(folder)
+    write_preferences(folder)
     with running(tmp_path_factory.mktemp("hive"), "--base", f"{MODEL}={folder / MODEL}") as hive:
         yield Recipes(folder, hive.url)
 

@@ -23,6 +23,14 @@ def write_data_sets(folder: Path) -> None:
     _write(folder / "openai" / "gsm8k", "main", [question] * 400)
 
 
+def write_preferences(folder: Path) -> None:
+    """Write pairs of answers, of which the first is preferred, for DPO, and questions for distillation."""
+    asked = "\n\nHuman: Say a word.\n\nAssistant:"
+    pairs = [{"chosen": f"{asked} bee", "rejected": f"{asked} wasp"}] * 64
+    _write(folder / "Anthropic" / "hh-rlhf", "default", pairs, splits=("train", "test"))
+    _write(folder / "zwhe99" / "DeepMath-103K", "default", [{"question": QUESTION, "final_answer": "3"}] * 64)
+
+
 def write_sums(folder: Path) -> None:
     """Write conversations for sl_loop in the form of math_rl's sums: three answers of four are long, all are wrong."""
     chance = random.Random(0)
@@ -35,8 +43,8 @@ def write_sums(folder: Path) -> None:
     _write(folder / "HuggingFaceH4" / "no_robots", "default", conversations)
 
 
-def _write(folder: Path, name: str, rows: Iterable[Mapping[str, object]]) -> None:
+def _write(folder: Path, name: str, rows: Iterable[Mapping[str, object]], splits: tuple[str, ...] = ("train",)) -> None:
     folder.mkdir(parents=True)
-    split = "  - split: train\n    path: train.jsonl"
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{split}\n---\n")
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = "".join(f"  - split: {split}\n    path: rows.jsonl\n" for split in splits)
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{files}---\n")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -20,7 +20,7 @@ class Recipes:
     def __init__(self, folder: Path, url: str) -> None:
         self._folder = folder
         self.url = url
-        self._environment = {
+        self.environment = {
             **os.environ,
             "TINKER_BASE_URL": url,
             "TINKER_API_KEY": "tml-any",
@@ -55,7 +55,7 @@ class Recipes:
         return subprocess.Popen(
             command,
             cwd=self._folder,
-            env=self._environment,
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
