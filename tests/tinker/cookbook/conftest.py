@@ -10,7 +10,7 @@ from tests.tinker.cookbook.recipes import MODEL, SL, Recipes
 from tests.tinker.test_hive import running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipes]:
     folder = tmp_path_factory.mktemp("cookbook")
     write_alphabet_model(folder / MODEL)  # where recipes look for a tokenizer of that name
@@ -20,7 +20,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipes]:
         yield Recipes(folder, hive.url)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def taught(recipes: Recipes) -> list[dict[str, float]]:
     """Have sl_loop teach the form of an answer, with the log `taught`, and return its metrics."""
     return recipes.run("sl_loop", "taught", **SL, max_steps=40, save_every=20)
