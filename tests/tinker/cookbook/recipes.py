@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 MODEL = "Qwen/Qwen3-8B-Base"  # a name that recipes know; here it is another model
 SL: dict[str, Any] = {"batch_size": 16, "learning_rate": 1e-2}
 NOWHERE = "http://127.0.0.1:9"  # what is asked of the network fails at once
@@ -33,6 +35,7 @@ class Recipes:
         """Run a recipe to its end, and return the metrics of each step that its log has, of earlier runs too."""
         program = self._start(recipe, log, options)
         output, _ = program.communicate()
+        self._finish_sessions()
         assert program.returncode == 0, output[-4000:]
         return self.metrics(log)
 
@@ -48,6 +51,12 @@ class Recipes:
                     program.kill()
                     break
         assert program.wait() < 0, "".join(seen)[-4000:]
+        self._finish_sessions()
+
+    def _finish_sessions(self) -> None:
+        """Finish all sessions, which recipes leave open: a hive takes so many models, and keeps silent ones an hour."""
+        for model in httpx.get(f"{self.url}/api/v1/session_info").json()["registered_models"]:
+            httpx.post(f"{self.url}/api/v1/sessions/{model.partition(':')[0]}/finish", json={}).raise_for_status()
 
     def _start(self, recipe: str, log: str, options: Mapping[str, Any]) -> "subprocess.Popen[str]":
         words = [f"{name}={value}" for name, value in {"model_name": MODEL, **options}.items()]

@@ -27,6 +27,11 @@ def listed(recipes: Recipes, *words: str) -> Any:
     return json.loads(found.stdout)
 
 
+def checkpoints_of(recipes: Recipes, model: str) -> set[str]:
+    found = listed(recipes, "checkpoint", "list", "--run-id", model)["checkpoints"]
+    return {each["checkpoint_id"] for each in found}
+
+
 def taught_model(recipes: Recipes) -> str:
     return str(recipes.checkpoints("taught")[-1]["state_path"]).split("/")[2]
 
@@ -43,15 +48,15 @@ def test_checkpoints_are_listed_shown_and_deleted(recipes: Recipes) -> None:
     recipes.run("sl_loop", "deleted", batch_size=4, max_steps=2, save_every=1)
     first, final = recipes.checkpoints("deleted")
     name = first["state_path"].split("/")[2]
-    ours = listed(recipes, "checkpoint", "list", "--run-id", name)["checkpoints"]
-    assert {each["checkpoint_id"] for each in ours} == {"weights/000001", "weights/final", "sampler_weights/final"}
+    saved = checkpoints_of(recipes, name)
+    (at_the_end,) = (each for each in saved if each.startswith("weights/ended-"))  # when its session was finished
+    assert saved == {"weights/000001", "weights/final", "sampler_weights/final", at_the_end}
     shown = listed(recipes, "checkpoint", "info", final["state_path"])
     assert shown["tinker_path"] == final["state_path"]
     assert shown["expires_at"] is None
     assert listed(recipes, "checkpoint", "info", first["state_path"])["expires_at"] is not None
     assert tinker(recipes, "checkpoint", "delete", "--yes", first["state_path"]).returncode == 0
-    left = listed(recipes, "checkpoint", "list", "--run-id", name)["checkpoints"]
-    assert {each["checkpoint_id"] for each in left} == {"weights/final", "sampler_weights/final"}
+    assert checkpoints_of(recipes, name) == saved - {"weights/000001"}
 
 
 def test_what_is_not_there_is_said_in_words(recipes: Recipes) -> None:
