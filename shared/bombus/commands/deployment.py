@@ -40,6 +40,13 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         "times (default: nowhere)",
     )
     parser.add_argument(
+        "--base",
+        action="append",
+        metavar="NAME=PATH",
+        help="what training clients mean by the name of a model, once or several times, such as "
+        "meta-llama/Llama-3.2-1B=smollm2",
+    )
+    parser.add_argument(
         "--port",
         "--swarm-port",
         type=int,
@@ -124,6 +131,7 @@ FLAGS = {
     ("gateway", "port"): "--port",
     ("gateway", "host_names"): "--host-name",
     ("gateway", "inference_hosts"): "--inference-host",
+    ("gateway", "bases"): "--base",
     ("trainer", "device"): "--device",
     ("trainer", "threads"): "--threads",
     ("trainer", "bin_tokens"): "--bin-tokens",
@@ -210,7 +218,7 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     torch = given(arguments, device="device", threads="threads")
     trainer = torch | given(arguments, backend="trainer_backend", processes="trainer_processes")
     trainer |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
-    gateway = given(arguments, host="host", port="port", count="gateways", host_names="host_name")
+    gateway = given(arguments, host="host", port="port", count="gateways", host_names="host_name", bases="base")
     gateway |= given(arguments, inference_hosts="inference_host")
     engines = plain["engines"].items()
     return {

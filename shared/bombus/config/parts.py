@@ -8,11 +8,13 @@ from bombus.config.flags import Flag
 
 PROCESSES_MAX = 64
 GPU_MAX = 1023
+BASES_MAX = 64
 Count = Annotated[int, Field(ge=0, le=PROCESSES_MAX)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
 Threads = Annotated[int, Field(ge=0, le=1024)]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")]
 InferenceHost = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,253}(:\d{1,5})?$")]
+BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,139}=[^\x00-\x1f\x7f]{1,4096}$")]
 Gpus = Annotated[
     tuple[Annotated[int, Field(ge=0, le=GPU_MAX)], ...],
     Field(max_length=PROCESSES_MAX, description="numbers of GPUs, such as [0, 1]"),
@@ -23,6 +25,15 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def check_bases(bases: tuple[str, ...]) -> tuple[str, ...]:
+    """Return bases, each as `NAME=PATH`. Raises `ValueError` where two have the same name."""
+    names = [base.partition("=")[0] for base in bases]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is given twice, and a name leads to one base")
+    return bases
+
+
 class GatewayPart(Part):
     """Where clients connect. `count` processes share the port; 0: it runs on another machine. `port` 0 is any that is
     free, which `bombus up` prints.
@@ -30,6 +41,7 @@ class GatewayPart(Part):
     A gateway without a client key answers requests for localhost, for its own address, and for `host_names`.
     Clients of training operations may have inference servers of their own, which get their weights, on
     `inference_hosts`.
+    `bases` are names by which [training clients](training.md) ask for models that jobs call `model.path`.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
@@ -39,6 +51,14 @@ class GatewayPart(Part):
     inference_hosts: tuple[InferenceHost, ...] = Field(
         default=(), description="hosts, with a port or without, such as [gpu-1, 10.0.0.7:30000]"
     )
+    bases: tuple[BaseName, ...] = Field(
+        default=(), max_length=BASES_MAX, description="NAME=PATH, such as [meta-llama/Llama-3.2-1B=smollm2]"
+    )
+
+    @field_validator("bases")
+    @classmethod
+    def _bases_have_names_of_their_own(cls, bases: tuple[str, ...]) -> tuple[str, ...]:
+        return check_bases(bases)
 
 
 class LogOptions(Part):

@@ -282,3 +282,14 @@ async def test_where_there_is_an_admin_key_only_who_has_it_gives_the_engine_a_jo
             assert hive.engine.configured is None
             assert "model_id" in await create_on(operator, BASE)
             assert "model_id" in await create_on(stranger, BASE)
+
+
+async def test_a_base_that_the_operator_gave_a_name_needs_no_admin_key(hive: TenantHive, bus: Bus) -> None:
+    keys = HiveKeys(admin="the-admin-key-0123456789", client="the-client-key-0123456789")
+    async with gateway_of(bus, keys=keys, bases=(f"org/known={BASE}",)) as (_, url):
+        headers = {"x-api-key": keys.client}
+        async with httpx.AsyncClient(base_url=f"{url}/api/v1", timeout=60.0, headers=headers) as stranger:
+            assert "has no job yet" in (await create_on(stranger, "org/other"))["error"]
+            assert "model_id" in await create_on(stranger, "org/known")
+    assert hive.engine.configured is not None
+    assert hive.engine.configured.model == BASE

@@ -13,8 +13,8 @@ from bombus.errors import Code, Refused
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.state import KeptWeights
 from bombus.operations import CheckpointKind
+from bombus_gateway.tenants.bases import base_names
 from bombus_gateway.tenants.listings import SYNCED, found_checkpoint, path_of, synced_weights
-from bombus_gateway.tenants.sessions import base_names
 from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
 from bombus_gateway.training.dialects import OF_SAMPLE, is_tinkers, session_of
 from bombus_gateway.training.paths import CheckpointPath, read_path
@@ -49,10 +49,11 @@ def found_sampler(engine: EngineState, name: str) -> Sampler:
         return _of_base(engine, "")
     kept = engine.tenants.kept.values()
     if what:
-        found = (each for each in kept if len(what) == ADDRESS_CHARACTERS and each.noted.saved.address.startswith(what))
+        found = [each for each in kept if len(what) == ADDRESS_CHARACTERS and each.noted.saved.address.startswith(what)]
     else:
-        found = (each for each in kept if session_of(each.noted.model) == session and _is_unnamed(each, number))
-    first = next(found, None)
+        found = [each for each in kept if session_of(each.noted.model) == session and _is_unnamed(each, number)]
+    # Of those with equal weights, one that was saved for samplers is told as theirs.
+    first = min(found, key=lambda each: each.noted.saved.use != CheckpointKind.SAMPLER, default=None)
     if first is None:
         raise Refused(
             Code.UNKNOWN_MODEL, f"There is no sampler {name[:300]} here, or its checkpoint has been removed; make one."
