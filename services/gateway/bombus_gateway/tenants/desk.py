@@ -32,6 +32,7 @@ from bombus.operations import (
     encode_operation,
 )
 from bombus_gateway.context import Gateway
+from bombus_gateway.tenants.news import hear_news
 from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers, sampling_session, session_of
 from bombus_gateway.training.futures import (
@@ -49,7 +50,6 @@ from bombus_gateway.training.submission import Submission
 log = logging.getLogger(__name__)
 
 HOLD_S = 30.0  # a request for a result that is not there yet is held for so long
-NEWS_S = 1.0  # for an operation that another gateway has just accepted
 POSITION_S = 5.0
 ATTEMPTS_MAX = 4
 REPEAT_S = 30.0  # within which xorl's client may send a request again; it has no other mark
@@ -118,20 +118,20 @@ class OperationDesk:
         `BusUnavailable`.
         """
         model, failure = submission.model, submission.operation
-        if isinstance(failure, Failed) and not self._is_open(model):
-            return self._remember_failure(f"{model}:{submission.seq}", failure)
-        if not session:
-            why = f"There is no model {model}: create it first."
-            return self._remember_failure(f"{model}:{submission.seq}", Failed(error=why, category=Category.USER))
         operation = _on_the_log(submission)
         body = encode_operation(operation)
+        own_name = f"{model}:{submission.seq}:{digest(body).hex()[:8]}"  # not that of one that may be accepted yet
+        if isinstance(failure, Failed) and not self._is_open(model):
+            return self._remember_failure(own_name, failure)
+        if not session:
+            why = f"There is no model {model}: create it first."
+            return self._remember_failure(own_name, Failed(error=why, category=Category.USER))
         try:
             name = await self._accepted(session, submission, operation, body, base)
         except Refused as refusal:
             if refusal.code in _PASSING and not isinstance(operation, CreateModel):
                 raise
-            name = f"{model}:{submission.seq}:{digest(body).hex()[:8]}"  # not that of one that was accepted
-            return self._remember_failure(name, Failed(error=refusal.why, category=Category.USER))
+            return self._remember_failure(own_name, Failed(error=refusal.why, category=Category.USER))
         self._remember(name, msgspec.structs.replace(submission, operation=_without_data(operation)))
         return name
 
@@ -142,6 +142,8 @@ class OperationDesk:
         model = submission.model
         for attempt in range(1, ATTEMPTS_MAX + 1):
             ref = await self._parts.store(self._gateway.bus.subjects.operation(self.engine, model), body)
+            if not is_tinkers(model):
+                await hear_news(self._gateway.follower)  # its key depends on what came before
             message = inbox.Operate(
                 id=uuid.uuid4().hex,
                 engine=self.engine,
@@ -218,11 +220,10 @@ class OperationDesk:
 
     async def outcome(self, name: str, hold_s: float) -> Result | Waits | None:
         """Return the result of an operation, or what it waits for after `hold_s`; None where it is not known."""
-        failure = self._failures.get(name)
-        if failure is not None:
-            return failure
         queued = await self._found(name)
-        if queued is not None and queued.waits and not await self._is_over(name, hold_s):
+        if queued is None:
+            return self._failures.get(name)
+        if queued.waits and not await self._is_over(name, hold_s):
             return self._why_it_waits(name)
         queued = self.tenants.operation(name)
         if queued is None or (queued.result is None and not queued.error):
@@ -232,9 +233,9 @@ class OperationDesk:
         return decode_result(await self._parts.fetch(queued.result))
 
     async def _found(self, name: str) -> Queued | None:
-        """Return an operation. One of a model that is known may be news that this gateway has not read yet."""
-        if self.tenants.operation(name) is None and name.rpartition(":")[0] in self.tenants.models:
-            await self._until(lambda: self.tenants.operation(name) is not None, NEWS_S)
+        """Return an operation, which another gateway may have put on the log a moment ago."""
+        if self.tenants.operation(name) is None and name not in self._failures:
+            await hear_news(self._gateway.follower)
         return self.tenants.operation(name)
 
     async def _is_over(self, name: str, hold_s: float) -> bool:
