@@ -63,7 +63,7 @@ def _operation(request: Message) -> ForwardBackward:
     room = NumberRoom()
     tokens = [_tokens(datum, room, f"data[{index}]") for index, datum in enumerate(request.data)]
     tensors = [_tensors(datum, room, f"data[{index}]") for index, datum in enumerate(request.data)]
-    data = tuple(map(Datum, tokens, written_out(tensors, room)))
+    data = tuple(map(Datum, tokens, written_out(tensors, room, sum(map(len, tokens)))))
     return ForwardBackward(loss=loss, data=data, forward_only=request.forward_only)
 
 
