@@ -32,6 +32,7 @@ from bombus.operations import (
     encode_operation,
 )
 from bombus_gateway.context import Gateway
+from bombus_gateway.limits import in_short
 from bombus_gateway.tenants.news import hear_news
 from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers, sampling_session, session_of
@@ -60,6 +61,8 @@ _T = TypeVar("_T")
 
 # What is refused for a while only. The clients send it again by themselves, which they do not after a failed future.
 _PASSING = (Code.QUOTA, Code.OVERLOADED, Code.STORAGE_FULL, Code.BUS_DOWN)
+# Where an operation has no place on the log to fail at: there is no such model, or another operation has the place.
+_WITHOUT_PLACE = (Code.OTHER_BODY, Code.UNKNOWN_MODEL, Code.UNKNOWN_SESSION, Code.SESSION_OVER)
 
 
 class Waits(msgspec.Struct, frozen=True):
@@ -131,7 +134,10 @@ class OperationDesk:
         except Refused as refusal:
             if refusal.code in _PASSING and not isinstance(operation, CreateModel):
                 raise
-            return self._remember_failure(own_name, Failed(error=refusal.why, category=Category.USER))
+            refused = Failed(error=in_short(refusal.why), category=Category.USER)
+            if isinstance(operation, CreateModel | Rejected) or refusal.code in _WITHOUT_PLACE:
+                return self._remember_failure(own_name, refused)
+            return await self.submit(session, msgspec.structs.replace(submission, operation=refused))
         self._remember(name, msgspec.structs.replace(submission, operation=_without_data(operation)))
         return name
 

@@ -1,0 +1,55 @@
+"""What becomes of operations that the coordinator does not accept, or that come again."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from bombus.bus import Bus
+from bombus.hive.records import BODY_BYTES_MAX
+from bombus.operations import CreateModel, ForwardBackward, OptimStep, Rejected
+from bombus_gateway.training.messages import FORWARD_BACKWARD_REQUEST
+from tests.gateway.tenants.scripted_trainer import TenantHive, tenant_hive
+from tests.gateway.tenants.test_routes import forward_backward, open_model, result, step
+
+
+@pytest.fixture
+async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
+    async with tenant_hive(bus) as hive:
+        yield hive
+
+
+@pytest.fixture
+async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
+        yield client
+
+
+def too_large(model: str, seq: int) -> bytes:
+    """Return a request with targets of 32 bits, which an operation has no room for as targets of 64."""
+    request = FORWARD_BACKWARD_REQUEST(model_id=model, seq_id=seq, loss_fn="cross_entropy")
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = bytes(4)
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dtype, targets.dense = 3, bytes(BODY_BYTES_MAX // 2 + 4)
+    body: bytes = request.SerializeToString()
+    return body
+
+
+async def test_an_operation_that_the_log_has_no_room_for_spoils_the_gradient_that_lacks_it(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    model = await open_model(client)
+    await result(client, await forward_backward(client, model, 1))
+    content = {"content-type": "application/x-protobuf"}
+    first = (await client.post("forward_backward", content=too_large(model, 2), headers=content)).json()
+    failure = (await result(client, first)).json()
+    assert failure["category"] == "user"
+    assert "send fewer data at once" in failure["error"]
+    again = (await client.post("forward_backward", content=too_large(model, 2), headers=content)).json()
+    assert again == first, "it has a place on the log"
+    await result(client, await step(client, model, 3))
+    assert [type(each) for _, each in hive.executed] == [CreateModel, ForwardBackward, Rejected, OptimStep]
+    rejected = hive.executed[2][1]
+    assert isinstance(rejected, Rejected)
+    assert rejected.counts
