@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from typing import TypeVar
@@ -79,9 +78,10 @@ class OperationDesk:
     not be put on the log is remembered here alone, as the failure that it is.
     """
 
-    def __init__(self, gateway: Gateway, engine: str) -> None:
+    def __init__(self, gateway: Gateway, engine: str, repeat_s: float = REPEAT_S) -> None:
         self._gateway = gateway
         self.engine = engine
+        self._repeat_s = repeat_s
         self._parts = Parts(gateway.bus)
         self._decoding = asyncio.Semaphore(DECODING_MAX)
         self._failures: dict[str, Failed] = {}
@@ -145,7 +145,7 @@ class OperationDesk:
         self, session: str, submission: Submission, operation: Operation, body: bytes, base: str
     ) -> str:
         """Store the body, and have the operation accepted under a key that is its own."""
-        model = submission.model
+        model, may_repeat = submission.model, True
         for attempt in range(1, ATTEMPTS_MAX + 1):
             ref = await self._parts.store(self._gateway.bus.subjects.operation(self.engine, model), body)
             if not is_tinkers(model):
@@ -155,30 +155,33 @@ class OperationDesk:
                 engine=self.engine,
                 session=session,
                 model=model,
-                key=self._key(submission, ref.digest),
+                key=self._key(submission, ref.digest, may_repeat),
                 op=_kind(operation),
                 body=ref,
                 passive=_is_passive(operation),
                 base=base,
                 metadata=submission.metadata,
+                again_s=0.0 if is_tinkers(model) else self._repeat_s,
             )
             try:
                 answer = await self.carry_out(message)
             except Refused as refusal:
-                is_xorls = refusal.code == Code.OTHER_BODY and not is_tinkers(model)  # the key was taken meanwhile
+                is_xorls = refusal.code == Code.OTHER_BODY and not is_tinkers(model)  # it came too late, or another did
                 if attempt == ATTEMPTS_MAX or not (is_xorls or refusal.code == Code.BODY_GONE):
                     raise
+                may_repeat = may_repeat and not is_xorls
                 continue
             assert isinstance(answer, inbox.Accepted)
             return answer.operation
         raise AssertionError("the last attempt has returned or raised")
 
-    def _key(self, submission: Submission, body_digest: bytes) -> str:
+    def _key(self, submission: Submission, body_digest: bytes, may_repeat: bool) -> str:
         """Return the key of an operation: requests with equal keys are one.
 
         Tinker's clients number the requests to a model. Those of xorl number the requests of an object of theirs, of
         which several may share a model or follow each other. An object sends no other request before it has the answer
         to this one, so an equal number is a repeat only with an equal body, within seconds, and as the next request.
+        How long ago it came is for the coordinator to say, whose clock is that of the log.
         """
         if is_tinkers(submission.model):
             return str(submission.seq)
@@ -188,10 +191,9 @@ class OperationDesk:
         if model is None or not before:
             return f"{stem}1"
         newest = before[-1]
-        is_recent = time.time_ns() - newest.accepted_ns <= REPEAT_S * 1e9
         is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
-        is_next = newest.number == model.numbers
-        if is_recent and is_next and not is_new_model and newest.body is not None and newest.body.digest == body_digest:
+        is_next = newest.number == model.numbers and not is_new_model
+        if may_repeat and is_next and newest.body is not None and newest.body.digest == body_digest:
             return newest.key
         return f"{stem}{int(newest.key.removeprefix(stem)) + 1}"
 
