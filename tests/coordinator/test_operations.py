@@ -13,7 +13,7 @@ from bombus.hive.state import Phase
 from bombus.hive.tenants.state import COMPLETED_KEPT
 from bombus.operations import kinds
 from bombus_coordinator.rules.operations import CREATE, END, SAVE
-from tests.coordinator.core_in_memory import ENGINE
+from tests.coordinator.core_in_memory import ENGINE, SECOND
 from tests.coordinator.tenants_in_memory import BASE, MODEL, SESSION, TenantHarness, saved
 from tests.coordinator.test_suspending import refused
 
@@ -50,6 +50,17 @@ def test_another_body_under_the_same_key_is_refused_with_a_code_of_its_own() -> 
     harness.operate("1", text="a")
     why = refused(harness.operate("1", text="b"), Code.OTHER_BODY)
     assert why.startswith(f"Operation 1 of model {MODEL} was accepted with another body; that one stands.")
+
+
+def test_an_operation_whose_sender_may_count_again_is_the_same_only_within_its_time() -> None:
+    harness = TenantHarness().serving()
+    first = harness.operate("1", text="a", again_s=30.0)
+    harness.now_ns += 30 * SECOND
+    assert harness.operate("1", text="a", again_s=30.0) == first
+    harness.now_ns += SECOND
+    why = refused(harness.operate("1", text="a", again_s=30.0), Code.OTHER_BODY)
+    assert "was accepted 31 s ago, too long for this one to be the same" in why
+    assert harness.operate("1", text="a") == first, "unless nothing was said of it"
 
 
 def test_r17_the_first_result_counts_and_executing_again_never_replaces_it() -> None:

@@ -355,15 +355,18 @@ def new_id() -> str:
 
 
 @asynccontextmanager
-async def gateway_of(bus: Bus, ready: bool = True, **settings: Any) -> AsyncIterator[tuple[Gateway, str]]:
-    """Run a gateway behind a real HTTP server; give it and its URL."""
-    follower = Follower(bus)
+async def gateway_of(
+    bus: Bus, ready: bool = True, late: Follower | None = None, **settings: Any
+) -> AsyncIterator[tuple[Gateway, str]]:
+    """Run a gateway behind a real HTTP server; give it and its URL. One that is `late` is not waited for."""
+    follower = late or Follower(bus)
     gateway = Gateway(
         settings=GatewaySettings(hive=bus.subjects.hive, **settings), bus=bus, follower=follower, keys=Keys(SECRET)
     )
     app = create_app(gateway)
     running = [asyncio.create_task(follower.run()), asyncio.create_task(gateway.heartbeats.run())]
-    await follower.caught_up(10)
+    if late is None:
+        await follower.caught_up(10)
     await app.calls.capacity.refresh()
     gateway.ready = ready
     with listen("127.0.0.1", 0) as bound:

@@ -151,7 +151,8 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
 
     The same `model` and `key` are the same operation, with the same answer, whatever the message's id. The first one
     of a model is `create_model`, with the name of its `base`. `run` is 0 where the sender knows none. The client's
-    `metadata` is for the model that is created, or for the checkpoint that is saved.
+    `metadata` is for the model that is created, or for the checkpoint that is saved. With `again_s`, they are the same
+    operation only within so long: some clients begin to count again.
     """
 
     session: str
@@ -163,6 +164,7 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
     passive: bool = False
     base: str = ""
     metadata: dict[str, str] = {}
+    again_s: float = 0.0
 
 
 class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_weights"):

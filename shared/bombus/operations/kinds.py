@@ -239,10 +239,11 @@ Result: TypeAlias = (
 
 _operations: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operation)
 _results: msgspec.msgpack.Decoder[Result] = msgspec.msgpack.Decoder(Result)
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(order="deterministic")  # protobuf's maps have another order in each process
 
 
 def encode_operation(operation: Operation) -> bytes:
+    """Return the bytes of an operation: the same for equal ones, in every process, since it is known by its digest."""
     return _encoder.encode(operation)
 
 

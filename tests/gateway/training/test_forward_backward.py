@@ -2,6 +2,8 @@
 
 import re
 import struct
+import subprocess
+import sys
 
 import pytest
 
@@ -257,3 +259,27 @@ def test_every_metric_has_exactly_one_reduction() -> None:
     answer = write_scores(Scores(outputs=({},), loss=0.0, tokens=0, metrics=metrics))
     keys = {payload[2 : 2 + payload[1]].decode() for number, payload in in_order(answer) if number == 3}
     assert keys == {"kl:mean", "ratio:max", "a_b:min", "x_nonsense:mean", "_sum:mean", "loss:sum", "valid_tokens:sum"}
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+from hashlib import sha256
+from bombus.operations import Failed, Rejected, encode_operation
+from bombus_gateway.training.data.forward_backward import read_forward_backward
+operation = read_forward_backward(sys.stdin.buffer.read()).operation
+if isinstance(operation, Failed):
+    operation = Rejected(failure=operation)
+print(sha256(encode_operation(operation)).hexdigest())
+"""
+
+
+def test_gateways_in_several_processes_read_one_body_as_one_operation() -> None:
+    ones = dense(float32s(1.0, 1.0), FLOAT32, 2)
+    names = ("logprobs", "advantages", "mask", "clip_low_threshold", "clip_high_threshold")
+    inputs = {"target_tokens": TARGETS} | dict.fromkeys(names, ones)
+    wrong = dict.fromkeys(names, dense(float32s(1.0), FLOAT32, 2))  # the failure is an operation too
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS]
+    for each in (inputs, inputs | wrong):
+        body = request(datum(chunk(5, 6), **each), loss="ppo")
+        digests = {subprocess.run(command, input=body, capture_output=True, check=True).stdout for _ in range(3)}
+        assert len(digests) == 1

@@ -77,7 +77,13 @@ def test_inputs_beside_labels_are_shifted_with_them_unless_they_are_already() ->
     }
 
 
-def test_a_loss_of_advantages_gets_a_mask_where_labels_are_ignored() -> None:
+def test_where_labels_are_ignored_a_loss_of_advantages_has_none() -> None:
+    inputs = {"labels": [1, -100, 7], "advantages": [0.5, 0.5, 0.25]}
+    (one,) = operation(body([datum([5, 6, 7], **inputs)], "drgrpo")).data
+    assert one.inputs == {"target_tokens": int64s(0, 7), "advantages": float32s(0.0, 0.25)}
+
+
+def test_where_labels_are_ignored_a_mask_of_the_caller_is_0_too() -> None:
     inputs = {"labels": [1, -100, 7], "advantages": [0.5, 0.5, 0.25], "mask": [1, 1, 0.5]}
     (one,) = operation(body([datum([5, 6, 7], **inputs)], "drgrpo")).data
     assert one.inputs["mask"] == float32s(0.0, 0.5)

@@ -56,6 +56,19 @@ def test_rows_that_are_too_long_are_compacted_to_the_left_together() -> None:
     }
 
 
+def test_rows_for_which_an_operation_has_too_few_bytes_are_compacted_too() -> None:
+    # 60 rows of 49,152 columns are 2,949,120 targets of 8 bytes and weights of 4: 33.75 MiB, and an operation has 32.
+    columns, rows = 49_152, 60
+    starts = [2 * row for row in range(rows + 1)]
+    targets = tensor([3, 49_151] * rows, starts, [3, 49_151] * rows, columns)
+    room = NumberRoom()
+    (inputs,) = written_out([{"target_tokens": targets}], room, beside=4 * rows)
+    assert inputs["target_tokens"] == int64s([3, 49_151] * rows, rows, 2)
+    assert inputs["weights"] == float32s([1.0, 1.0] * rows, rows, 2)
+    (fewer,) = written_out([{"target_tokens": tensor([3], [0, 1], [3], columns)}], room, beside=4)
+    assert fewer["target_tokens"].shape == (1, columns)
+
+
 def test_all_data_of_a_request_are_written_in_one_way() -> None:
     long = {"target_tokens": tensor([30], [0, 1], [VOCABULARY - 1], VOCABULARY)}
     short = {"target_tokens": tensor([9], [0, 1], [1], 2)}

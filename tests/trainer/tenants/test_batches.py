@@ -93,12 +93,12 @@ def test_weights_and_masks_that_are_missing_are_ones() -> None:
     assert (batch.counted_M.tolist(), batch.tokens) == ([1.0, 0.0, 1.0, 0.0, 1.0], 3)
 
 
-def test_without_a_mask_tokens_with_an_advantage_count() -> None:
+def test_in_a_datum_without_a_mask_tokens_with_an_advantage_count_whatever_the_others_have() -> None:
     one = datum([1, 2], **POLICY)
     assert read(one, loss="ppo").counted_M.tolist() == [1.0, 0.0]
     masked = datum([1, 2], mask=floats(0.0, 1.0), **POLICY)
     assert read(masked, loss="ppo").counted_M.tolist() == [0.0, 1.0]
-    assert read(masked, one, loss="ppo").counted_M.tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert read(masked, one, loss="ppo").counted_M.tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_a_token_with_several_targets_counts_once() -> None:

@@ -41,7 +41,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     model = tenants.models.get(message.model)
     before = None if model is None else model.operations.get(message.key)
     if model is not None and before is not None:
-        yield Decision(replies=(CommandReply(message.id, _again(model, message, before)),))
+        yield Decision(replies=(CommandReply(message.id, _again(model, live, message, before)),))
         return
     _check_form(message)
     session = tenants.sessions.get(message.session)
@@ -94,13 +94,20 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     yield Decision(events=(*events, accepted), replies=(CommandReply(message.id, reply),))
 
 
-def _again(model: TenantModel, message: Operate, before: Queued) -> Accepted:
+def _again(model: TenantModel, live: Live, message: Operate, before: Queued) -> Accepted:
     """Return the answer to an operation that was accepted before. Raises `Refused` for another one of the same key."""
     if before.body is None or before.body.digest != message.body.digest:
         raise Refused(
             Code.OTHER_BODY,
             f"Operation {message.key} of model {message.model} was accepted with another body; that one stands. Give "
             "each operation a key of its own.",
+        )
+    age_s = (live.now_ns - before.accepted_ns) / 1e9
+    if message.again_s and age_s > message.again_s:
+        raise Refused(
+            Code.OTHER_BODY,
+            f"Operation {message.key} of model {message.model} was accepted {age_s:.0f} s ago, too long for this one "
+            "to be the same, sent again. Give each operation a key of its own.",
         )
     return Accepted(run=model.run, operation=f"{message.model}:{message.key}", number=before.number)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from typing import TypeVar
@@ -32,6 +31,8 @@ from bombus.operations import (
     encode_operation,
 )
 from bombus_gateway.context import Gateway
+from bombus_gateway.limits import in_short
+from bombus_gateway.tenants.news import hear_news
 from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers, sampling_session, session_of
 from bombus_gateway.training.futures import (
@@ -49,7 +50,6 @@ from bombus_gateway.training.submission import Submission
 log = logging.getLogger(__name__)
 
 HOLD_S = 30.0  # a request for a result that is not there yet is held for so long
-NEWS_S = 1.0  # for an operation that another gateway has just accepted
 POSITION_S = 5.0
 ATTEMPTS_MAX = 4
 REPEAT_S = 30.0  # within which xorl's client may send a request again; it has no other mark
@@ -60,6 +60,8 @@ _T = TypeVar("_T")
 
 # What is refused for a while only. The clients send it again by themselves, which they do not after a failed future.
 _PASSING = (Code.QUOTA, Code.OVERLOADED, Code.STORAGE_FULL, Code.BUS_DOWN)
+# Where an operation has no place on the log to fail at: there is no such model, or another operation has the place.
+_WITHOUT_PLACE = (Code.OTHER_BODY, Code.UNKNOWN_MODEL, Code.UNKNOWN_SESSION, Code.SESSION_OVER)
 
 
 class Waits(msgspec.Struct, frozen=True):
@@ -76,9 +78,10 @@ class OperationDesk:
     not be put on the log is remembered here alone, as the failure that it is.
     """
 
-    def __init__(self, gateway: Gateway, engine: str) -> None:
+    def __init__(self, gateway: Gateway, engine: str, repeat_s: float = REPEAT_S) -> None:
         self._gateway = gateway
         self.engine = engine
+        self._repeat_s = repeat_s
         self._parts = Parts(gateway.bus)
         self._decoding = asyncio.Semaphore(DECODING_MAX)
         self._failures: dict[str, Failed] = {}
@@ -118,20 +121,23 @@ class OperationDesk:
         `BusUnavailable`.
         """
         model, failure = submission.model, submission.operation
-        if isinstance(failure, Failed) and not self._is_open(model):
-            return self._remember_failure(f"{model}:{submission.seq}", failure)
-        if not session:
-            why = f"There is no model {model}: create it first."
-            return self._remember_failure(f"{model}:{submission.seq}", Failed(error=why, category=Category.USER))
         operation = _on_the_log(submission)
         body = encode_operation(operation)
+        own_name = f"{model}:{submission.seq}:{digest(body).hex()[:8]}"  # not that of one that may be accepted yet
+        if isinstance(failure, Failed) and not self._is_open(model):
+            return self._remember_failure(own_name, failure)
+        if not session:
+            why = f"There is no model {model}: create it first."
+            return self._remember_failure(own_name, Failed(error=why, category=Category.USER))
         try:
             name = await self._accepted(session, submission, operation, body, base)
         except Refused as refusal:
             if refusal.code in _PASSING and not isinstance(operation, CreateModel):
                 raise
-            name = f"{model}:{submission.seq}:{digest(body).hex()[:8]}"  # not that of one that was accepted
-            return self._remember_failure(name, Failed(error=refusal.why, category=Category.USER))
+            refused = Failed(error=in_short(refusal.why), category=Category.USER)
+            if isinstance(operation, CreateModel | Rejected) or refusal.code in _WITHOUT_PLACE:
+                return self._remember_failure(own_name, refused)
+            return await self.submit(session, msgspec.structs.replace(submission, operation=refused))
         self._remember(name, msgspec.structs.replace(submission, operation=_without_data(operation)))
         return name
 
@@ -139,38 +145,43 @@ class OperationDesk:
         self, session: str, submission: Submission, operation: Operation, body: bytes, base: str
     ) -> str:
         """Store the body, and have the operation accepted under a key that is its own."""
-        model = submission.model
+        model, may_repeat = submission.model, True
         for attempt in range(1, ATTEMPTS_MAX + 1):
             ref = await self._parts.store(self._gateway.bus.subjects.operation(self.engine, model), body)
+            if not is_tinkers(model):
+                await hear_news(self._gateway.follower)  # its key depends on what came before
             message = inbox.Operate(
                 id=uuid.uuid4().hex,
                 engine=self.engine,
                 session=session,
                 model=model,
-                key=self._key(submission, ref.digest),
+                key=self._key(submission, ref.digest, may_repeat),
                 op=_kind(operation),
                 body=ref,
                 passive=_is_passive(operation),
                 base=base,
                 metadata=submission.metadata,
+                again_s=0.0 if is_tinkers(model) else self._repeat_s,
             )
             try:
                 answer = await self.carry_out(message)
             except Refused as refusal:
-                is_xorls = refusal.code == Code.OTHER_BODY and not is_tinkers(model)  # the key was taken meanwhile
+                is_xorls = refusal.code == Code.OTHER_BODY and not is_tinkers(model)  # it came too late, or another did
                 if attempt == ATTEMPTS_MAX or not (is_xorls or refusal.code == Code.BODY_GONE):
                     raise
+                may_repeat = may_repeat and not is_xorls
                 continue
             assert isinstance(answer, inbox.Accepted)
             return answer.operation
         raise AssertionError("the last attempt has returned or raised")
 
-    def _key(self, submission: Submission, body_digest: bytes) -> str:
+    def _key(self, submission: Submission, body_digest: bytes, may_repeat: bool) -> str:
         """Return the key of an operation: requests with equal keys are one.
 
         Tinker's clients number the requests to a model. Those of xorl number the requests of an object of theirs, of
         which several may share a model or follow each other. An object sends no other request before it has the answer
         to this one, so an equal number is a repeat only with an equal body, within seconds, and as the next request.
+        How long ago it came is for the coordinator to say, whose clock is that of the log.
         """
         if is_tinkers(submission.model):
             return str(submission.seq)
@@ -181,10 +192,9 @@ class OperationDesk:
             return f"{stem}1"
         newest = before[-1]
         of_this_model = newest.number >= model.begun  # and not of one that had its name before
-        is_recent = of_this_model and time.time_ns() - newest.accepted_ns <= REPEAT_S * 1e9
         is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
-        is_next = newest.number == model.numbers
-        if is_recent and is_next and not is_new_model and newest.body is not None and newest.body.digest == body_digest:
+        is_next = of_this_model and newest.number == model.numbers and not is_new_model
+        if may_repeat and is_next and newest.body is not None and newest.body.digest == body_digest:
             return newest.key
         return f"{stem}{int(newest.key.removeprefix(stem)) + 1}"
 
@@ -219,11 +229,10 @@ class OperationDesk:
 
     async def outcome(self, name: str, hold_s: float) -> Result | Waits | None:
         """Return the result of an operation, or what it waits for after `hold_s`; None where it is not known."""
-        failure = self._failures.get(name)
-        if failure is not None:
-            return failure
         queued = await self._found(name)
-        if queued is not None and queued.waits and not await self._is_over(name, hold_s):
+        if queued is None:
+            return self._failures.get(name)
+        if queued.waits and not await self._is_over(name, hold_s):
             return self._why_it_waits(name)
         queued = self.tenants.operation(name)
         if queued is None or (queued.result is None and not queued.error):
@@ -233,9 +242,9 @@ class OperationDesk:
         return decode_result(await self._parts.fetch(queued.result))
 
     async def _found(self, name: str) -> Queued | None:
-        """Return an operation. One of a model that is known may be news that this gateway has not read yet."""
-        if self.tenants.operation(name) is None and name.rpartition(":")[0] in self.tenants.models:
-            await self.until(lambda: self.tenants.operation(name) is not None, NEWS_S)
+        """Return an operation, which another gateway may have put on the log a moment ago."""
+        if self.tenants.operation(name) is None and name not in self._failures:
+            await hear_news(self._gateway.follower)
         return self.tenants.operation(name)
 
     async def _is_over(self, name: str, hold_s: float) -> bool:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from bombus.errors import Code, Refused
 from bombus.hive.events import AdapterShape
-from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants, kept_id
+from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants, TenantSession, kept_id
 from bombus.operations import AdapterPart, CheckpointKind
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
 from bombus_gateway.training.paths import CheckpointPath
@@ -50,6 +50,14 @@ def found_model(tenants: Tenants, name: str) -> TenantModel:
     if model is None:
         raise Refused(Code.UNKNOWN_MODEL, f"There is no model {name[:100]} here, or not any longer.")
     return model
+
+
+def found_session(tenants: Tenants, name: str) -> TenantSession:
+    """Return a session, which may have ended. Raises `Refused` UNKNOWN_SESSION."""
+    session = tenants.sessions.get(name)
+    if session is None:
+        raise Refused(Code.UNKNOWN_SESSION, f"There is no session {name[:100]} here, or not any longer.")
+    return session
 
 
 def checkpoint_entry(kept: KeptWeights) -> dict[str, object]:

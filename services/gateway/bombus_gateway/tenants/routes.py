@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
@@ -16,7 +17,7 @@ from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Phase
-from bombus.hive.tenants.state import TenantModel
+from bombus.hive.tenants.state import KeptWeights, TenantModel
 from bombus.operations import Category, CheckpointKind, CreateModel, Failed, ModelEnded
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.calls import Calls
@@ -31,12 +32,14 @@ from bombus_gateway.tenants.listings import (
     checkpoints_of,
     found_checkpoint,
     found_model,
+    found_session,
     lora_fields,
     model_entry,
     page,
     run_entry,
     weights_entry,
 )
+from bombus_gateway.tenants.news import found
 from bombus_gateway.tenants.rest.routes import RestRoutes
 from bombus_gateway.tenants.rest.searching import session_entry
 from bombus_gateway.tenants.sampling.futures import SampleFutures
@@ -48,7 +51,7 @@ from bombus_gateway.training.data.json_data import read_json_data
 from bombus_gateway.training.dialects import TrainingDialect, dialect_of, session_of
 from bombus_gateway.training.futures import accepted, read_retrieve
 from bombus_gateway.training.models import read_create_by_load, read_create_model, read_end_model
-from bombus_gateway.training.paths import path_of_operation, read_path
+from bombus_gateway.training.paths import CheckpointPath, path_of_operation, read_path
 from bombus_gateway.training.results import kill_session_answer
 from bombus_gateway.training.steps import read_abort_epoch, read_optim_step
 from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
@@ -59,6 +62,7 @@ LAST_S = 600.0  # for what waits for a model to be executed, and for the model t
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
+_T = TypeVar("_T")
 
 
 class _Asked(msgspec.Struct):
@@ -188,6 +192,7 @@ class TrainingRoutes:
     async def _create_for_session(self, request: Request, body: bytes) -> Response:
         """Create the model that xorl's clients call a session, and answer when it is there."""
         submission = read_create_model(TrainingDialect.XORL, body, adapter_defaults(self._desk.state))
+        await self._sessions.of_model(submission.model)
         known = self._desk.tenants.models.get(submission.model)
         about = {"type": "create_session", "session_id": submission.model, "model_id": submission.model}
         if known is not None and known.closed is None:
@@ -201,7 +206,7 @@ class TrainingRoutes:
         return in_json({**about, "success": not isinstance(outcome, Waits), "message": message, "request_id": name})
 
     async def session_heartbeat(self, request: Request) -> Response:
-        self._sessions.beat(await read_body(request))
+        await self._sessions.beat(await read_body(request))
         return in_json({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
@@ -214,9 +219,7 @@ class TrainingRoutes:
 
     async def show_session(self, request: Request) -> Response:
         name = request.path_params["session"]
-        known = self._desk.tenants.sessions.get(name)
-        if known is None:
-            raise Refused(Code.UNKNOWN_SESSION, f"There is no session {name[:100]} here, or not any longer.")
+        known = await self._found(lambda: found_session(self._desk.tenants, name))
         return in_json(session_entry(self._desk.tenants, known))
 
     # ---- operations -----------------------------------------------------------------------------------------------
@@ -277,9 +280,10 @@ class TrainingRoutes:
     async def kill_session(self, request: Request) -> Response:
         """End a model of xorl's client, and answer when it has ended."""
         body = await read_body(request)
+        session = await self._sessions.of_model(read_end_model(body).model)
         model = self._desk.tenants.models.get(read_end_model(body).model)
         submission = read_end_model(body, "" if model is None else _ended_name(model))
-        name = await self._desk.submit(self._sessions.of_model(submission.model), submission)
+        name = await self._desk.submit(session, submission)
         outcome = await self._desk.outcome(name, LAST_S)
         if isinstance(outcome, ModelEnded | Failed):
             return in_json(kill_session_answer(TrainingDialect.XORL, submission.model, outcome))
@@ -315,7 +319,7 @@ class TrainingRoutes:
         operation, base = submission.operation, ""
         if isinstance(operation, CreateModel):
             try:
-                wanted = self._bases.path_of(operation.base) or self._base_of(operation.checkpoint)
+                wanted = self._bases.path_of(operation.base) or await self._base_of(operation.checkpoint)
                 may_configure = self._bases.leads_to(wanted) or self._may_configure(request)
                 base = await self._sessions.base(wanted, may_configure)
                 operation = msgspec.structs.replace(operation, base=base)
@@ -324,25 +328,35 @@ class TrainingRoutes:
             submission = msgspec.structs.replace(submission, operation=operation)
         session = session_of(submission.model)
         if dialect == TrainingDialect.XORL:
+            await self._sessions.of_model(submission.model)  # which waits for news of it
             known = self._desk.tenants.models.get(submission.model)
             session = "" if known is None or known.closed is not None else known.session
             if not session and not isinstance(operation, Failed):
                 session = await self._sessions.open_for_model(self._owner(request))
         return await self._desk.submit(session, submission, base)
 
-    def _base_of(self, checkpoint: str) -> str:
-        return found_checkpoint(self._desk.tenants, path_of_operation(checkpoint)).noted.base
+    async def _base_of(self, checkpoint: str) -> str:
+        return (await self._checkpoint(path_of_operation(checkpoint))).noted.base
+
+    async def _found(self, find: Callable[[], _T]) -> _T:
+        return await found(self._gateway.follower, find)
+
+    async def _model(self, name: str) -> TenantModel:
+        return await self._found(lambda: found_model(self._desk.tenants, name))
+
+    async def _checkpoint(self, path: CheckpointPath) -> KeptWeights:
+        return await self._found(lambda: found_checkpoint(self._desk.tenants, path))
 
     async def _submitted(self, request: Request, submission: Submission) -> Response:
         await self._registered.create_for(submission, self._owner(request))
-        name = await self._desk.submit(self._sessions.of_model(submission.model), submission)
+        name = await self._desk.submit(await self._sessions.of_model(submission.model), submission)
         return answered(accepted(name, submission.model))
 
     # ---- models and checkpoints -----------------------------------------------------------------------------------
 
     async def get_info(self, request: Request) -> Response:
         given = decode_body(_asked, await read_body(request))
-        model = found_model(self._desk.tenants, given.model_id or DEFAULT_MODEL)
+        model = await self._model(given.model_id or DEFAULT_MODEL)
         name = self._bases.name_of(model.base)
         answer = {
             "type": "get_info",
@@ -364,9 +378,8 @@ class TrainingRoutes:
         body = await read_body(request)
         given = decode_body(_asked, body)
         if given.model_id and not names_in(body) & {"tinker_path", "xorl_path"}:
-            return in_json(self._bases.with_names(model_entry(found_model(self._desk.tenants, given.model_id))))
-        path = read_weights_info(body)
-        return in_json(self._bases.with_names(weights_entry(found_checkpoint(self._desk.tenants, path))))
+            return in_json(self._bases.with_names(model_entry(await self._model(given.model_id))))
+        return in_json(self._bases.with_names(weights_entry(await self._checkpoint(read_weights_info(body)))))
 
     async def training_runs(self, request: Request) -> Response:
         tenants = self._desk.tenants
@@ -375,15 +388,15 @@ class TrainingRoutes:
         return in_json({"training_runs": entries, "cursor": cursor})
 
     async def training_run(self, request: Request) -> Response:
-        tenants = self._desk.tenants
-        return in_json(self._bases.with_names(run_entry(tenants, found_model(tenants, request.path_params["model"]))))
+        model = await self._model(request.path_params["model"])
+        return in_json(self._bases.with_names(run_entry(self._desk.tenants, model)))
 
     async def run_checkpoints(self, request: Request) -> Response:
         return in_json({"checkpoints": checkpoints_of(self._desk.tenants, request.path_params["model"])})
 
     async def all_checkpoints(self, request: Request) -> Response:
-        found, cursor = page(checkpoints_of(self._desk.tenants), request.query_params)
-        return in_json({"checkpoints": found, "cursor": cursor})
+        every, cursor = page(checkpoints_of(self._desk.tenants), request.query_params)
+        return in_json({"checkpoints": every, "cursor": cursor})
 
     async def list_checkpoints(self, request: Request) -> Response:
         given = decode_body(_asked, await read_body(request))
@@ -404,7 +417,7 @@ class TrainingRoutes:
 
     async def _remove(self, name: str, model: str) -> str:
         path = read_path(name, model)
-        found_checkpoint(self._desk.tenants, path)
+        await self._checkpoint(path)
         remove = inbox.RemoveWeights(
             id=f"remove-{path}-{time.time_ns()}",
             engine=self._desk.engine,

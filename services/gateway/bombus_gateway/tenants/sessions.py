@@ -11,10 +11,12 @@ from bombus.hive import inbox
 from bombus.hive.events import EngineConfigured
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
+from bombus.hive.tenants.state import TenantSession
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bases import base_names
 from bombus_gateway.tenants.desk import OperationDesk
+from bombus_gateway.tenants.news import found, hear_news
 from bombus_gateway.training.dialects import TrainingDialect
 from bombus_gateway.training.submission import DEFAULT_MODEL
 
@@ -82,19 +84,24 @@ class Sessions:
         await self._desk.carry_out(command)
         return session
 
-    def beat(self, body: bytes) -> None:
+    async def beat(self, body: bytes) -> None:
         """Take in a sign of life. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
         given = decode_body(_named, body)
         session = given.session_id or given.model_id or DEFAULT_MODEL
-        session = self.of_model(session) or session  # xorl's clients call their model a session
-        known = self._desk.tenants.sessions.get(session)
+        known = await found(self._gateway.follower, lambda: self._beating(session))
+        self._gateway.heartbeats.touch_session(self._desk.engine, known.session)
+
+    def _beating(self, name: str) -> TenantSession:
+        model = self._desk.tenants.models.get(name)  # xorl's clients call their model a session
+        known = self._desk.tenants.sessions.get(name if model is None else model.session)
         if known is None or known.ended is not None:
-            raise Refused(Code.SESSION_OVER, f"Session {session[:100]} has ended here; open another one.")
-        self._gateway.heartbeats.touch_session(self._desk.engine, session)
+            raise Refused(Code.SESSION_OVER, f"Session {name[:100]} has ended here; open another one.")
+        return known
 
     def waits_for(self, operation: str) -> None:
         """Take it as a sign of life that a client asks for the result of an operation."""
-        session = self._desk.tenants.sessions.get(self.of_model(operation.rpartition(":")[0]))
+        model = self._desk.tenants.models.get(operation.rpartition(":")[0])
+        session = None if model is None else self._desk.tenants.sessions.get(model.session)
         if session is not None and session.ended is None:
             self._gateway.heartbeats.touch_session(self._desk.engine, session.session)
 
@@ -105,9 +112,12 @@ class Sessions:
         close = inbox.CloseSession(id=uuid.uuid4().hex, engine=self._desk.engine, session=session, detail=detail)
         await self._desk.carry_out(close)
 
-    def of_model(self, model: str) -> str:
+    async def of_model(self, model: str) -> str:
         """Return the session of a model, "" where there is no such model."""
         known = self._desk.tenants.models.get(model)
+        if known is None or known.closed is not None:  # it may have been created at another gateway
+            await hear_news(self._gateway.follower)
+            known = self._desk.tenants.models.get(model)
         return "" if known is None else known.session
 
     async def base(self, wanted: str, may_configure: bool) -> str:

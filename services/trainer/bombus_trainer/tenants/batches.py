@@ -98,8 +98,7 @@ def read_batch(data: Sequence[Datum], loss: ClientLoss, limits: DataLimits) -> T
             Code.TOO_LARGE,
             f"one operation may have {limits.tokens_max} tokens, and this one has {total}: divide it into several",
         )
-    masked = any(MASK in datum.inputs for datum in data)
-    read = [_Reader(number, datum, loss, limits).read(masked) for number, datum in enumerate(data)]
+    read = [_Reader(number, datum, loss, limits).read() for number, datum in enumerate(data)]
     names = list(dict.fromkeys(name for each in read for name in each.inputs))
     for name in names:
         lacking = next((number for number, each in enumerate(read) if name not in each.inputs), None)
@@ -169,8 +168,8 @@ class _Reader:
     def __init__(self, number: int, datum: Datum, loss: ClientLoss, limits: DataLimits) -> None:
         self._number, self._datum, self._loss, self._limits = number, datum, loss, limits
 
-    def read(self, masked: bool) -> _Read:
-        """Read it; `masked`: some data have a mask, and where it is missing it is 1."""
+    def read(self) -> _Read:
+        """Read it. What counts depends on this datum alone, so that it does not matter what else is in the request."""
         tokens_N = self._tokens()
         given = self._datum.inputs
         own = (TARGETS, *self._loss.needs, *self._loss.takes, MASK)
@@ -188,7 +187,7 @@ class _Reader:
             inputs.setdefault(WEIGHTS, np.ones(len(rows_M), dtype=np.float32))
         inputs.setdefault(MASK, np.ones(len(rows_M), dtype=np.float32))
         counts_M = inputs[MASK] != 0.0
-        if self._loss.counted_by == WEIGHTS or not masked:
+        if self._loss.counted_by == WEIGHTS or MASK not in given:
             counts_M &= inputs[self._loss.counted_by] != 0.0
         if RATIO_MASK in inputs and counts_M.any() and not inputs[RATIO_MASK].any():
             raise self._refused(f"has a {RATIO_MASK} of zeros: it says which tokens the sequence's ratio is a mean of")

@@ -69,8 +69,8 @@ class TokenTerms:
 class ClientLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A loss with its parameters, which are the fields of its class. All losses take `target_tokens` and `mask`.
 
-    `needs` and `takes` are its other inputs. A target counts where `mask` is not 0; in an operation without
-    masks, where what `counted_by` names is not 0. A weight of 0 never counts. Only with `wide` may a token have several
+    `needs` and `takes` are its other inputs. A target counts where `mask` is not 0; in a datum without a
+    mask, where what `counted_by` names is not 0. A weight of 0 never counts. Only with `wide` may a token have several
     targets.
     """
 

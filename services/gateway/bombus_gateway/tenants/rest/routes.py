@@ -22,6 +22,7 @@ from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bodies import in_json, read_body
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.listings import found_checkpoint, iso_time, path_of
+from bombus_gateway.tenants.news import found
 from bombus_gateway.tenants.rest.downloads import ARCHIVE, LINK_S, Archive, Downloads, files_of
 from bombus_gateway.tenants.rest.searching import found_sessions, read_search
 from bombus_gateway.training.checkpoints import TTL_S_MAX
@@ -78,9 +79,10 @@ class RestRoutes:
     def _state(self) -> EngineState:
         return self._desk.state
 
-    def _kept(self, request: Request) -> KeptWeights:
+    async def _kept(self, request: Request) -> KeptWeights:
         params = request.path_params
-        return found_checkpoint(self._state.tenants, read_path(f"{params['kind']}/{params['name']}", params["model"]))
+        path = read_path(f"{params['kind']}/{params['name']}", params["model"])
+        return await found(self._gateway.follower, lambda: found_checkpoint(self._state.tenants, path))
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class RestRoutes:
         if given is not None and not 0 < given <= TTL_S_MAX:
             why = f"ttl_seconds is {given}, and has to be above 0 and at most {TTL_S_MAX}; null is for ever."
             raise Refused(Code.MALFORMED, why)
-        noted = self._kept(request).noted
+        noted = (await self._kept(request)).noted
         retain = inbox.RetainWeights(
             id=uuid.uuid4().hex,
             engine=self._desk.engine,
@@ -109,7 +111,7 @@ class RestRoutes:
         return await self._publish(request, public=False)
 
     async def _publish(self, request: Request, public: bool) -> Response:
-        noted = self._kept(request).noted
+        noted = (await self._kept(request)).noted
         mark = inbox.PublishWeights(
             id=uuid.uuid4().hex,
             engine=self._desk.engine,
@@ -125,7 +127,7 @@ class RestRoutes:
 
     async def urls(self, request: Request) -> Response:
         """Answer with a link to each file of a checkpoint, which needs no key."""
-        kept = self._kept(request)
+        kept = await self._kept(request)
         files = await asyncio.to_thread(files_of, kept)
         expires_ns = time.time_ns() + int(LINK_S * 1e9)
         link = self._url(request, self._downloads.link(kept, expires_ns))
@@ -133,7 +135,7 @@ class RestRoutes:
 
     async def archive(self, request: Request) -> Response:
         """Lead to a link with the whole checkpoint as a tar."""
-        kept = self._kept(request)
+        kept = await self._kept(request)
         await asyncio.to_thread(files_of, kept)
         expires_ns = time.time_ns() + int(LINK_S * 1e9)
         link = self._url(request, self._downloads.link(kept, expires_ns))

@@ -1,6 +1,8 @@
 """The routes of sampling: Tinker's `asample` and its sessions, and xorl's `/generate` in SGLang's form."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -12,12 +14,15 @@ from bombus_gateway.call.calls import Calls
 from bombus_gateway.refusals import RETRY_AFTER
 from bombus_gateway.tenants.bases import Bases
 from bombus_gateway.tenants.bodies import in_json, names_in, read_body
+from bombus_gateway.tenants.news import found
 from bombus_gateway.tenants.sampling.drawing import SampleDrawing
 from bombus_gateway.tenants.sampling.futures import SampleFutures
 from bombus_gateway.tenants.sampling.samplers import begun_sampler, found_sampler, named_sampler
 from bombus_gateway.training.dialects import OF_SAMPLE, TrainingDialect, dialect_of
 from bombus_gateway.training.generate import GenerateRequest, read_generate, write_generated
 from bombus_gateway.training.sampling import read_sample, read_sampling_session, sample_accepted
+
+_T = TypeVar("_T")
 
 
 class SamplingRoutes:
@@ -40,9 +45,9 @@ class SamplingRoutes:
         dialect = dialect_of("create_sampling_session", "", names_in(body))
         asked = read_sampling_session(dialect, body)
         if dialect == TrainingDialect.TINKER:
-            _check_session(self._drawing.engine.tenants, asked.id)
-        asked = msgspec.structs.replace(asked, base=self._bases.path_of(asked.base))
-        name, sampler = begun_sampler(self._drawing.engine, asked)
+            await self._found(lambda: _check_session(self._drawing.engine.tenants, asked.id))
+        wanted = msgspec.structs.replace(asked, base=self._bases.path_of(asked.base))
+        name, sampler = await self._found(lambda: begun_sampler(self._drawing.engine, wanted))
         if dialect == TrainingDialect.TINKER:
             return in_json({"type": "create_sampling_session", "sampling_session_id": name})
         lora = "" if sampler.checkpoint is None else sampler.checkpoint.name
@@ -50,15 +55,15 @@ class SamplingRoutes:
 
     async def sampler(self, request: Request) -> Response:
         name = request.path_params["sampler"]
-        found = found_sampler(self._drawing.engine, name)
-        path = None if found.checkpoint is None else found.checkpoint.uri(TrainingDialect.TINKER)
-        return in_json({"sampler_id": name, "base_model": self._bases.name_of(found.base), "model_path": path})
+        sampler = await self._found(lambda: found_sampler(self._drawing.engine, name))
+        path = None if sampler.checkpoint is None else sampler.checkpoint.uri(TrainingDialect.TINKER)
+        return in_json({"sampler_id": name, "base_model": self._bases.name_of(sampler.base), "model_path": path})
 
     async def asample(self, request: Request) -> Response:
         body = await read_body(request)
         submission = read_sample(body)
         try:
-            name = self.futures.submit(submission, body)
+            name = await self._found(lambda: self.futures.submit(submission, body))
         except Refused as refusal:
             if refusal.code != Code.OVERLOADED:
                 raise
@@ -70,12 +75,15 @@ class SamplingRoutes:
     async def generate(self, request: Request) -> Response:
         """Answer xorl's sampling client, directly."""
         given = read_generate(await read_body(request))
-        sampler = named_sampler(self._drawing.engine, given.adapter)
+        sampler = await self._found(lambda: named_sampler(self._drawing.engine, given.adapter))
         with self._calls.capacity.open_unrecorded():
             given = await self._with_prompt(given)
             drawn = await self._drawing.draw(sampler, given.asked)
         count = len(given.asked.prompt) // 4
         return in_json(write_generated(drawn.samples, drawn.texts, count, given.logprobs))
+
+    async def _found(self, find: Callable[[], _T]) -> _T:
+        return await found(self._calls.follower, find)
 
     async def _with_prompt(self, given: GenerateRequest) -> GenerateRequest:
         """Return a request whose prompt is tokens."""

@@ -55,15 +55,15 @@ def write_scores(scores: Scores) -> bytes:
 
 
 def _operation(request: Message) -> ForwardBackward:
-    settings = {key: _setting(key, value) for key, value in request.loss_fn_config_v2.items()}
-    loss = loss_spec(request.loss_fn, settings or dict(request.loss_fn_config))
+    settings = {key: _setting(key, value) for key, value in sorted(request.loss_fn_config_v2.items())}
+    loss = loss_spec(request.loss_fn, settings or dict(sorted(request.loss_fn_config.items())))
     if len(request.data) > limits.DATA:
         why = f"{len(request.data)} data in one request are over the limit of {limits.DATA}."
         raise Refused(Code.TOO_LARGE, why)
     room = NumberRoom()
     tokens = [_tokens(datum, room, f"data[{index}]") for index, datum in enumerate(request.data)]
     tensors = [_tensors(datum, room, f"data[{index}]") for index, datum in enumerate(request.data)]
-    data = tuple(map(Datum, tokens, written_out(tensors, room)))
+    data = tuple(map(Datum, tokens, written_out(tensors, room, sum(map(len, tokens)))))
     return ForwardBackward(loss=loss, data=data, forward_only=request.forward_only)
 
 
@@ -96,9 +96,9 @@ def _tensors(datum: Message, room: NumberRoom, place: str) -> Tensors:
     if len(datum.loss_fn_inputs) > limits.LOSS_INPUTS:
         why = f"{place} has {len(datum.loss_fn_inputs)} arrays, over the limit of {limits.LOSS_INPUTS}."
         raise Refused(Code.TOO_LARGE, why)
-    return {
+    return {  # in an order of ours: what is wrong is said of the same one in each process
         name: _tensor(name, tensor, room, f"{place}.loss_fn_inputs[{name!r}]")
-        for name, tensor in datum.loss_fn_inputs.items()
+        for name, tensor in sorted(datum.loss_fn_inputs.items())
     }
 
 

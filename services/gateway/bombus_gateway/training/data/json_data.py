@@ -14,6 +14,7 @@ from bombus_gateway.training.data.json_numbers import as_json, check_size, numbe
 from bombus_gateway.training.data.losses import CROSS_ENTROPIES, PER_TOKEN, loss_spec
 from bombus_gateway.training.data.metrics import metrics_of
 from bombus_gateway.training.data.tensors import (
+    ADVANTAGES,
     MASK,
     TARGET_TOKENS,
     WEIGHTS,
@@ -177,21 +178,30 @@ def _tail(values: Array) -> Array:
 
 
 def _without_ignored(inputs: dict[str, Array], loss: str) -> dict[str, Array]:
-    """Return inputs in which no target is -100: those places have token 0, and a weight or a mask of 0 instead."""
+    """Return inputs in which no target is -100: those places have token 0, and a weight or an advantage of 0 instead.
+
+    They count as little as tokens without an advantage do, which xorl's server takes for ignored. A mask that the
+    caller gives is 0 there too.
+    """
     targets = inputs.get(TARGET_TOKENS)
     if targets is None:
         return inputs
     tokens = targets.values()
     if IGNORED not in tokens:
         return inputs
-    counting = WEIGHTS if loss in CROSS_ENTROPIES else MASK
-    given = inputs.get(counting)
-    weights = given.values() if given is not None and given.shape == targets.shape else [1.0] * len(tokens)
-    kept = [0.0 if token == IGNORED else weight for token, weight in zip(tokens, weights)]
-    return inputs | {
-        TARGET_TOKENS: Array.of(DType.INT64, [0 if token == IGNORED else token for token in tokens], targets.shape),
-        counting: Array.of(DType.FLOAT32, kept, targets.shape),
-    }
+    done = {TARGET_TOKENS: Array.of(DType.INT64, [0 if token == IGNORED else token for token in tokens], targets.shape)}
+    counting = {name: inputs[name].values() for name in (ADVANTAGES, MASK) if _fits(inputs.get(name), targets)}
+    if loss in CROSS_ENTROPIES:
+        given = inputs.get(WEIGHTS)
+        counting = {WEIGHTS: given.values() if given is not None and _fits(given, targets) else [1.0] * len(tokens)}
+    for name, values in counting.items():
+        kept = [0.0 if token == IGNORED else value for token, value in zip(tokens, values)]
+        done[name] = Array.of(DType.FLOAT32, kept, targets.shape)
+    return inputs | done
+
+
+def _fits(values: Array | None, targets: Array) -> bool:
+    return values is not None and values.shape == targets.shape
 
 
 def _refuse_routes(given: msgspec.Raw) -> None:

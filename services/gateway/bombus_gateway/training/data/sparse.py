@@ -1,9 +1,10 @@
 """Targets and weights of which only some are listed (SparseCsr), as the arrays that they stand for.
 
 A target that is not listed is token 0, and a weight that is not listed is 0: the SDK leaves out what is zero, so one
-and the same place may be listed in one of the two and not in the other. Where the whole request has room for it, each
-tensor becomes the array of its own shape, in which `logprobs` then come back. Where it has not, as with one column
-for each token of a vocabulary, the places that a row lists are moved to its left, and `logprobs` are of that shape.
+and the same place may be listed in one of the two and not in the other. Where the whole request has room for it, in
+numbers and in the bytes of an operation, each tensor becomes the array of its own shape, in which `logprobs` then come
+back. Where it has not, as with one column for each token of a vocabulary, the places that a row lists are moved to its
+left, and `logprobs` are of that shape.
 """
 
 from array import array
@@ -14,10 +15,12 @@ from typing import TypeAlias
 import msgspec
 
 from bombus.errors import Code, Refused
+from bombus.hive.records import BODY_BYTES_MAX
 from bombus.operations import Array
 from bombus_gateway.training.data.tensors import TARGET_TOKENS, WEIGHTS, NumberRoom, Numbers, as_input
 
 MAY_BE_SPARSE = (TARGET_TOKENS, WEIGHTS)
+BYTES_IN_PLACE = BODY_BYTES_MAX - (2 << 20)  # of numbers; the rest is for names and shapes
 
 
 class SparseTensor(msgspec.Struct, frozen=True):
@@ -67,12 +70,14 @@ def _rises(columns: Sequence[int]) -> bool:
     return all(left < right for left, right in pairwise(columns))
 
 
-def written_out(data: Sequence[Tensors], room: NumberRoom) -> list[dict[str, Array]]:
+def written_out(data: Sequence[Tensors], room: NumberRoom, beside: int = 0) -> list[dict[str, Array]]:
     """Return the inputs of each sequence, with arrays in place of sparse tensors.
 
+    `beside` is how many bytes the operation has beside its inputs: the log takes operations up to a limit of bytes.
     Raises `Refused` where the two of a sequence are not of one shape, and where there is no room for what is listed.
     """
-    in_place = room.has(sum(_cells(tensors) for tensors in data))
+    size = beside + sum(_bytes(tensors) for tensors in data)
+    in_place = room.has(sum(_cells(tensors) for tensors in data)) and size <= BYTES_IN_PLACE
     return [_written_out(tensors, room, in_place, f"data[{index}]") for index, tensors in enumerate(data)]
 
 
@@ -81,6 +86,15 @@ def _cells(tensors: Tensors) -> int:
     sparse = [tensor for tensor in tensors.values() if isinstance(tensor, SparseTensor)]
     needs_weights = isinstance(tensors.get(TARGET_TOKENS), SparseTensor) and WEIGHTS not in tensors
     return sum(tensor.cells for tensor in sparse) + (sparse[0].cells if needs_weights else 0)
+
+
+def _bytes(tensors: Tensors) -> int:
+    """Return the bytes of a sequence's inputs when sparse tensors are written out."""
+    sparse = {name: tensor.cells for name, tensor in tensors.items() if isinstance(tensor, SparseTensor)}
+    if TARGET_TOKENS in sparse and WEIGHTS not in tensors:
+        sparse[WEIGHTS] = sparse[TARGET_TOKENS]
+    dense = sum(len(tensor.data) for tensor in tensors.values() if isinstance(tensor, Array))
+    return dense + sum(cells * (8 if name == TARGET_TOKENS else 4) for name, cells in sparse.items())
 
 
 def _written_out(tensors: Tensors, room: NumberRoom, in_place: bool, place: str) -> dict[str, Array]:

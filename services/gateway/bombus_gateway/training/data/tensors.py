@@ -11,6 +11,7 @@ from bombus_gateway import limits
 
 TARGET_TOKENS = "target_tokens"
 WEIGHTS = "weights"
+ADVANTAGES = "advantages"
 MASK = "mask"
 
 Numbers: TypeAlias = "array[Any]"  # integers or floats, as its typecode says: i, q, f or d
