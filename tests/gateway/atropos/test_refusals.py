@@ -1,5 +1,7 @@
 """Refusals in FastAPI's form."""
 
+import json
+
 import pytest
 
 from bombus.errors import Code, Refused
@@ -22,19 +24,19 @@ def test_a_place_is_told_step_by_step(place: str, steps: list[str | int]) -> Non
 
 
 def test_a_body_that_does_not_fit_is_422_with_its_place() -> None:
-    assert write_refusal(UnfitBody("masks[0]", "masks[0] is too short.")) == (
+    status, body = write_refusal(UnfitBody("masks[0]", "masks[0] is too short."))
+    assert (status, json.loads(body)) == (
         422,
         {"detail": [{"type": "value_error", "loc": ["body", "masks", 0], "msg": "masks[0] is too short."}]},
     )
 
 
 def test_any_other_refusal_has_its_own_status_and_a_sentence() -> None:
-    assert write_refusal(Refused(Code.TOO_LARGE, "Too many.")) == (413, {"detail": "Too many."})
+    assert write_refusal(Refused(Code.TOO_LARGE, "Too many.")) == (413, b'{"detail":"Too many."}')
 
 
 def test_what_a_refusal_quotes_is_cut() -> None:
-    status, body = write_refusal(UnfitBody("a" * 5000, "b" * 5000))
-    (detail,) = body["detail"]  # type: ignore[misc]  # an object of JSON
-    assert status == 422
-    assert detail["loc"] == ["body", "a" * 1000 + " ..."]
-    assert detail["msg"] == "b" * 1000 + " ..."
+    _, body = write_refusal(UnfitBody("a" * 5000, "b" * 5000))
+    assert json.loads(body)["detail"] == [
+        {"type": "value_error", "loc": ["body", "a" * 1000 + " ..."], "msg": "b" * 1000 + " ..."}
+    ]

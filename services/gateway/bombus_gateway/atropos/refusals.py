@@ -2,11 +2,14 @@
 
 import re
 
+import msgspec
+
 from bombus.errors import Code, Refused
 from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import BadParameter
 
 UNPROCESSABLE = 422
+_encode = msgspec.json.Encoder().encode
 _steps = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 
 
@@ -18,16 +21,17 @@ class UnfitBody(BadParameter):
         self.kind = kind
 
 
-def write_refusal(refusal: Refused) -> tuple[int, dict[str, object]]:
+def write_refusal(refusal: Refused) -> tuple[int, bytes]:
     """Return the status and the body of a refusal: 422 with the place for a body that does not fit, as FastAPI has it.
 
     For any other refusal `detail` is its sentence, as FastAPI has it too.
     """
     why = limits.in_short(refusal.why)
     if not isinstance(refusal, BadParameter):
-        return refusal.status, {"detail": why}
+        return refusal.status, _encode({"detail": why})
     kind = refusal.kind if isinstance(refusal, UnfitBody) else "value_error"
-    return UNPROCESSABLE, {"detail": [{"type": kind, "loc": ["body", *place_in(refusal.param)], "msg": why}]}
+    detail = {"type": kind, "loc": ["body", *place_in(refusal.param)], "msg": why}
+    return UNPROCESSABLE, _encode({"detail": [detail]})
 
 
 def place_in(place: str) -> list[str | int]:
