@@ -296,7 +296,7 @@ def imports_of_room(room: str, others: tuple[str, ...]) -> list[str]:
 
 def test_every_door_of_the_gateway_is_named_here() -> None:
     rooms = {folder.name for folder in GATEWAY.iterdir() if (folder / "__init__.py").exists()}
-    assert rooms == {"call", "decoding", "harnesses", "history", "text", "training", *DOORS}
+    assert rooms == {"atropos", "call", "decoding", "harnesses", "history", "text", "training", *DOORS}
 
 
 def test_calls_know_no_door_and_no_harness() -> None:
@@ -307,7 +307,8 @@ def test_what_is_known_of_harnesses_knows_no_door() -> None:
     assert not imports_of_room("harnesses", DOORS)
 
 
-def test_the_wire_of_training_clients_knows_no_clock_no_network_and_no_other_room() -> None:
+@pytest.mark.parametrize("room", ["training", "atropos"])
+def test_a_wire_that_is_read_for_others_knows_no_clock_no_network_and_no_other_room(room: str) -> None:
     forbidden = {
         "time",
         "datetime",
@@ -321,9 +322,9 @@ def test_the_wire_of_training_clients_knows_no_clock_no_network_and_no_other_roo
         "fastapi",
         "starlette",
     }
-    for path in sources(GATEWAY / "training"):
+    for path in sources(GATEWAY / room):
         assert not imports(path) & forbidden, path
-    assert not imports_of_room("training", ("call", "harnesses", "history", "text", *DOORS))
+    assert not imports_of_room(room, ("call", "harnesses", "history", "text", *DOORS))
 
 
 @pytest.mark.parametrize("door", DOORS)
