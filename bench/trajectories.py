@@ -17,9 +17,9 @@ from time import process_time
 import msgspec
 
 from bombus.hive.records import BodyRef
-from bombus.trajectories.forming import form
-from bombus.trajectories.queue import Environment, QueuedGroup, TrajectoryQueue, join, push, register, take
-from bombus.trajectories.standing import standing
+from bombus.hive.trajectories.forming import form
+from bombus.hive.trajectories.queue import Environment, QueuedGroup, TrajectoryQueue, join, push, register, take
+from bombus.hive.trajectories.standing import standing
 
 BATCH = 256
 QUEUED = (100, 10_000, 100_000)

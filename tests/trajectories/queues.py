@@ -2,8 +2,8 @@
 
 from random import Random
 
-from bombus.trajectories.forming import form
-from bombus.trajectories.queue import (
+from bombus.hive.trajectories.forming import form
+from bombus.hive.trajectories.queue import (
     Environment,
     QueuedGroup,
     TrajectoryQueue,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bombus.trajectories import filling
-from bombus.trajectories.filling import ExactFill, Pool, reachable, select
+from bombus.hive.trajectories import filling
+from bombus.hive.trajectories.filling import ExactFill, Pool, reachable, select
 
 counts = st.dictionaries(st.integers(1, 7), st.integers(0, 2), max_size=3)
 pools = st.lists(st.builds(Pool, counts, st.integers(0, 6)), min_size=1, max_size=3)

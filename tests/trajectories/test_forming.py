@@ -7,9 +7,9 @@ from time import process_time
 
 import pytest
 
-from bombus.trajectories import forming
-from bombus.trajectories.forming import form, lacking, minimums
-from bombus.trajectories.queue import TrajectoryQueue, leave, push, register, take, virtual_time
+from bombus.hive.trajectories import forming
+from bombus.hive.trajectories.forming import form, lacking, minimums
+from bombus.hive.trajectories.queue import TrajectoryQueue, leave, push, register, take, virtual_time
 from tests.trajectories.queues import Player, entries, environment, groups, next_batch, queue_of
 
 # ---- beside a search through all selections ---------------------------------------------------------------------

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from bombus.hive.records import BodyRef
-from bombus.trajectories import queue as queues
-from bombus.trajectories.forming import form
-from bombus.trajectories.queue import (
+from bombus.hive.trajectories import queue as queues
+from bombus.hive.trajectories.forming import form
+from bombus.hive.trajectories.queue import (
     QueuedGroup,
     TrajectoryQueue,
     held_after,

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from bombus.errors import LogCorrupted
-from bombus.trajectories.records import (
+from bombus.hive.trajectories.records import (
     PackedCandidates,
     PackedFloats,
     ScoredGroup,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bombus.trajectories.forming import form
-from bombus.trajectories.queue import TrajectoryQueue, leave, push, register
-from bombus.trajectories.standing import Standing, standing, stranded
+from bombus.hive.trajectories.forming import form
+from bombus.hive.trajectories.queue import TrajectoryQueue, leave, push, register
+from bombus.hive.trajectories.standing import Standing, standing, stranded
 from tests.trajectories.queues import Player, entries, environment, groups, queue_of
 
 

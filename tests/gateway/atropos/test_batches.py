@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bombus.trajectories.records import ScoredGroup, decode_group
+from bombus.hive.trajectories.records import ScoredGroup, decode_group
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_group, write_latest
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list, record_of
 from tests.gateway.atropos.groups import Group, random_group

@@ -7,7 +7,7 @@ import pytest
 
 from bombus.errors import Refused
 from bombus.hive.records import BODY_BYTES_MAX
-from bombus.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, decode_group, pack_ints
+from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, decode_group, pack_ints
 from bombus_gateway import limits
 from bombus_gateway.atropos.refusals import UnfitBody, write_refusal
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list, record_of

@@ -107,6 +107,12 @@ def check_run_kind(engine: EngineState) -> None:
             f"Run {engine.run} of engine {engine.name} serves training operations and has no episodes. Claim them from "
             "another engine, or stop this one and start it with a job.",
         )
+    if engine.takes_trajectories:
+        raise Refused(
+            Code.UNSUPPORTED,
+            f"Run {engine.run} of engine {engine.name} takes scored trajectories and has no episodes. Claim them from "
+            "another engine, or stop this one and start it with a job.",
+        )
 
 
 def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:

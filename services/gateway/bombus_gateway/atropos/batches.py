@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from bombus.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, int_rows
+from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, int_rows
 
 NO_BATCH = b'{"batch":null}'
 # What `/latest_example` says before the first group has come.

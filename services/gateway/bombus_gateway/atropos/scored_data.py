@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from bombus.errors import Code, Refused
 from bombus.hive.records import BODY_BYTES_MAX
-from bombus.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, encode_group, pack_ints
+from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, encode_group, pack_ints
 from bombus_gateway import limits
 from bombus_gateway.atropos.json_body import check_counts, decode_at, within
 from bombus_gateway.atropos.refusals import UnfitBody

@@ -4,9 +4,9 @@ from collections import Counter
 
 import msgspec
 
-from bombus.trajectories.filling import reachable
-from bombus.trajectories.forming import fit, lacking, minimums, usable
-from bombus.trajectories.queue import Environment, TrajectoryQueue
+from bombus.hive.trajectories.filling import reachable
+from bombus.hive.trajectories.forming import fit, lacking, minimums, usable
+from bombus.hive.trajectories.queue import Environment, TrajectoryQueue
 
 WEIGHT_MIN = 0.01  # what an environment is told at least, so that it goes on generating
 SIZES_SHOWN = 6

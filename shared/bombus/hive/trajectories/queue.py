@@ -11,7 +11,7 @@ import msgspec
 
 from bombus.hive.bounded import trim
 from bombus.hive.records import BodyRef
-from bombus.trajectories.filling import ExactFill, Pool
+from bombus.hive.trajectories.filling import ExactFill, Pool
 
 BATCH_SEQUENCES_MAX = 16_384
 GROUPS_MAX = 1_000_000  # queued, of all environments

@@ -14,8 +14,8 @@ grows with the batch, with the number of environments and with that of distinct 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from bombus.trajectories.filling import ExactFill, Pool
-from bombus.trajectories.queue import EnvironmentShare, GroupLine, TrajectoryQueue, virtual_time
+from bombus.hive.trajectories.filling import ExactFill, Pool
+from bombus.hive.trajectories.queue import EnvironmentShare, GroupLine, TrajectoryQueue, virtual_time
 
 SIZES_MAX = 64  # distinct sizes that one search looks at: those whose groups have waited longest
 
