@@ -209,8 +209,8 @@ def test_a_list_is_read_in_order_and_may_be_empty() -> None:
     ("given", "why"),
     [
         (b"[" + b"{}," * limits.TRAJECTORY_GROUPS + b"{}]", "1025 groups in one request are over the limit of 1024"),
-        (b"[" * (limits.TRAJECTORY_LISTS + 1), "more than 1048576 lists and objects"),
-        (b"," * (limits.TRAJECTORY_NUMBERS + 1), "more than 8388608 values"),
+        (b"[{},{}" + b",{}" * (limits.TRAJECTORY_LISTS - 2) + b"]", "more than 1048576 lists and objects"),
+        (b"[0" + b",0" * (limits.TRAJECTORY_NUMBERS + 1) + b"]", "more than 8388608 values"),
     ],
 )
 def test_more_than_the_limits_is_413(given: bytes, why: str) -> None:

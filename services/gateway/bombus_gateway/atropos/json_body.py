@@ -18,11 +18,14 @@ _missing = re.compile(r"Object missing required field `([^`]*)`")
 
 
 def check_counts(body: bytes) -> None:
-    """Raises `Refused` TOO_LARGE for a body of too many lists or values, without decoding it."""
-    if body.count(b"[") + body.count(b"{") > limits.TRAJECTORY_LISTS:
+    """Raises `Refused` TOO_LARGE for a body of too many lists or values, without decoding it.
+
+    Each takes two characters at least, so that short bodies need not be counted.
+    """
+    if len(body) > 2 * limits.TRAJECTORY_LISTS and body.count(b"[") + body.count(b"{") > limits.TRAJECTORY_LISTS:
         why = f"The body has more than {limits.TRAJECTORY_LISTS} lists and objects; send fewer groups in one request."
         raise Refused(Code.TOO_LARGE, why)
-    if body.count(b",") > limits.TRAJECTORY_NUMBERS:
+    if len(body) > 2 * limits.TRAJECTORY_NUMBERS and body.count(b",") > limits.TRAJECTORY_NUMBERS:
         why = f"The body has more than {limits.TRAJECTORY_NUMBERS} values; send fewer groups in one request."
         raise Refused(Code.TOO_LARGE, why)
 

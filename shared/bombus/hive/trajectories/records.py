@@ -27,7 +27,7 @@ class PackedFloats(msgspec.Struct, frozen=True, array_like=True):
     is_wide: bool = False
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> "PackedFloats":
+    def of(cls, numbers: list[float]) -> "PackedFloats":
         """Pack numbers. Those that engines compute are float32, those that programs compute are not."""
         narrow = _as_float32(numbers[-_PROBED:]) and _as_float32(numbers)
         return cls(narrow) if narrow else cls(struct.pack(f"<{len(numbers)}d", *numbers), bool(numbers))
@@ -155,13 +155,13 @@ def int_rows(data: bytes, lengths: Sequence[int]) -> list[list[int]]:
     return _split(array("i", data), lengths)
 
 
-def _as_float32(numbers: Sequence[float]) -> bytes:
+def _as_float32(numbers: list[float]) -> bytes:
     """Return numbers as float32, or nothing where one of them would not come back equal."""
     try:
         packed = struct.pack(f"<{len(numbers)}f", *numbers)
     except OverflowError:
         return b""
-    return packed if array("f", packed).tolist() == list(numbers) else b""
+    return packed if array("f", packed).tolist() == numbers else b""
 
 
 def _split(numbers: "array[_NumberT]", lengths: Sequence[int]) -> list[list[_NumberT]]:
