@@ -331,10 +331,7 @@ def _enqueue(queue: TrajectoryQueue, share: EnvironmentShare, number: int, size:
     if not share.sequences:
         share.served = max(share.served, queue.clock)
     line = share.lines.setdefault(size, GroupLine())
-    is_older = line.count > 0 and number < line.numbers[-1]
     line.numbers.append(number)
-    if is_older:  # it was held until its environment left
-        line.numbers, line.start = sorted(queue.waiting(line)), 0
     line.count += 1
     share.sequences += size
 
