@@ -28,7 +28,7 @@ import uvicorn
 
 from bench.processes import cpu_s
 from bombus.hive.records import digest
-from bombus.trajectories.records import decode_group
+from bombus.hive.trajectories.records import decode_group
 from bombus_gateway.atropos import answers
 from bombus_gateway.atropos.batches import write_batch
 from bombus_gateway.atropos.compression import inflated, sent
@@ -74,7 +74,7 @@ class Wire:
             records, self._records = self._records, []
             headers, parts = sent(write_batch(map(decode_group, records)), given.get(b"accept-encoding", ""))
         else:
-            parts = iter([answers.WELCOME])
+            parts = iter([answers.write_welcome(True)])
         written = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": written})
         for part in parts:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bombus.errors import Refused
-from bombus.trajectories.records import ScoredGroup, decode_group
+from bombus.hive.trajectories.records import ScoredGroup, decode_group
 from bombus_gateway.atropos.batches import write_group
 from bombus_gateway.atropos.compression import inflated, takes_gzip
 from bombus_gateway.atropos.refusals import write_refusal

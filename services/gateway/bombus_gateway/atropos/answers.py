@@ -2,7 +2,6 @@
 
 import msgspec
 
-WELCOME = b'{"message":"AtroposLib API"}'
 WAIT_FOR_TRAINER = b'{"status":"wait for trainer to start"}'
 DISCONNECTED = b'{"status":"success"}'
 RESET = b"Reset successful"  # of type text/plain
@@ -40,6 +39,11 @@ class PushAnswer(msgspec.Struct, frozen=True):
 
     is_buffered: bool = False
     held: int = 0  # sequences of that environment
+
+
+def write_welcome(engine_running: bool) -> bytes:
+    """Return the answer of `/`, with what clients of this API and of inference servers look for."""
+    return _encode({"message": "AtroposLib API", "status": "healthy", "engine_running": engine_running})
 
 
 def write_registered(uuid: int) -> bytes:
