@@ -17,6 +17,7 @@ PARTS = {
     "engine": ["bench/engine.py", "--cpu-time"],
     "packing": ["bench/packing.py"],
     "tenants": ["-m", "bench.tenants"],
+    "atropos_wire": ["-m", "bench.atropos_wire"],
     "deltas": ["-m", "bench.deltas"],
     "peak_memory": ["bench/peak_memory.py"],
 }
