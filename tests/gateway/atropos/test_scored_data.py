@@ -178,6 +178,13 @@ def test_the_word_nan_in_a_text_is_a_word() -> None:
         read_scored_data(body(images="NaN").replace(b"5,", b"5,,"))
 
 
+def test_what_is_not_finite_is_found_whatever_comes_before_it() -> None:
+    given = body(generation_params={"a": [1, "NaN", None, {}, [], 10**400, [2.0, [True]]]})
+    with pytest.raises(UnfitBody, match="is NaN or infinite") as refused:
+        read_scored_data(given.replace(b"[2.0, [true]]", b"[2.0, [true, -Infinity]]"))
+    assert refused.value.param == "generation_params.a[6][1][1]"
+
+
 def test_a_number_beyond_all_floats_is_refused_where_it_stands() -> None:
     with pytest.raises(UnfitBody, match="Number out of range") as refused:
         read_scored_data(body().replace(b"-0.5", b"-1e999"))
