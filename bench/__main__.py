@@ -18,6 +18,7 @@ PARTS = {
     "packing": ["bench/packing.py"],
     "tenants": ["-m", "bench.tenants"],
     "trajectories": ["-m", "bench.trajectories"],
+    "atropos_wire": ["-m", "bench.atropos_wire"],
     "deltas": ["-m", "bench.deltas"],
     "peak_memory": ["bench/peak_memory.py"],
 }

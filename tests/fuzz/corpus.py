@@ -354,8 +354,42 @@ GENERATED: list[Tree] = [
         "return_logprob": True,
     }
 ]
+VLLM: list[Tree] = [
+    {"prompt": {"prompt_token_ids": [1, 2]}, "n": 2, "max_tokens": 4, "temperature": 0.5, "logprobs": 0},
+    {"prompt": "Say a word.", "max_tokens": 4, "top_p": 0.9, "top_k": 5, "seed": 7, "stop_token_ids": [3]},
+]
+GROUP: Tree = {
+    "tokens": [[1, 2], [3]],
+    "masks": [[-100, 2], [3]],
+    "scores": [1.0, 0.5],
+    "advantages": [[0.0, 1.0], [0.5]],
+    "inference_logprobs": [[1.0, -0.5], [-0.25]],
+    "messages": [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]],
+    "overrides": [{"set_advantage_to_zero": True}, {}],
+    "group_overrides": {"a": 1},
+    "env_id": 0,
+}
+SCORED: dict[str, list[Tree]] = {
+    "/register": [
+        {
+            "wandb_group": "g",
+            "wandb_project": "p",
+            "batch_size": 4,
+            "max_token_len": 64,
+            "checkpoint_dir": "c",
+            "save_checkpoint_interval": 1,
+            "starting_step": 0,
+            "num_steps": 2,
+        }
+    ],
+    "/register-env": [{"max_token_length": 64, "desired_name": "a", "weight": 1.0, "group_size": 2}],
+    "/disconnect-env": [{"env_id": 0}],
+    "/scored_data": [GROUP],
+    "/scored_data_list": [[GROUP, GROUP]],
+}
 BODIES: dict[str, list[Tree]] = {
     **SWARM,
+    **SCORED,
     **{f"/api/v1/{path}": bodies for path, bodies in {**TRAINING, **SAMPLING}.items()},
     "/generate": GENERATED,
     "/v1/chat/completions": CHATS,
@@ -392,6 +426,14 @@ WITHOUT_BODY = {
     "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}",
     "/api/v1/checkpoints",
     "/api/v1/samplers/{sampler}",
+    "/",
+    "/batch",
+    "/info",
+    "/latest_example",
+    "/reset_data",
+    "/status",
+    "/status-env",
+    "/wandb_info",
 }
 GENERATE: Tree = {
     "id": "call-1",

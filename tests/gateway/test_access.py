@@ -40,6 +40,7 @@ CALL = {
     *TOKENS,
 }  # these need an episode's key
 CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/resume_engine", "/sync_train_code"}
+CONTROL |= {"/register", "/reset_data"}
 CLIENTS = {
     "/get_engine_status",
     "/compare_train_config",
@@ -97,6 +98,8 @@ TRAINING = {
 }  # below /api/v1, for clients
 SAMPLING = {"/create_sampling_session", "/asample", "/samplers/{sampler}"}
 CLIENTS |= {f"/api/v1{path}" for path in TRAINING | SAMPLING} | {"/generate"}
+CLIENTS |= {"/", "/batch", "/disconnect-env", "/info", "/latest_example", "/register-env", "/scored_data"}
+CLIENTS |= {"/scored_data_list", "/status", "/status-env", "/wandb_info"}
 
 
 @pytest.fixture

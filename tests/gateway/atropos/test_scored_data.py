@@ -84,7 +84,7 @@ def test_programs_write_whole_numbers_as_floats_and_flags_for_numbers() -> None:
 @pytest.mark.parametrize(
     ("change", "place", "why"),
     [
-        ({"tokens": []}, "tokens", "tokens has 0 sequences; a group has 1 to 65536"),
+        ({"tokens": []}, "tokens", "tokens has 0 sequences; a group has 1 to 16384"),
         ({"tokens": [[5, 6], []]}, "tokens[1]", "is a sequence without tokens; leave it out of its group"),
         ({"tokens": [[5, -6], [7]]}, "tokens[0][1]", "Expected `int` >= 0"),
         ({"tokens": [[5, 1 << 31], [7]]}, "tokens[0][1]", "Expected `int` <= 2147483647"),
@@ -176,6 +176,13 @@ def test_the_word_nan_in_a_text_is_a_word() -> None:
     assert read_scored_data(body(images="NaN")).images == b'"NaN"'
     with pytest.raises(UnfitBody, match="could not be read as JSON"):
         read_scored_data(body(images="NaN").replace(b"5,", b"5,,"))
+
+
+def test_what_is_not_finite_is_found_whatever_comes_before_it() -> None:
+    given = body(generation_params={"a": [1, "NaN", None, {}, [], 10**400, [2.0, [True]]]})
+    with pytest.raises(UnfitBody, match="is NaN or infinite") as refused:
+        read_scored_data(given.replace(b"[2.0, [true]]", b"[2.0, [true, -Infinity]]"))
+    assert refused.value.param == "generation_params.a[6][1][1]"
 
 
 def test_a_number_beyond_all_floats_is_refused_where_it_stands() -> None:

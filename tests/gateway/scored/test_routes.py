@@ -95,7 +95,7 @@ async def test_an_environment_and_a_trainer_go_through_a_step(hive: PlayedHive) 
 
 async def test_what_was_posted_comes_back_whatever_it_is(hive: PlayedHive) -> None:
     await post(hive, "/register", TRAINER | {"batch_size": 64})
-    sent = []
+    sent: list[Json] = []
     for seed in range(200):
         each = random_group(seed)
         if sum(len(one["tokens"]) for one in sent) + len(each["tokens"]) <= 64:
@@ -142,7 +142,7 @@ async def test_a_batch_whose_client_hangs_up_is_served_again(hive: PlayedHive, b
     async def receive() -> Any:
         return next(asked, None) or await asyncio.Event().wait()
 
-    scope = {"type": "http", "method": "GET", "path": "/batch", "headers": [(b"host", b"hive.test:10086")]}
+    scope: Json = {"type": "http", "method": "GET", "path": "/batch", "headers": [(b"host", b"hive.test:10086")]}
     scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("hive.test", 10086)}
     with pytest.raises((Cut, ExceptionGroup)):
         async with asyncio.timeout(PATIENCE_S):

@@ -77,7 +77,7 @@ def _steps_to_not_finite(value: Any) -> list[str | int] | None:
     pairs: Iterable[tuple[str | int, Any]]
     if isinstance(value, dict):
         pairs = value.items()
-    elif isinstance(value, list):
+    elif isinstance(value, list) and not _are_finite(value):
         pairs = enumerate(value)
     else:
         return None
@@ -85,3 +85,11 @@ def _steps_to_not_finite(value: Any) -> list[str | int] | None:
         if (steps := _steps_to_not_finite(inner)) is not None:
             return [key, *steps]
     return None
+
+
+def _are_finite(values: list[Any]) -> bool:
+    """Return whether these are all finite numbers, without a look at each in Python: there may be millions."""
+    try:
+        return all(map(math.isfinite, values))
+    except (TypeError, OverflowError):  # lists, texts, or integers beyond all floats: they are looked at one by one
+        return False

@@ -39,17 +39,18 @@ JSON = "application/json"
 UUID_BITS = 128
 IDEMPOTENCY_KEY = "x-idempotency-key"
 
-Handler = Callable[[Request], Awaitable[Response]]
+ScoredHandler = Callable[[Request], Awaitable[Response]]
 
 
 def scored_router(gateway: Gateway, engine: str) -> APIRouter:
-    """Return the routes of one engine."""
+    """Return the routes of one engine. Those that begin or end a run take the admin key, where there is one."""
     routes = ScoredRoutes(gateway, GroupShelf(gateway, engine))
-    guard = Depends(Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url))
-    router = APIRouter(dependencies=[guard], include_in_schema=False)
-    table: tuple[tuple[str, str, Handler], ...] = (
+    keys, public_url = gateway.settings.keys, gateway.settings.public_url
+    client, control = (Depends(Guard(access, keys, public_url)) for access in (Access.CLIENT, Access.CONTROL))
+    router = APIRouter(include_in_schema=False)
+    changing = (("POST", "/register", routes.register), ("GET", "/reset_data", routes.reset_data))
+    table: tuple[tuple[str, str, ScoredHandler], ...] = (
         ("GET", "/", routes.welcome),
-        ("POST", "/register", routes.register),
         ("GET", "/wandb_info", routes.wandb_info),
         ("GET", "/info", routes.info),
         ("GET", "/status", routes.status),
@@ -60,14 +61,14 @@ def scored_router(gateway: Gateway, engine: str) -> APIRouter:
         ("POST", "/scored_data_list", routes.scored_data_list),
         ("GET", "/batch", routes.batch),
         ("GET", "/latest_example", routes.latest_example),
-        ("GET", "/reset_data", routes.reset_data),
     )
-    for method, path, handler in table:
-        router.add_api_route(path, _refusing(gateway, handler), methods=[method])
+    for guard, guarded in ((client, table), (control, changing)):
+        for method, path, handler in guarded:
+            router.add_api_route(path, _refusing(gateway, handler), methods=[method], dependencies=[guard])
     return router
 
 
-def _refusing(gateway: Gateway, handler: Handler) -> Handler:
+def _refusing(gateway: Gateway, handler: ScoredHandler) -> ScoredHandler:
     """Return a handler that answers refusals as Atropos's server does."""
 
     async def answer(request: Request) -> Response:
