@@ -11,6 +11,7 @@ import hashlib
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from statistics import median
 from time import process_time
 
@@ -18,7 +19,16 @@ import msgspec
 
 from bombus.hive.records import BodyRef
 from bombus.hive.trajectories.forming import form
-from bombus.hive.trajectories.queue import Environment, QueuedGroup, TrajectoryQueue, join, push, register, take
+from bombus.hive.trajectories.queue import (
+    BATCH_SEQUENCES_MAX,
+    Environment,
+    QueuedGroup,
+    TrajectoryQueue,
+    join,
+    push,
+    register,
+    take,
+)
 from bombus.hive.trajectories.standing import standing
 
 BATCH = 256
@@ -85,6 +95,23 @@ def measure_batches(repeats: int) -> None:
             print(f"{name + ', ' + what:<46}{line}")
 
 
+def measure_worst() -> None:
+    """Print what the largest batch costs where hardly any two groups are alike and every environment has a minimum."""
+    queue, sizes = TrajectoryQueue(), Random(0)
+    register(queue, BATCH_SEQUENCES_MAX)
+    for id in range(16):
+        named = Environment(id=id, name=f"env_{id}", max_tokens=TOKENS, weight=1.0, group_size=1, minimum=0.05)
+        join(queue, named, "env")
+    push(queue, (group(number, number % 16, sizes.randint(1, 64)) for number in range(QUEUED[-1])))
+    start = process_time()
+    batch = form(queue)
+    assert batch is not None
+    print(
+        f"\na batch of {BATCH_SEQUENCES_MAX:,} sequences, {len(batch)} groups of 16 environments with minimums and 64 "
+        f"sizes each: {process_time() - start:.2f} s"
+    )
+
+
 def measure_groups(queued: int) -> None:
     """Print what a queued group takes: time to push, memory, and bytes of a snapshot."""
     pushed = [group(number, number % 4, 8) for number in range(queued)]
@@ -125,6 +152,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     asked = parser.parse_args()
     measure_batches(asked.repeats)
+    measure_worst()
     measure_groups(QUEUED[-1])
 
 

@@ -6,9 +6,10 @@ such selection, then each time the oldest of the environment whose turn it is by
 it as well. So a batch is found whenever there is one, no environment waits for ever, and sequences are shared out in
 the ratio of the weights as far as the sizes of groups allow.
 
-What is bounded: a search looks at `SIZES_MAX` sizes of each environment with a minimum and of all others together, and
-there are `filling.SEARCHES_MAX` of them. Beyond that, a batch may be missed, or not have the oldest group. The cost
-grows with the batch, with the number of environments and with that of distinct sizes, not with the queue.
+What is bounded: a search looks at `SIZES_MAX` sizes of each environment with a minimum and of all others together, so a
+batch that needs more of them can be missed; and `filling` limits the searches, after which turns, and which group is
+the oldest, no longer count in what is left of the batch. The cost grows with the batch, with the number of environments
+and with that of distinct sizes, not with the queue.
 """
 
 from collections.abc import Iterator
@@ -133,13 +134,16 @@ def fit(queue: TrajectoryQueue, asked: dict[int, int]) -> tuple[ExactFill, dict[
     without = _fill(queue, {})
     if not without[0].exists:
         return without
-    left = sorted(asked, key=lambda each: (virtual_time(queue, each), each))
-    while len(left) > 1:
-        left.pop()
-        fill, pools = _fill(queue, {each: asked[each] for each in left})
-        if fill.exists:
-            return fill, pools
-    return without
+    order = sorted(asked, key=lambda each: (virtual_time(queue, each), each))
+    best, met, unmet = without, 0, len(order)  # leaving out more minimums only makes more fills: so halve
+    while unmet - met > 1:
+        middle = (met + unmet) // 2
+        found = _fill(queue, {each: asked[each] for each in order[:middle]})
+        if found[0].exists:
+            best, met = found, middle
+        else:
+            unmet = middle
+    return best
 
 
 def _fill(queue: TrajectoryQueue, asked: dict[int, int]) -> tuple[ExactFill, dict[int, int]]:

@@ -10,7 +10,7 @@ import pytest
 from bombus.hive.trajectories import forming
 from bombus.hive.trajectories.forming import form, lacking, minimums
 from bombus.hive.trajectories.queue import TrajectoryQueue, leave, push, register, take, virtual_time
-from tests.trajectories.queues import Player, entries, environment, groups, next_batch, queue_of
+from tests.hive.trajectories.queues import Player, entries, environment, groups, next_batch, queue_of
 
 # ---- beside a search through all selections ---------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from bombus.hive.trajectories.queue import (
     why_not_joined,
     why_not_queued,
 )
-from tests.trajectories.queues import Player, entries, environment, groups, next_batch, queue_of
+from tests.hive.trajectories.queues import Player, entries, environment, groups, next_batch, queue_of
 
 
 @pytest.mark.parametrize("seed", range(80))

@@ -5,7 +5,7 @@ import pytest
 from bombus.hive.trajectories.forming import form
 from bombus.hive.trajectories.queue import TrajectoryQueue, leave, push, register
 from bombus.hive.trajectories.standing import Standing, standing, stranded
-from tests.trajectories.queues import Player, entries, environment, groups, queue_of
+from tests.hive.trajectories.queues import Player, entries, environment, groups, queue_of
 
 
 def test_an_empty_queue_has_a_largest_group_of_one() -> None:
