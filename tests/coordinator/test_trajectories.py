@@ -106,7 +106,7 @@ def test_a_second_trainer_begins_a_new_run_without_the_groups_of_the_first_and_w
     assert [group.environment for group in harness.scored.batch.groups] == [environment]  # type: ignore[union-attr]
 
 
-def test_groups_that_come_before_any_trainer_wait_for_it(harness: ScoredHarness) -> None:
+def test_r16_groups_that_come_before_any_trainer_wait_for_it(harness: ScoredHarness) -> None:
     assert isinstance(harness.push(harness.group(), harness.group()), Pushed)
     harness.register(batch_size=4)
     assert harness.ask() == 1
@@ -155,7 +155,7 @@ def test_resetting_ends_the_run_and_forgets_groups_and_environments() -> None:
 # ---- batches --------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_handed_out_again_until_it_was_delivered() -> None:
+def test_r16_a_batch_is_handed_out_again_until_it_was_delivered() -> None:
     harness = rolling()
     for _ in range(4):
         harness.push(harness.group())
@@ -177,7 +177,7 @@ def test_a_batch_that_was_delivered_twice_or_of_another_run_is_not_taken_for_the
     assert harness.arrived(1) == []
 
 
-def test_a_leader_that_takes_over_hands_out_the_same_batch() -> None:
+def test_r16_a_leader_that_takes_over_hands_out_the_same_batch() -> None:
     harness = rolling()
     harness.push(harness.group(), harness.group())
     assert harness.ask() == 1
@@ -217,7 +217,7 @@ def test_a_group_that_no_batch_could_take_is_refused_with_its_position() -> None
     assert harness.scored.queue.groups == {}
 
 
-def test_an_environment_that_is_silent_for_long_is_taken_for_gone_and_blocks_nobody() -> None:
+def test_r16_an_environment_that_is_silent_for_long_is_taken_for_gone_and_blocks_nobody() -> None:
     harness = rolling()
     ghost = harness.join(minimum=0.5)
     assert ghost is not None
@@ -261,7 +261,7 @@ def test_an_environment_leaves_once_and_one_that_is_not_known_is_told_so() -> No
 # ---- repeats and bodies ---------------------------------------------------------------------------------------
 
 
-def test_a_push_that_is_sent_again_counts_once_and_after_the_window_it_is_another_one() -> None:
+def test_r16_a_push_that_is_sent_again_counts_once_and_after_the_window_it_is_another_one() -> None:
     harness = rolling()
     first = harness.push(harness.group(), key="k")
     assert harness.push(harness.group(), key="k") == first
@@ -271,7 +271,7 @@ def test_a_push_that_is_sent_again_counts_once_and_after_the_window_it_is_anothe
     assert len(harness.scored.queue.groups) == 2
 
 
-def test_bodies_are_released_when_nothing_names_them_and_older_ones_are_refused() -> None:
+def test_r16_bodies_are_released_when_nothing_names_them_and_older_ones_are_refused() -> None:
     harness = rolling()
     for _ in range(3):
         harness.push(harness.group())

@@ -115,7 +115,7 @@ async def test_what_was_posted_comes_back_whatever_it_is(hive: PlayedHive) -> No
     assert latest == batch[-1]
 
 
-async def test_a_post_that_is_sent_again_counts_once(hive: PlayedHive) -> None:
+async def test_r16_a_post_that_is_sent_again_counts_once(hive: PlayedHive) -> None:
     environment = await started(hive)
     for _ in range(3):
         assert await post(hive, "/scored_data", group(1.0, environment)) == {"status": "received"}
@@ -126,7 +126,7 @@ async def test_a_post_that_is_sent_again_counts_once(hive: PlayedHive) -> None:
     assert (await get(hive, "/status"))["queue_size"] == 3
 
 
-async def test_a_batch_whose_client_hangs_up_is_served_again(hive: PlayedHive, bus: Bus) -> None:
+async def test_r16_a_batch_whose_client_hangs_up_is_served_again(hive: PlayedHive, bus: Bus) -> None:
     await started(hive)
     await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
 
@@ -179,7 +179,7 @@ async def test_an_engine_that_plays_episodes_takes_no_groups(hive: PlayedHive) -
     assert "is one of episodes" in answer["detail"]
 
 
-async def test_a_restarted_gateway_serves_what_another_one_has_taken(hive: PlayedHive, bus: Bus) -> None:
+async def test_the_routes_of_an_engine_are_below_its_name_too(hive: PlayedHive) -> None:
     await started(hive)
     await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(hive.app), base_url="http://hive.test:10086") as other:

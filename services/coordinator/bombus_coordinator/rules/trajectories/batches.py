@@ -15,7 +15,7 @@ from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.operations import is_body
 from bombus_coordinator.rules.trajectories.registering import again
 
-GROUPS_MAX = 1_000  # of one push
+GROUPS_MAX = 1_024  # of one push: its event is far below the size of a message
 KEY_CHARS_MAX = 200
 
 
