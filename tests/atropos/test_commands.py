@@ -1,31 +1,16 @@
 """`bombus run-api` and `bombus atropos`."""
 
-import contextlib
 import json
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 import yaml
 
 from bombus.cli import main
 from bombus.demo.hive import free_port
+from tests.atropos.run_api import TRAINER, run_api
 
-TRAINER = {
-    "wandb_group": "g",
-    "wandb_project": "p",
-    "batch_size": 2,
-    "max_token_len": 64,
-    "checkpoint_dir": "c",
-    "save_checkpoint_interval": 5,
-    "starting_step": 0,
-    "num_steps": 7,
-}
 GROUP = {"tokens": [[1, 2], [3]], "masks": [[-100, 2], [3]], "scores": [1.0, 0.0]}
 
 
@@ -77,32 +62,14 @@ def test_a_hive_beyond_loopback_needs_keys_or_a_trusted_network(capsys: pytest.C
     assert "--port 8000" in commands[1]
 
 
-@contextlib.contextmanager
-def run_api(folder: Path, port: int) -> Iterator[httpx.Client]:
-    """Run the command until it is ready, and end it as Ctrl-C does."""
-    command = [sys.executable, "-m", "bombus", "run-api", "--port", str(port), "--data-dir", str(folder / "data")]
-    with (folder / "log").open("ab") as log:
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
-    try:
-        assert running.stdout is not None
-        assert any(line.startswith("ready ") for line in running.stdout), (folder / "log").read_text()
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            yield client
-    finally:
-        family = psutil.Process(running.pid).children(recursive=True)
-        running.send_signal(signal.SIGINT)
-        running.wait(60)
-        assert psutil.wait_procs(family, timeout=10)[1] == []
-
-
 def test_groups_outlive_a_restart_of_the_server(tmp_path: Path) -> None:
     port = free_port()
-    with run_api(tmp_path, port) as client:
+    with run_api(tmp_path, port=port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         assert client.get("/").json()["message"] == "AtroposLib API"
         assert "uuid" in client.post("/register", json=TRAINER).json()
         assert client.get("/batch").json() == {"batch": None}
         assert client.post("/scored_data", content=json.dumps(GROUP)).json() == {"status": "received"}
-    with run_api(tmp_path, port) as client:
+    with run_api(tmp_path, port=port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         assert client.get("/status").json() == {"current_step": 0, "queue_size": 1}
         (group,) = client.get("/batch").json()["batch"]
         assert group["tokens"] == GROUP["tokens"]
