@@ -9,7 +9,7 @@ from bombus.hive.state import Phase
 from bombus.hive.tenants.state import Queued, TenantModel, Tenants
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 
-SESSION, MODEL, BASE = "s", "s:train:0", "org/tiny"
+SESSION, MODEL, BASE = "s", "s:train:0", "tiny"
 
 
 class TenantHarness(CoreHarness):

@@ -6,7 +6,7 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import ModelEnd, RunKind, Tenancy
+from bombus.hive.events import Collection, ModelEnd, RunKind, Tenancy
 from bombus.hive.inbox import Accepted
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase
@@ -184,6 +184,16 @@ def test_what_is_not_known_is_refused_in_words() -> None:
     )
 
 
+def test_a_model_starts_an_engine_on_the_base_alone_that_its_job_names() -> None:
+    harness = TenantHarness()
+    harness.configure(Collection())  # for the base `tiny`, after another client has configured it for its own
+    harness.open_session()
+    why = refused(harness.create(base="org/other"), Code.UNKNOWN_MODEL)
+    assert why.startswith(f"Engine {ENGINE} is configured for models on tiny, not on org/other.")
+    assert harness.phase() == Phase.OFFLINE
+    assert isinstance(harness.create(base=ENGINE), inbox.Accepted), "or that is called as the engine is"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -242,6 +252,37 @@ def test_r20_the_bytes_of_operations_have_a_limit_until_a_cover_makes_room() -> 
     assert harness.tenants.held_bytes == 100, "of operation 2: a forward pass is not executed again"
 
 
+def test_r20_a_model_has_its_share_of_the_bytes_of_operations_however_many_the_others_have() -> None:
+    harness = TenantHarness()
+    harness.limits(bodies_bytes_max=1000, models_max=2)
+    harness.serving()
+    harness.create("s:train:1")
+    harness.done("0", "s:train:1")
+    harness.operate("1", body=harness.body("big", size=800))  # beside two bodies of 100 bytes
+    refused(harness.operate("2"), Code.QUOTA)
+    assert isinstance(harness.operate("1", model="s:train:1", body=harness.body("half", size=400)), Accepted)
+    refused(harness.operate("2", model="s:train:1"), Code.QUOTA)
+
+
+def test_r20_a_model_that_saves_without_names_gives_up_its_oldest_such_save_where_many_are_kept() -> None:
+    harness = TenantHarness()
+    harness.limits(checkpoints_max=3)
+    harness.serving()
+    harness.operate("1", SAVE)
+    harness.done("1", saved=saved("named", ttl_s=7200.0))
+    for key in ("2", "3", "4"):
+        assert isinstance(harness.operate(key, SAVE), Accepted)
+        harness.done(key, saved=saved(f"sample-{key}", "sampler", ttl_s=3600.0))
+    assert list(harness.tenants.kept) == [
+        f"{MODEL}/training/named",
+        f"{MODEL}/sampler/sample-3",
+        f"{MODEL}/sampler/sample-4",
+    ]
+    harness.create("s:train:1")
+    harness.done("0", "s:train:1")
+    refused(harness.operate("1", SAVE, "s:train:1"), Code.QUOTA)
+
+
 def test_r20_a_model_that_no_trainer_covers_takes_operations_up_to_a_limit() -> None:
     harness = TenantHarness()
     harness.limits(operations_max=3)
@@ -279,6 +320,20 @@ def test_the_oldest_results_are_dropped_beyond_their_limit_and_their_operations_
     assert harness.tenants.result_bytes == 200
     assert harness.operate("1", text="x") == answers[0]
     assert harness.done("1") == []
+
+
+def test_beyond_their_limit_the_results_of_the_model_that_has_most_are_dropped() -> None:
+    harness = TenantHarness()
+    harness.limits(results_bytes_max=450)
+    harness.serving()
+    harness.create("s:train:1")
+    harness.done("0", "s:train:1")
+    for key in ("1", "2", "3", "4"):
+        harness.operate(key)
+        harness.done(key)
+    assert harness.op("0", "s:train:1").result is not None, "the oldest but one, of a model that has no other"
+    assert [harness.op(key).result is None for key in ("0", "1", "2", "3", "4")] == [True, True, False, False, False]
+    assert [model.result_bytes for model in harness.tenants.models.values()] == [300, 100]
 
 
 def test_what_is_remembered_of_a_model_is_bounded_but_for_what_a_trainer_needs() -> None:
@@ -340,6 +395,43 @@ def test_the_time_to_live_of_a_saved_model_is_changed_from_now_on() -> None:
     refused(retain("b", 1.0), Code.UNKNOWN_MODEL)
 
 
+def test_a_saved_model_is_marked_as_public_and_stays_what_it_is() -> None:
+    harness = TenantHarness().serving()
+    for key, name in (("1", "a"), ("2", "b")):
+        harness.operate(key, SAVE, metadata={"note": name})
+        harness.done(key, saved=saved(name, ttl_s=100.0))
+    before = dict(harness.tenants.kept)
+
+    def publish(name: str, public: bool) -> inbox.AnyAnswer:
+        return harness.request(
+            inbox.PublishWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name=name, public=public)
+        )
+
+    harness.touch(after_s=40)
+    for _ in range(2):
+        assert isinstance(publish("a", True), inbox.Done)
+    assert list(harness.tenants.kept) == list(before), "it keeps its place"
+    kept = harness.tenants.kept[f"{MODEL}/training/a"]
+    assert (kept.noted.public, kept.noted.metadata) == (True, {"note": "a"})
+    assert (kept.saved_ns, kept.until_ns) == (
+        before[f"{MODEL}/training/a"].noted.at_ns,
+        before[f"{MODEL}/training/a"].until_ns,
+    )
+    assert isinstance(publish("a", False), inbox.Done)
+    assert not harness.tenants.kept[f"{MODEL}/training/a"].noted.public
+    assert harness.kinds().count("weights.kept") == 4
+    refused(publish("c", True), Code.UNKNOWN_MODEL)
+
+
+def test_metadata_of_models_and_checkpoints_is_kept_and_has_a_limit() -> None:
+    harness = TenantHarness().serving()
+    refused(harness.operate("1", SAVE, metadata={"k": "v" * 4096}), Code.TOO_LARGE)
+    harness.operate("1", SAVE, metadata={"k": "v"})
+    harness.done("1", saved=saved("a"))
+    assert harness.tenants.kept[f"{MODEL}/training/a"].noted.metadata == {"k": "v"}
+    assert harness.model.operations["1"].metadata == {}, "it is not kept twice"
+
+
 @pytest.mark.parametrize(("ttl_s", "is_kept"), [(float("nan"), True), (float("inf"), True), (-1.0, True), (1.0, False)])
 def test_a_time_to_live_that_makes_no_sense_removes_nothing(ttl_s: float, is_kept: bool) -> None:
     harness = TenantHarness().serving()
@@ -366,3 +458,49 @@ def test_a_failed_save_notes_nothing() -> None:
     assert len(harness.done("1", failed=True, saved=saved("a"))) == 1
     assert harness.tenants.kept == {}
     assert harness.tenants.failed == 1
+
+
+def test_what_a_trainer_begins_is_noted_once_for_each_trainer_until_it_has_a_result() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+
+    def begins(trainer_epoch: int, number: int = 2) -> list[str]:
+        message = inbox.OperationBegins(
+            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=trainer_epoch, model=MODEL, number=number, key="1"
+        )
+        return [type(event).__name__ for event in harness.send(message)]
+
+    epoch = harness.engine.trainer_epoch
+    assert begins(epoch) == ["OperationBegun"]
+    assert begins(epoch) == begins(epoch - 1) == begins(epoch, number=1) == []
+    harness.serve()
+    assert begins(epoch) == [], "its trainer is not the current one"
+    assert begins(epoch + 1) == ["OperationBegun"]
+    queued = harness.op("1")
+    assert (queued.begun, queued.begun_before(epoch + 1), queued.begun_before(epoch + 2)) == (2, 1, 2)
+    harness.done("1")
+    assert begins(epoch + 1) == []
+
+
+def test_a_trainer_that_hangs_in_an_operation_that_it_has_begun_is_no_failure_of_the_run() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+
+    def hangs() -> ev.TrainerStalled:
+        epoch = harness.engine.trainer_epoch
+        hanging = inbox.TrainerHangs(
+            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch, doing="operation 2", still_s=60.0
+        )
+        (stalled,) = harness.send(hanging)
+        assert isinstance(stalled, ev.TrainerStalled)
+        return stalled
+
+    assert hangs().failures == 1
+    for _ in range(3):
+        epoch = harness.open_trainer()
+        message = inbox.OperationBegins(
+            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch, model=MODEL, number=2, key="1"
+        )
+        harness.send(message)
+        assert hangs().failures == 1
+    assert not harness.engine.suspended

@@ -25,9 +25,10 @@ def test_a_session_is_opened_once_whatever_its_command_is_and_remembers_what_its
     assert harness.phase() == Phase.OFFLINE, "a session alone starts nothing"
 
 
-def test_an_idle_session_ends_and_its_models_are_saved_after_what_waits_for_them() -> None:
+def test_an_idle_session_ends_and_its_models_are_saved() -> None:
     harness = TenantHarness().serving()
     harness.operate("1")
+    harness.done("1")
     harness.touch(after_s=3000)
     assert harness.tick(after_s=3599) == []
     ended, end = harness.tick(after_s=1)
@@ -44,16 +45,17 @@ def test_an_idle_session_ends_and_its_models_are_saved_after_what_waits_for_them
     )
     assert [each.key for each in harness.model.again()] == ["0", "1", "_end-3"]
     refused(harness.operate("2"), Code.SESSION_OVER)
-    harness.done("1")
     harness.done("_end-3", closes=True, saved=saved("ended-3"))
     assert harness.model.closed is not None
     assert list(harness.tenants.kept) == [f"{MODEL}/training/ended-3"]
+    assert harness.tenants.kept[f"{MODEL}/training/ended-3"].noted.saved.ttl_s == 30 * 24 * 3600.0
 
 
 def test_operations_and_signs_of_life_keep_a_session() -> None:
     harness = TenantHarness().serving()
     for number in range(5):
         harness.operate(str(number + 1))
+        harness.done(str(number + 1))
         assert harness.tick(after_s=3000) == []
     for _ in range(5):
         harness.touch(after_s=1000)
@@ -62,14 +64,55 @@ def test_operations_and_signs_of_life_keep_a_session() -> None:
     assert len(harness.tick(after_s=1000)) == 2
 
 
+def test_a_session_with_something_that_waits_is_not_idle_and_its_time_begins_when_that_is_executed() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+    assert harness.tick(after_s=3 * 3600) == []
+    harness.done("1")
+    assert harness.tick(after_s=3599) == []
+    assert len(harness.tick(after_s=1)) == 2
+
+
+def test_the_time_of_a_session_begins_again_when_a_suspended_run_is_resumed() -> None:
+    harness = TenantHarness().serving()
+    suspend(harness)
+    assert harness.tick(after_s=3 * 3600) == []
+    harness.send(inbox.Resume(id=harness.id(), engine=ENGINE))
+    assert harness.tick(after_s=3599) == []
+    assert len(harness.tick(after_s=1)) == 2
+
+
 def test_no_session_ends_while_the_run_is_suspended_or_for_the_time_without_a_leader() -> None:
     harness = TenantHarness().serving()
     suspend(harness)
     assert harness.tick(after_s=7200) == []
     harness.send(inbox.Resume(id=harness.id(), engine=ENGINE))
+    harness.tick(after_s=3000)
     harness.core.live.epoch_ns = harness.now_ns  # as after another leader has taken over
     assert harness.tick(after_s=3599) == []
     assert len(harness.tick(after_s=1)) == 2
+
+
+def test_a_session_for_one_model_ends_when_its_model_has_ended_or_was_not_created() -> None:
+    harness = TenantHarness()
+    harness.limits(run_idle_s=1e6)
+    harness.serving()
+    harness.open_session("t", for_model=True)
+    assert harness.tick(after_s=59) == []
+    harness.create("t:train:0", session="t")
+    harness.done("0", "t:train:0")
+    assert harness.tick(after_s=600) == []
+    harness.operate("1", "end_model", "t:train:0", session="t")
+    harness.done("1", "t:train:0", closes=True)
+    assert harness.tick(after_s=59) == []
+    (ended,) = harness.tick(after_s=1)
+    assert isinstance(ended, ev.SessionEnded)
+    assert (ended.session, ended.reason) == ("t", SessionEnd.FINISHED)
+    assert harness.tenants.operation("t:train:0:1") is not None, "its results can still be read"
+    harness.open_session("none", for_model=True)
+    (ended,) = harness.tick(after_s=60)
+    assert isinstance(ended, ev.SessionEnded)
+    assert ended.session == "none"
 
 
 def test_a_session_is_closed_once_with_its_first_reason_and_saves_unless_it_says_not_to() -> None:
@@ -145,3 +188,31 @@ def test_r20_sessions_have_a_limit_and_those_that_ended_are_forgotten_early_wher
 )
 def test_a_session_that_makes_no_sense_is_refused(wrong: dict[str, object], code: Code) -> None:
     refused(TenantHarness().open_session(**wrong), code)  # type: ignore[arg-type]
+
+
+def test_a_model_that_cannot_be_made_again_waits_and_is_ended_once_it_can() -> None:
+    harness = TenantHarness().serving()
+
+    def away(why: str, trainer_epoch: int | None = None) -> list[str]:
+        message = inbox.ModelAway(
+            id=harness.id(),
+            engine=ENGINE,
+            run=1,
+            trainer_epoch=harness.engine.trainer_epoch if trainer_epoch is None else trainer_epoch,
+            model=MODEL,
+            why=why,
+        )
+        return [type(event).__name__ for event in harness.send(message)]
+
+    assert away("its cover is gone", trainer_epoch=7) == []
+    assert away("its cover is gone") == ["ModelSuspended"]
+    assert away("its cover is gone") == []
+    assert harness.model.suspended == "its cover is gone"
+    close = inbox.CloseSession(id=harness.id(), engine=ENGINE, session=SESSION)
+    assert isinstance(harness.request(close), inbox.Done)
+    assert harness.tick(after_s=120) == []
+    assert harness.model.closed is None, "it could not be saved"
+    assert away("") == ["ModelSuspended"]
+    (accepted,) = harness.tick(after_s=120)
+    assert isinstance(accepted, ev.OperationAccepted)
+    assert (accepted.op, accepted.save_as) == ("end_model", "ended-2")

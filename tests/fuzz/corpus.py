@@ -327,6 +327,18 @@ TRAINING: dict[str, list[Tree]] = {
     "get_info": [{"model_id": TENANT}],
     "weights_info": [{"tinker_path": f"tinker://{TENANT}/weights/a"}, {"xorl_path": "xorl://default/weights/a"}],
     "list_checkpoints": [{"model_id": "default"}],
+    "training_runs/{model}/checkpoints/{kind}/{name}/ttl": [{"ttl_seconds": 60}],
+    "sessions/search": [
+        {
+            "session_id": "s-fuzz",
+            "display_name": "a b",
+            "user_metadata": {"k": "v"},
+            "owner": {"type": "user", "owner_urns": ["u"]},
+            "statuses": [{"type": "active"}, {"type": "client_finished", "reasons": ["success"]}],
+            "limit": 2,
+            "cursor": {"last_created_at": "2026-11-23T00:00:00Z", "last_session_id": "s-fuzz"},
+        }
+    ],
     "delete_checkpoint": [{"model_id": "default", "checkpoint_id": "weights/a"}],
 }
 SAMPLED = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "seed": 7, "stop": ["a", 3]}
@@ -424,6 +436,17 @@ WITHOUT_BODY = {
     "/api/v1/training_runs/{model}",
     "/api/v1/training_runs/{model}/checkpoints",
     "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}",
+    *(
+        f"/api/v1/training_runs/{{model}}/checkpoints/{{kind}}/{{name}}/{what}"
+        for what in ("archive", "external_weights_urls", "publish")
+    ),
+    "/api/v1/downloads/{link}/{file}",
+    "/api/v1/sessions/{session}/project",
+    "/api/v1/sessions/{session}/trace_export",
+    "/api/v1/copy_weights",
+    "/api/v1/audit",
+    "/api/v1/billing/usage/events",
+    "/api/v1/billing/usage/checkpoints/current",
     "/api/v1/checkpoints",
     "/api/v1/samplers/{sampler}",
     "/",

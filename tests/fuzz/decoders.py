@@ -38,6 +38,7 @@ from bombus_gateway.openai.request import read_chat, read_completion
 from bombus_gateway.openai.tokenizing import read_tokenize
 from bombus_gateway.responses.request import read_response_request
 from bombus_gateway.swarm import bodies
+from bombus_gateway.tenants.rest.searching import read_search
 from bombus_gateway.training.checkpoints import read_load, read_save, read_weights_info
 from bombus_gateway.training.data.json_data import read_json_data
 from bombus_gateway.training.dialects import TrainingDialect
@@ -246,6 +247,7 @@ def all_decoders() -> tuple[Decoder, ...]:
         Decoder("checkpoint", _manifest, (checkpoint.CheckpointLost,), _manifests(), to_json),
         Decoder("key", _text(lambda text: KEYS.verify(text, 0)), (Refused,), [key], _latin),
         Decoder("claimed id", _text(KEYS.episode_of), (Refused,), [KEYS.claimed_id("e-1")], _latin),
+        Decoder("link", _text(KEYS.linked), (Refused,), [KEYS.sign_link(b"a checkpoint")], _latin),
         Decoder("traceparent", _text(traceparent_of), (), [TRACEPARENT], _latin),
         Decoder("job", _text(parse_job), (Refused,), [JOB], to_json),
         Decoder("configuration", _text(RunConfig.from_json), (Refused,), [_configuration()], to_json),
@@ -268,12 +270,13 @@ def _training() -> list[Decoder]:
         "create_model": (lambda body: read_create_model(_dialect(body), body, AdapterDefaults()), _of("create_model")),
         "forward": (partial(read_json_data, forward_only=False), _of("forward_backward")),
         "optim_step": (partial(read_optim_step, xorl), _of("optim_step")),
-        "save": (lambda body: read_save(xorl, CheckpointKind.SAMPLER, body, "unnamed"), _of("save_weights")),
+        "save": (lambda body: read_save(xorl, CheckpointKind.SAMPLER, body), _of("save_weights")),
         "load": (partial(read_load, xorl), _of("load_weights")),
         "future": (read_retrieve, _of("retrieve_future")),
         "weights_info": (read_weights_info, _of("weights_info")),
         "sampling session": (partial(read_sampling_session, tinker), _of("create_sampling_session")),
         "sample": (read_sample, _of("asample")),
+        "search": (read_search, _of("sessions/search")),
         "sglang": (read_generate, GENERATED),
     }
     return [

@@ -29,6 +29,7 @@ ADMIN, CLIENT, WRONG = "an-admin-key-for-tests", "a-client-key-for-tests", "neit
 BOTH = HiveKeys(admin=ADMIN, client=CLIENT)
 
 OPEN = {"/health", "/docs", "/openapi.json", "/v1/embeddings", "/v1/x", "/v1/messages/x"}
+OPEN |= {"/api/v1/downloads/{link}/{file}"}  # its links are signed
 TOKENS = {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"}
 CALL = {
     "/v1/chat/completions",
@@ -96,8 +97,18 @@ TRAINING = {
     "/unload_model",
     "/weights_info",
 }  # below /api/v1, for clients
+CHECKPOINT = "/training_runs/{model}/checkpoints/{kind}/{name}"
+REST = {f"{CHECKPOINT}/{what}" for what in ("archive", "external_weights_urls", "publish", "ttl")} | {
+    "/audit",
+    "/billing/usage/checkpoints/current",
+    "/billing/usage/events",
+    "/copy_weights",
+    "/sessions/search",
+    "/sessions/{session}/project",
+    "/sessions/{session}/trace_export",
+}
 SAMPLING = {"/create_sampling_session", "/asample", "/samplers/{sampler}"}
-CLIENTS |= {f"/api/v1{path}" for path in TRAINING | SAMPLING} | {"/generate"}
+CLIENTS |= {f"/api/v1{path}" for path in TRAINING | REST | SAMPLING} | {"/generate"}
 CLIENTS |= {"/", "/batch", "/disconnect-env", "/info", "/latest_example", "/register-env", "/scored_data"}
 CLIENTS |= {"/scored_data_list", "/status", "/status-env", "/wandb_info"}
 

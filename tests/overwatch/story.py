@@ -295,6 +295,8 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: tell(
             ev.OperationCompleted, model=model, number=1, key="1", op="optim_step", trainer_epoch=1, result=body
         ),
+        lambda: tell(ev.OperationBegun, model=model, number=1, key="1", trainer_epoch=1),
+        lambda: tell(ev.ModelSuspended, model=model, why="its cover is away"),
         lambda: tell(ev.ModelCovered, model=model, number=1, trainer_epoch=1, folder="/c", digest="d"),
         lambda: tell(ev.ModelClosed, model=model, reason=ev.ModelEnd.ENDED),
         lambda: tell(ev.WeightsKept, model=model, session="s", base="tiny", saved=kept),

@@ -4,7 +4,7 @@ A model is a chain of digests, one for each operation that changes it. So a resu
 before it, in which order and how often.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -39,6 +39,7 @@ RULES = Collection(
         results_s=4.0,
         session_idle_s=10.0,
         run_idle_s=5.0,
+        executions_max=2,
     )
 )
 
@@ -82,6 +83,7 @@ class Ledger:
         self._models: dict[str, bytes] = {}  # after the operations that were executed
         self._executed: set[str] = set()
         self._over: set[str] = set()
+        self._begun: defaultdict[str, set[int]] = defaultdict(set)  # by operation: epochs of trainers
         self._accepted: dict[str, int] = {}  # operation: its number
         self._acknowledged: dict[str, int] = {}
 
@@ -99,6 +101,8 @@ class Ledger:
                 assert event.run_kind == RunKind.OPERATIONS
             case ev.OperationAccepted():
                 self._check_accepted(event, engine)
+            case ev.OperationBegun():
+                self._check_begun(event, engine)
             case ev.OperationCompleted():
                 self._check_completed(event, engine)
             case ev.ModelCovered():
@@ -123,6 +127,14 @@ class Ledger:
         body = b"" if event.body is None else self._fetch(event.body)
         self._bodies.setdefault(event.model, {})[event.number] = body
         assert engine.tenants.models[event.model].waiting <= RULES.tenancy.waiting_max + 1, "and one that ends it"
+
+    def _check_begun(self, event: ev.OperationBegun, engine: EngineState) -> None:
+        begun = self._begun[f"{event.model}:{event.key}"]
+        assert event.trainer_epoch == engine.trainer_epoch
+        assert event.trainer_epoch not in begun, "a trainer begins an operation once"
+        begun.add(event.trainer_epoch)
+        assert event.number == min(self._bodies[event.model]), "what comes before it is executed"
+        assert len(begun) <= RULES.tenancy.executions_max, "it fails instead of being begun again"
 
     def _check_completed(self, event: ev.OperationCompleted, engine: EngineState) -> None:
         operation = f"{event.model}:{event.key}"
@@ -340,12 +352,15 @@ class TenantTrainer(Process):
             return
         assert isinstance(answer, inbox.Done)
         self._run, self._epoch = run, answer.epoch
+        self._begun: set[str] = set()  # models of which an operation was begun
         self._models: dict[str, tuple[int, int, bytes]] = {}  # its beginning, the last operation in it, and the model
         await self.follower.wait_for(lambda: self.follower.position >= answer.position)
         serves = inbox.TrainerServes(
             id=self._net.fresh("serves"), engine=OPS_ENGINE, run=run, trainer_epoch=self._epoch
         )
         await self.link.send(serves)
+        for model in [each.name for each in self._engine.tenants.open_models if each.suspended]:
+            await self._say_away(model, "")
         while self._is_ours():
             found = next(self._next(), None)
             if found is None:
@@ -379,6 +394,8 @@ class TenantTrainer(Process):
         return b"" if model.cover is None else self._ledger.disk[model.cover.folder][1]
 
     async def _execute(self, model: TenantModel, queued: Queued) -> None:
+        if model.cover is not None and model.name not in self._models and self._net.pick.random() < 0.05:
+            await self._be_away(model.name)
         before, again, begun = self._restored(model), not queued.waits, model.begun
         body = b""
         if queued.body is not None:
@@ -389,12 +406,13 @@ class TenantTrainer(Process):
                 assert self._is_late(model, queued), f"the body of {model.name}:{queued.key} is gone"
                 await self.sleep(0.1)
                 return
+        given_up = not again and not await self._begin(model, queued)
         await self.sleep(self._net.pick.random() * 0.5)
         if again:  # a failure that is on the log is not made good
             failed = queued.failed
             self._ledger.seen["operations executed again"] += 1
         else:
-            failed = queued.body is not None and self._net.faults.strikes(Fault.BROKEN_STEP)
+            failed = given_up or (queued.body is not None and self._net.faults.strikes(Fault.BROKEN_STEP))
         state = after(b"" if queued.op == CREATE else before, queued.op, body)
         kept = before if failed or queued.passive else state
         if not again and not await self._tell(model, queued, b"failed" if failed else state, failed):
@@ -402,6 +420,33 @@ class TenantTrainer(Process):
         self._models[model.name] = (begun, queued.number, kept)
         if self._net.pick.random() < 0.3:
             await self._cover(model.name, queued.number, kept)
+
+    async def _be_away(self, model: str) -> None:
+        """Say that a model cannot be made again for a while."""
+        for why in ("its cover is away", ""):
+            await self._say_away(model, why)
+            await self.sleep(self._net.pick.random())
+
+    async def _say_away(self, model: str, why: str) -> None:
+        away = inbox.ModelAway(
+            id=self._net.fresh("away"), engine=OPS_ENGINE, run=self._run, trainer_epoch=self._epoch, model=model,
+            why=why,
+        )  # fmt: skip
+        await self.link.send(away)
+
+    async def _begin(self, model: TenantModel, queued: Queued) -> bool:
+        """Say that the first operation of a model is begun. Return False for one that too many trainers have begun."""
+        if queued.begun_before(self._epoch) >= RULES.tenancy.executions_max:
+            self._ledger.seen["operations given up"] += 1
+            return False
+        if model.name not in self._begun:
+            self._begun.add(model.name)
+            begins = inbox.OperationBegins(
+                id=self._net.fresh("begins"), engine=OPS_ENGINE, run=self._run, trainer_epoch=self._epoch,
+                model=model.name, number=queued.number, key=queued.key,
+            )  # fmt: skip
+            await self.link.send(begins)
+        return True
 
     def _is_late(self, model: TenantModel, queued: Queued) -> bool:
         """Return whether the log has gone on, so that this body is not needed any more."""

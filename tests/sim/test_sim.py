@@ -78,6 +78,7 @@ def test_r17_operations_are_executed_in_the_order_of_the_log_and_completed_once_
     assert seen["operations that failed"] > hives / 2
     assert seen["models that ended with operations waiting"] > 0
     assert seen["operations purged"] > hives
+    assert seen["operations given up"] > 0
     for refused in ("quota", "body_gone", "storage_full", "unknown_model"):
         assert seen[f"operations refused: {refused}"] > 0, refused
 

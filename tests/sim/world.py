@@ -24,7 +24,7 @@ STEP_S = 150.0  # until another step is completed
 QUIET_S = 60.0  # until every command is answered
 REPORTING = 8  # in one of so many hives gateways report how they read the model
 OPERATING = 10  # one of so many hives serves training operations too
-OVER_S = 90.0  # until every session of theirs is over
+OVER_S = 240.0  # an end that failed is tried again after a minute, twice
 COMPACTING = 6  # of so many seeds, some compact their logs
 EVENTS_MAX = {1: 60, 4: 150}  # by the rest of the seed: the size of a log that is compacted, in events
 

@@ -155,7 +155,7 @@ class Served:
 
     def submitted(self, route: str, kind: str, dialect: TrainingDialect, body: bytes) -> Submission | None:
         if route in SAVES:
-            return read_save(dialect, SAVES[route], body, "unnamed")
+            return read_save(dialect, SAVES[route], body)
         match route:
             case "forward_backward" | "forward" if kind == PROTOBUF:
                 return read_forward_backward(body)

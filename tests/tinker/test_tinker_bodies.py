@@ -104,7 +104,7 @@ def test_a_step_is_taken() -> None:
     ],
 )
 def test_a_model_is_saved(route: str, kind: CheckpointKind, request_: Any, response: type) -> None:
-    submission = read_save(TINKER, kind, sent(route, request_), "unnamed")
+    submission = read_save(TINKER, kind, sent(route, request_))
     assert submission.operation == SaveWeights(checkpoint=kind, name="a")
     saved = CheckpointSaved(checkpoint=kind, name="a", folder="f", address="00", size_bytes=1)
     path = taken(write_result(TINKER, submission, saved), response).path
@@ -117,7 +117,7 @@ def test_a_model_is_saved(route: str, kind: CheckpointKind, request_: Any, respo
 
 def test_an_unnamed_checkpoint_begins_a_session_of_sampling() -> None:
     request = SaveWeightsForSamplerRequest(model_id=MODEL, sampling_session_seq_id=3, seq_id=2, kind="inflight")
-    submission = read_save(TINKER, CheckpointKind.SAMPLER, sent("save_weights_for_sampler", request), "unnamed")
+    submission = read_save(TINKER, CheckpointKind.SAMPLER, sent("save_weights_for_sampler", request))
     assert submission.inflight
     saved = CheckpointSaved(checkpoint=CheckpointKind.SAMPLER, name="sample-3", folder="f", address="00", size_bytes=1)
     found = taken(write_result(TINKER, submission, saved), SaveWeightsForSamplerResponseInternal)

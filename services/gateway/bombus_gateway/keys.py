@@ -1,7 +1,8 @@
 """What a claim hands out, signed with the hive's secret, so that any gateway verifies it without a look-up.
 
 An episode's key is for its agent: `sk-bombus-`, the claims, and an HMAC of them. The id of a claimed episode is for the
-client that claimed it: the episode's name on the log, a dot, and an HMAC of the name.
+client that claimed it: the episode's name on the log, a dot, and an HMAC of the name. A link to a checkpoint is what it
+leads to, and an HMAC of that.
 """
 
 import binascii
@@ -18,6 +19,8 @@ MAC_BYTES = 16
 KEY_CHARACTERS_MAX = 512
 SECRET_NAME = "episode-keys"  # the name of the secret on the bus
 _CLAIMED = b"claimed episode "  # no key's claims begin with this, so that one HMAC is never taken for the other
+_LINK = b"link "  # nor with this
+LINK_CHARACTERS_MAX = 2048
 
 
 class KeyClaims(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +85,21 @@ class Keys:
                 "returned it, with the secret after its dot.",
             )
         return episode
+
+    def sign_link(self, target: bytes) -> str:
+        """Return a link's text, which no one else can make: whoever has it may go where it leads, without a key."""
+        return urlsafe_b64encode(target + self._mac(_LINK + target)).rstrip(b"=").decode()
+
+    def linked(self, link: str) -> bytes:
+        """Return where a link leads. Raises `Refused` BAD_KEY unless this hive signed it."""
+        try:
+            signed = urlsafe_b64decode(link + "=" * (-len(link) % 4)) if len(link) <= LINK_CHARACTERS_MAX else b""
+        except (binascii.Error, ValueError):
+            signed = b""
+        target, mac = signed[:-MAC_BYTES], signed[-MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(_LINK + target)):
+            raise Refused(Code.BAD_KEY, "This link was not made by this hive, or is damaged: ask for another one.")
+        return target
 
     def _mac(self, claims: bytes) -> bytes:
         return hmac.digest(self._secret, claims, "sha256")[:MAC_BYTES]

@@ -45,6 +45,7 @@ SAMPLES = 256  # of one prompt
 TOP_LOGPROBS = 20  # alternatives to report for one token
 TRAINING_ID_CHARACTERS = 256  # of a model, a session, a request, a path
 ADAPTER_RANK = 4096
+USER_METADATA_BYTES = 4 << 10  # of a model, or of a checkpoint, as JSON
 ADAPTER_TARGETS = 64
 
 # Scored trajectories.

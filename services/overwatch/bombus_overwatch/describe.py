@@ -59,6 +59,8 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.OperationAccepted: EventGroup.TRAINING,
     ev.OperationCompleted: EventGroup.TRAINING,
     ev.ModelCovered: EventGroup.TRAINING,
+    ev.ModelSuspended: EventGroup.TRAINING,
+    ev.OperationBegun: EventGroup.TRAINING,
     ev.WeightsKept: EventGroup.WEIGHTS,
     ev.WeightsRemoved: EventGroup.WEIGHTS,
     ev.OperationsReleased: EventGroup.ENGINE,

@@ -40,7 +40,7 @@ class RunOwnership:
         self.epoch = 0  # the trainer epoch in which we opened it; 0: not opened yet
         self.over = threading.Event()  # read by the training thread between micro-batches
         self.doing: Callable[[], str] = str  # what the trainer works on
-        self.removed: dict[str, WeightsRemoved] = {}  # checkpoints of callers whose folders can go, by their names
+        self.removed: set[str] = set()  # the names of callers' checkpoints whose folders can go
         self.batch_trace = ""  # trace context of the episode end that completed the newest batch
         self._bus = bus
         self._options = options
@@ -79,7 +79,7 @@ class RunOwnership:
         if isinstance(event, BatchReady):
             self.batch_trace = self._follower.traceparent
         elif isinstance(event, WeightsRemoved) and event.engine == self._options.engine:
-            self.removed[kept_id(event.model, event.use, event.name)] = event
+            self.removed.add(kept_id(event.model, event.use, event.name))
         if self.is_over():
             self.over.set()
 

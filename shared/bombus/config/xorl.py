@@ -31,7 +31,7 @@ MAPPED: dict[str, str] = {
 # xorl's key -> what it becomes.
 READ: dict[str, str] = {
     "enable_mixed_precision": "true: `model.dtype: bfloat16`; false: `float32`",
-    "enable_lora": "false: `trainer.lora_rank: 0`; true: the rank that `lora_rank` gives",
+    "enable_lora": "false: `trainer.enable_lora: false` with `lora_rank: 0`; true: the rank that `lora_rank` gives",
     "lora_rank": f"`trainer.lora_rank` where `enable_lora` is true; {LORA_RANK_DEFAULT} when it is not given",
     "lora_target_modules": "`trainer.target_modules`, a list of names",
     "data_parallel_mode": "`fsdp2`, or `none` with one process",
@@ -152,7 +152,7 @@ def _precision(flat: Mapping[str, object]) -> _Derived:
 
 def _lora(flat: Mapping[str, object]) -> _Derived:
     if not _flag(flat, "enable_lora"):
-        return {"trainer.lora_rank": (0, "lora_rank")}
+        return {"trainer.lora_rank": (0, "lora_rank"), "trainer.enable_lora": (False, "enable_lora")}
     rank = flat.get("lora_rank", LORA_RANK_DEFAULT)
     if rank == 0:
         raise bad_config("lora_rank = 0 is refused where enable_lora is true: it takes a whole number, at least 1")

@@ -266,9 +266,19 @@ def _(event: ev.ModelClosed) -> str:
 
 
 @_text.register
+def _(event: ev.ModelSuspended) -> str:
+    return f"model {event.model} waits: {event.why}" if event.why else f"model {event.model} goes on"
+
+
+@_text.register
 def _(event: ev.OperationAccepted) -> str:
     size = f", {byte_size(event.body.size)}" if event.body is not None else ""
     return f"{event.op} {event.number} of {event.model} waits{size}"
+
+
+@_text.register
+def _(event: ev.OperationBegun) -> str:
+    return f"operation {event.number} of {event.model} is begun by trainer {event.trainer_epoch}"
 
 
 @_text.register
@@ -286,6 +296,9 @@ def _(event: ev.ModelCovered) -> str:
 @_text.register
 def _(event: ev.WeightsKept) -> str:
     saved = event.saved
+    if event.saved_ns:
+        kept = f"is kept for {saved.ttl_s:.0f} s" if saved.ttl_s else "is kept"
+        return f"{saved.name} ({saved.use}) of model {event.model} {kept}" + (", and public" if event.public else "")
     return f"model {event.model} saved as {saved.name} ({saved.use}), {byte_size(saved.size_bytes)}"
 
 

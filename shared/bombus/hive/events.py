@@ -94,6 +94,7 @@ class Tenancy(msgspec.Struct, frozen=True, kw_only=True):
     session_idle_s: float = 3600.0  # of a session that names no other time
     run_idle_s: float = 300.0  # after which a run without a model ends
     checkpoints_max: int = 1000
+    executions_max: int = 3  # of one operation, whose trainers end before it has a result
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
@@ -504,6 +505,7 @@ class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
     """A client of training operations has come. It is taken for gone after `idle_s` without a sign of life.
 
     `owner` is the name of its key, "" where it has none; `door` is what the gateway wants to remember of its dialect.
+    One `for_model` ends when it has no model any more, or gets none.
     """
 
     session: str
@@ -511,6 +513,7 @@ class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
     owner: str = ""
     door: str = ""
     metadata: dict[str, Any] = {}
+    for_model: bool = False
 
 
 class SessionEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.ended"):
@@ -529,12 +532,16 @@ class SessionForgotten(Event, frozen=True, kw_only=True, omit_defaults=True, tag
 
 
 class ModelOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.opened"):
-    """A model takes operations, of which the first one, accepted with this event, makes it from `base`."""
+    """A model takes operations, of which the first one, accepted with this event, makes it from `base`.
+
+    `metadata` is its client's.
+    """
 
     run: int
     model: str
     session: str
     base: str
+    metadata: dict[str, str] = {}
 
 
 class ModelClosed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.closed"):
@@ -546,11 +553,23 @@ class ModelClosed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="mod
     why: str = ""
 
 
+class ModelSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.suspended"):
+    """A trainer cannot make a model again, for the reason `why`: what came to it waits, and other models go on.
+
+    Without a reason it goes on too.
+    """
+
+    run: int
+    model: str
+    why: str = ""
+
+
 class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.accepted"):
     """An operation waits for its model, after all that were accepted before it: it is the `number`th of the model.
 
     Its body is in the stream `ops`. Without one it ends the model of a session that has ended, and saves it as
-    `save_as` first, unless that is "". One that is `passive` leaves the model as it is, such as a forward pass.
+    `save_as` first, unless that is "". One that is `passive` leaves the model as it is, such as a forward pass. The
+    client's `metadata` is for what it saves.
     """
 
     run: int
@@ -561,11 +580,25 @@ class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, ta
     body: BodyRef | None = None
     passive: bool = False
     save_as: str = ""
+    metadata: dict[str, str] = {}
 
     @property
     def operation(self) -> str:
         """Return the operation's id."""
         return f"{self.model}:{self.key}"
+
+
+class OperationBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begun"):
+    """A trainer begins to execute an operation, the first one of its model that it executes.
+
+    One that was begun several times by trainers that have ended fails (`Tenancy.executions_max`).
+    """
+
+    run: int
+    model: str
+    number: int
+    key: str
+    trainer_epoch: int
 
 
 class AdapterShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -629,7 +662,11 @@ class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.kept"):
-    """A model was saved for its client. One of the same use and name is replaced. It outlives its model and its run."""
+    """A model was saved for its client. One of the same use and name is replaced. It outlives its model and its run.
+
+    It comes again where what is said of it has changed: `saved_ns` is when it was saved then. `public` is a mark that
+    its client may give it; whoever may use the hive may read all that is saved.
+    """
 
     run: int
     model: str
@@ -638,6 +675,9 @@ class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="wei
     saved: SavedWeights
     step: int = 0
     adapter: AdapterShape | None = None
+    metadata: dict[str, str] = {}
+    public: bool = False
+    saved_ns: int = 0
 
 
 class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.removed"):
@@ -827,7 +867,9 @@ AnyEvent = (
     | SessionForgotten
     | ModelOpened
     | ModelClosed
+    | ModelSuspended
     | OperationAccepted
+    | OperationBegun
     | OperationCompleted
     | ModelCovered
     | WeightsKept

@@ -116,7 +116,7 @@ class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup
 class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open_session"):
     """Open a session of training operations. `idle_s` is 0 where its client names no time.
 
-    `owner` is the name of the key that the client has shown, if it has one.
+    `owner` is the name of the key that the client has shown, if it has one. One `for_model` ends with its model.
     """
 
     session: str
@@ -124,6 +124,7 @@ class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="o
     owner: str = ""
     door: str = ""
     metadata: dict[str, Any] = {}
+    for_model: bool = False
 
 
 class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="close_session"):
@@ -138,7 +139,8 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
     """Accept an operation on a model. `op` says which, and `body` is where all of it is.
 
     The same `model` and `key` are the same operation, with the same answer, whatever the message's id. The first one
-    of a model is `create_model`, with the name of its `base`. `run` is 0 where the sender knows none.
+    of a model is `create_model`, with the name of its `base`. `run` is 0 where the sender knows none. The client's
+    `metadata` is for the model that is created, or for the checkpoint that is saved.
     """
 
     session: str
@@ -149,6 +151,7 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
     run: int = 0
     passive: bool = False
     base: str = ""
+    metadata: dict[str, str] = {}
 
 
 class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_weights"):
@@ -209,6 +212,15 @@ class TakeBatch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tak
 
 class ResetGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="reset_groups"):
     """End a run of trajectories, and forget its groups and environments."""
+
+
+class PublishWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="publish_weights"):
+    """Mark a saved model as `public`, or take the mark away."""
+
+    model: str
+    use: str
+    name: str
+    public: bool = True
 
 
 # ---- facts ----------------------------------------------------------------------------------------------------
@@ -387,6 +399,25 @@ class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     saved: SavedWeights | None = None
 
 
+class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begins"):
+    """A trainer is about to execute an operation, the first one of its model since it has opened the run."""
+
+    run: int
+    trainer_epoch: int
+    model: str
+    number: int
+    key: str
+
+
+class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.away"):
+    """A trainer cannot make a model again, and says `why`; without a reason it can."""
+
+    run: int
+    trainer_epoch: int
+    model: str
+    why: str = ""
+
+
 class CoverWritten(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cover.written"):
     """A trainer has written a checkpoint of a model, from which it can go on after operation `number`."""
 
@@ -471,6 +502,7 @@ AnyMessage = (
     | PushGroups
     | TakeBatch
     | ResetGroups
+    | PublishWeights
     | Tick
     | Touch
     | CallRecorded
@@ -489,6 +521,8 @@ AnyMessage = (
     | EngineBroke
     | TrainerServes
     | OperationDone
+    | OperationBegins
+    | ModelAway
     | CoverWritten
     | OperationsStored
     | BatchSent

@@ -812,6 +812,16 @@ def _operation_completed(engine: EngineState, event: ev.OperationCompleted) -> N
     engine.step_failures = engine.trainers_lost = 0
 
 
+@_on(ev.ModelSuspended)
+def _model_suspended(engine: EngineState, event: ev.ModelSuspended) -> None:
+    tenancy.suspend_model(engine.tenants, event)
+
+
+@_on(ev.OperationBegun)
+def _operation_begun(engine: EngineState, event: ev.OperationBegun) -> None:
+    tenancy.begin(engine.tenants, event)
+
+
 @_on(ev.ModelCovered)
 def _model_covered(engine: EngineState, event: ev.ModelCovered) -> None:
     tenancy.cover(engine.tenants, event)

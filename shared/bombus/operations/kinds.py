@@ -123,7 +123,10 @@ class AbortEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="abort_epoch", t
 
 
 class SaveWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="save_weights", tag_field="kind"):
-    """Save the model under a name. `ttl_s` is how long it is kept; 0 is for ever."""
+    """Save the model under a name, or where that is "" under the time at which the log took the operation.
+
+    `ttl_s` is how long it is kept; 0 is for ever.
+    """
 
     checkpoint: CheckpointKind
     name: str

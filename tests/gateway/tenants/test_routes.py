@@ -8,9 +8,13 @@ import httpx
 import pytest
 
 from bombus.bus import Bus
+from bombus.config.job import RunConfig
+from bombus.hive import inbox
+from bombus.hive.state import Phase
+from bombus.host.hive_keys import HiveKeys
 from bombus.operations import Category, CreateModel, Failed, ForwardBackward, Operation, OptimStep, Rejected, Result
 from bombus_gateway.training.messages import FORWARD_BACKWARD_OUTPUT
-from tests.gateway.openai_hive import gateway_of
+from tests.gateway.openai_hive import ENGINE, gateway_of, new_id
 from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results, tenant_hive
 from tests.gateway.training.wire import TARGETS, chunk, datum, request
 
@@ -197,3 +201,61 @@ async def xorl_result(client: httpx.AsyncClient, accepted: dict[str, Any]) -> di
     ) == "try_again":
         pass
     return answer
+
+
+async def create_on(client: httpx.AsyncClient, base: str) -> dict[str, Any]:
+    session = (await ask(client, "create_session", sdk_version="0.38.0", tags=[]))["session_id"]
+    adapter = {"rank": 8}
+    made = await ask(client, "create_model", session_id=session, model_seq_id=0, base_model=base, lora_config=adapter)
+    answer: dict[str, Any] = (await result(client, made)).json()
+    return answer
+
+
+async def configure(hive: TenantHive, **more: object) -> None:
+    job = RunConfig.model_validate({"model": {"path": BASE}, **more})
+    configured = inbox.Configure(
+        id=new_id(),
+        engine=ENGINE,
+        config=job.to_json(),
+        config_digest=job.digest,
+        collection=job.to_collection(),
+        model=BASE,
+    )
+    await hive.bus.inbox.request(configured)
+    await hive.follower.wait_for(lambda _: hive.engine.configured is not None)
+
+
+async def test_a_model_does_not_replace_the_job_that_somebody_else_has_given_the_engine(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive, trainer={"lr": 3e-5})
+    failure = await create_on(client, "org/other")
+    assert failure["category"] == "user"
+    assert "has a job for models on org/tiny, and org/other is another base" in failure["error"]
+    assert hive.engine.phase == Phase.OFFLINE
+    assert hive.engine.configured is not None
+    assert RunConfig.from_json(hive.engine.configured.config).trainer.lr == 3e-5
+    assert "model_id" in await create_on(client, BASE)
+
+
+async def test_a_job_that_says_nothing_but_a_base_is_replaced_by_that_of_the_next_base(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive)
+    assert "model_id" in await create_on(client, "org/other")
+    assert hive.engine.active is not None
+    assert hive.engine.active.model == "org/other"
+
+
+async def test_where_there_is_an_admin_key_only_who_has_it_gives_the_engine_a_job(hive: TenantHive, bus: Bus) -> None:
+    keys = HiveKeys(admin="the-admin-key-0123456789", client="the-client-key-0123456789")
+    async with gateway_of(bus, keys=keys) as (_, url):
+
+        def client(key: str) -> httpx.AsyncClient:
+            return httpx.AsyncClient(base_url=f"{url}/api/v1", timeout=60.0, headers={"x-api-key": key})
+
+        async with client(keys.client) as stranger, client(keys.admin) as operator:
+            assert "has no job yet" in (await create_on(stranger, BASE))["error"]
+            assert hive.engine.configured is None
+            assert "model_id" in await create_on(operator, BASE)
+            assert "model_id" in await create_on(stranger, BASE)

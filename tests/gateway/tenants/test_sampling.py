@@ -13,6 +13,7 @@ from bombus.bus import Bus
 from bombus.hive import inbox
 from bombus.hive.generation import Fault, Finished, Generate, PromptScores
 from bombus.hive.records import pack_logprobs, unpack_tokens
+from bombus.hive.state import Phase
 from bombus.operations import SaveWeights
 from bombus_gateway.training.messages import SAMPLE_RESPONSE, WireStop
 from tests.gateway.openai_hive import (
@@ -29,7 +30,7 @@ from tests.gateway.openai_hive import (
 )
 from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
 from tests.gateway.tenants.test_routes import BASE, ask, open_model, result, xorl_result
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -131,10 +132,10 @@ async def test_a_text_that_stops_ends_a_sample_with_the_token_that_completes_it(
 ) -> None:
     sampler = await begin(client, model)
     whole = TEXT.tokenizer.encode("the weather is fine today")
-    until = next(n for n in range(len(whole)) if "fine" in TEXT.tokenizer.bytes_of(whole[:n]).decode())
+    cut = next(n for n in range(len(whole)) if "fine" in TEXT.tokenizer.bytes_of(whole[:n]).decode())
     hive.replica.otherwise = says("the weather is fine today", portion=1)
     answer = await drawn(client, sample(sampler, params={"stop": ["fine", "never"]}))
-    assert tokens(answer.sequences[0]) == whole[:until]
+    assert tokens(answer.sequences[0]) == whole[:cut]
     assert answer.sequences[0].stop_reason == WireStop.STOP
     assert hive.replica.requests[0].sampling.stop_token_ids == ()
     await drawn(client, sample(sampler, seq=1, params={"stop": [11, 12]}))
@@ -231,6 +232,18 @@ async def test_an_unnamed_save_begins_a_sampler_that_stays_and_an_inflight_one_m
     assert asked == [address_of("sample-0"), address_of("inflight-3"), address_of("sample-2")]
 
 
+async def test_inflight_samplers_move_to_inflight_saves_alone_in_the_order_of_their_numbers(
+    hive: TenantHive, client: httpx.AsyncClient, model: str
+) -> None:
+    for seq, number in enumerate((0, 2, 1), start=1):
+        await saved(client, model, seq, sampling_session_seq_id=number, kind="inflight")
+    await result(client, await ask(client, "save_weights", model_id=model, seq_id=4, path="inflight-final"))
+    await saved(client, model, 5, path="inflight-last")
+    session = model.removesuffix(":train:0")
+    await drawn(client, sample(f"{session}:sample:0"))
+    assert hive.replica.requests[-1].adapter == address_of("inflight-2")
+
+
 async def test_a_sampler_outlives_its_gateway_and_a_sample_is_drawn_again(
     hive: TenantHive, client: httpx.AsyncClient, model: str, bus: Bus
 ) -> None:
@@ -313,7 +326,10 @@ async def test_a_replica_that_fails_each_time_fails_the_sample_and_a_busy_one_is
 
 async def test_nothing_is_sampled_when_the_run_is_over(hive: TenantHive, client: httpx.AsyncClient, model: str) -> None:
     sampler = await begin(client, model)
+    gateway = hive.gateway
+    assert gateway is not None
     await hive.bus.inbox.request(inbox.Stop(id=new_id(), engine=ENGINE))
+    await until(lambda: gateway.follower.hive.engine(ENGINE).phase is Phase.OFFLINE)
     answer = await failure(client, sample(sampler))
     assert answer["error"].endswith("create a model, which starts it.")
 

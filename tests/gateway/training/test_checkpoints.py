@@ -16,7 +16,7 @@ TRAINING, SAMPLER, EXTERNAL = CheckpointKind.TRAINING, CheckpointKind.SAMPLER, C
 
 def saved(dialect: TrainingDialect, kind: CheckpointKind, fields: dict[str, object]) -> Submission:
     body = msgspec.json.encode({"model_id": "S:train:0", "seq_id": 3, **fields})
-    submission = read_save(dialect, kind, body, unnamed="2026-11-23")
+    submission = read_save(dialect, kind, body)
     assert (submission.model, submission.seq) == ("S:train:0", 3)
     return submission
 
@@ -30,7 +30,7 @@ def error(submission: Submission) -> str:
     ("dialect", "kind", "fields", "operation"),
     [
         (TINKER, TRAINING, {"path": "a"}, SaveWeights(checkpoint=TRAINING, name="a")),
-        (TINKER, TRAINING, {}, SaveWeights(checkpoint=TRAINING, name="2026-11-23")),
+        (TINKER, TRAINING, {}, SaveWeights(checkpoint=TRAINING, name="")),
         (
             TINKER,
             TRAINING,
@@ -39,7 +39,7 @@ def error(submission: Submission) -> str:
         ),
         (TINKER, SAMPLER, {"path": "b", "kind": "snapshot"}, SaveWeights(checkpoint=SAMPLER, name="b")),
         (TINKER, EXTERNAL, {"path": "c"}, SaveWeights(checkpoint=EXTERNAL, name="c")),
-        (XORL, TRAINING, {"path": None}, SaveWeights(checkpoint=TRAINING, name="2026-11-23", overwrite=True)),
+        (XORL, TRAINING, {"path": None}, SaveWeights(checkpoint=TRAINING, name="", overwrite=True)),
         (XORL, SAMPLER, {"name": "step-1"}, SaveWeights(checkpoint=SAMPLER, name="step-1", overwrite=True)),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_session_of_sampling_may_begin_with_a_checkpoint(kind: str, inflight: 
     name = "inflight-4" if inflight else "sample-4"
     assert submission.operation == SaveWeights(checkpoint=SAMPLER, name=name, ttl_s=86_400.0)
     assert (submission.sampling_session, submission.inflight) == ("S:sample:4", inflight)
-    assert submission.metadata == b'{"k":"v"}'
+    assert submission.metadata == {"k": "v"}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,8 @@ def test_a_session_of_sampling_may_begin_with_a_checkpoint(kind: str, inflight: 
         ({"path": "a", "save_optimizer": False}, "save_weights_for_sampler saves weights alone"),
         ({"path": 5}, "path: Expected `str | null`"),
         ({"path": "a", "kind": 5}, "kind: Expected `str`"),
-        ({"path": "a", "user_metadata": {"k": "v" * (1 << 16)}}, "user_metadata has 65544 bytes"),
+        ({"path": "a", "user_metadata": {"k": 5}}, "user_metadata has names with a text for each"),
+        ({"path": "a", "user_metadata": {"k": "v" * (1 << 12)}}, "user_metadata has 4104 bytes"),
     ],
 )
 def test_what_cannot_be_saved_fails_in_words(fields: dict[str, object], why: str) -> None:

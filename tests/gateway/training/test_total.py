@@ -44,7 +44,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "step": lambda body: read_optim_step(TINKER, body),
     "step xorl": lambda body: read_optim_step(XORL, body),
     "abort": read_abort_epoch,
-    "save": lambda body: read_save(TINKER, CheckpointKind.SAMPLER, body, "unnamed"),
+    "save": lambda body: read_save(TINKER, CheckpointKind.SAMPLER, body),
     "load": lambda body: read_load(XORL, body),
     "info": read_weights_info,
     "session": lambda body: read_sampling_session(TINKER, body),

@@ -31,7 +31,7 @@ def test_tinkers_model_has_the_id_that_its_client_derives() -> None:
         TINKER,
         {**CREATE, "lora_config": LORA, "user_metadata": {"k": "v"}, "optimizer_config": {"type": "adamw"}},
     )
-    assert (submission.model, submission.seq, submission.metadata) == ("S:train:0", 0, b'{"k":"v"}')
+    assert (submission.model, submission.seq, submission.metadata) == ("S:train:0", 0, {"k": "v"})
     assert submission.operation == CreateModel(
         base="org/name", adapter=AdapterSpec(rank=8, alpha=32.0, seed=1, parts=BOTH)
     )
@@ -93,8 +93,8 @@ def test_a_server_of_full_weights_gives_xorl_no_adapter() -> None:
         ({"lora_config": {"rank": 8, "train_mlp": False, "train_attn": False}}, "Nothing would be trained"),
         ({"optimizer_config": {"type": "dimuon", "version": 1}}, "The optimizer 'dimuon' is not offered"),
         (
-            {"user_metadata": {"k": "v" * limits.METADATA_BYTES}},
-            "user_metadata has 65544 bytes, and the limit is 65536",
+            {"user_metadata": {"k": "v" * limits.USER_METADATA_BYTES}},
+            "user_metadata has 4104 bytes, and the limit is 4096",
         ),
     ],
 )
@@ -126,8 +126,8 @@ def by_load(**fields: object) -> Submission:
 
 
 def test_a_model_may_begin_with_a_checkpoint() -> None:
-    submission = by_load(user_metadata={"k": 1})
-    assert (submission.model, submission.seq, submission.metadata) == ("S:train:1", 0, b'{"k":1}')
+    submission = by_load(user_metadata={"k": "1"})
+    assert (submission.model, submission.seq, submission.metadata) == ("S:train:1", 0, {"k": "1"})
     assert submission.operation == CreateModel(base="", checkpoint="R:train:0/training/a", with_optimizer=True)
     assert by_load(base_model="b", optimizer=False).operation == CreateModel(
         base="b", checkpoint="R:train:0/training/a"

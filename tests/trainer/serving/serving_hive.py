@@ -27,7 +27,7 @@ from bombus.operations import (
 from tests.trainer.tenants.small_tenants import forward_backward, optim_step, random_data
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
 
-BASE = "org/tiny"  # as clients know it; the job has a path
+BASE = ENGINE  # as clients know it; the job has a path
 SMALL, LARGE = AdapterSpec(rank=4, alpha=8.0, seed=1), AdapterSpec(rank=16, alpha=16.0, seed=2)
 
 OPS = {

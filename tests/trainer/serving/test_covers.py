@@ -52,7 +52,7 @@ def test_a_cover_that_is_not_the_one_on_the_log_is_not_loaded(base: Path, tmp_pa
     with pytest.raises(EngineFault, match="is not the one that the log names"):
         covers.load(made, "m", covered)
     facts.unlink()
-    with pytest.raises(EngineFault, match=r"model m cannot go on from its checkpoint at .*: bring it back and resume"):
+    with pytest.raises(EngineFault, match=r"model m cannot go on from its checkpoint at .*: bring it back"):
         covers.load(made, "m", covered)
 
 

@@ -11,10 +11,12 @@ from bombus.hive.tenants.state import Queued, TenantModel
 from bombus.operations import (
     Array,
     Category,
+    CheckpointSaved,
     CreateModel,
     DType,
     EndModel,
     Failed,
+    LoadWeights,
     LossSpec,
     Operation,
     Rejected,
@@ -30,7 +32,7 @@ from bombus_trainer.serving.covers import Covers
 from bombus_trainer.serving.models import ServedModels
 from bombus_trainer.tenants.executor import OperationExecutor
 from bombus_trainer.tenants.settings import TenantSettings
-from tests.trainer.serving.serving_hive import sampler
+from tests.trainer.serving.serving_hive import sampler, training
 from tests.trainer.small_batches import tiny_settings
 from tests.trainer.tenants.small_tenants import BASE, SPEC, forward_backward, optim_step, random_data
 
@@ -182,6 +184,34 @@ async def test_a_body_that_is_lost_fails_what_waits_and_stops_a_model_that_has_t
         await one.models.make_again(one.model)
 
 
+async def test_a_failed_operation_whose_body_is_gone_spoils_the_gradient_again_when_its_model_is_made_again(
+    one: OneModel,
+) -> None:
+    await one.do(GRADIENT)
+    queued = one.accept(GRADIENT)
+    assert queued.body is not None
+    del one.bodies[queued.body]
+    read = await one.models.read(queued)
+    result, body = one.models.encoded(one.model, read, await one.models.execute(one.model, queued, read))
+    queued.result, queued.failed, queued.completed_ns = one.store(body), isinstance(result, Failed), 2
+    await one.models.make_again(one.model)
+    assert "the body of this operation is lost" in await failed(one, optim_step(), Category.USER)
+    await one.models.make_again(one.model)
+    assert isinstance(await one.do(optim_step()), StepTaken)
+
+
+async def test_a_checkpoint_that_was_loaded_is_needed_until_the_model_has_a_cover(one: OneModel) -> None:
+    await one.do(training("x"))
+    assert not one.models.needs_checkpoint("m/training/x")
+    await one.do(LoadWeights(checkpoint="m/training/x", with_optimizer=True))
+    for _ in range(2):
+        assert one.models.needs_checkpoint("m/training/x")
+        assert not one.models.needs_checkpoint("m/training/y")
+        await one.models.make_again(one.model)
+    await one.models.cover("m")
+    assert not one.models.needs_checkpoint("m/training/x")
+
+
 async def test_an_operation_that_succeeded_and_fails_when_it_is_repeated_stops_the_model(one: OneModel) -> None:
     queued = one.accept(forward_backward(*random_data(1, 1), loss=LossSpec("nothing")))
     queued.completed_ns = 2
@@ -214,3 +244,17 @@ async def test_models_that_have_ended_are_forgotten_and_so_is_one_whose_name_was
     one.models.forget_ended({"m": again})
     assert one.executor.models == {}
     assert not one.models.is_gone({})
+
+
+async def test_what_is_saved_without_a_name_is_named_by_when_the_log_took_it(one: OneModel) -> None:
+    accepted_ns = 1_795_392_000 * 10**9  # 2026-11-23 00:00:00 UTC
+    names = []
+    for _ in range(2):
+        queued = one.accept(training(""))
+        queued.accepted_ns = accepted_ns
+        read = await one.models.read(queued)
+        for _ in range(2):  # a trainer that was ended in between executes it again
+            result = await one.models.execute(one.model, queued, read)
+            assert isinstance(result, CheckpointSaved), result
+            names.append(result.name)
+    assert names == ["20261123-000000-2"] * 2 + ["20261123-000000-3"] * 2

@@ -1,5 +1,7 @@
 """A run of operations on the real bus: what clients see of their models, and what they do not see of each other."""
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bombus.bus import Bus
+from bombus.bus import Bus, snapshots
+from bombus.bus.headers import MSG_ID
+from bombus.bus.snapshots import Snapshot
 from bombus.hive import inbox
 from bombus.hive.events import EngineStopped, ModelEnd, OperationCompleted
-from bombus.hive.state import Phase
+from bombus.hive.state import FOLD, Phase
 from bombus.operations import (
     Category,
     CheckpointKind,
@@ -278,6 +282,28 @@ async def test_a_checkpoint_that_is_removed_goes_from_the_disk_and_its_name_is_f
     assert not Path(second.folder).exists()
 
 
+async def test_a_checkpoint_that_is_removed_while_no_trainer_is_there_goes_when_the_next_one_begins_at_a_snapshot(
+    client: TrainingClient, bus: Bus
+) -> None:
+    trainer = client.stage.train()
+    await client.do("m", create())
+    first = await client.do("m", training("x"))
+    assert isinstance(first, CheckpointSaved)
+    await stopped(trainer)
+    remove = inbox.RemoveWeights(id=client.stage.id(), engine=ENGINE, model="m", use="training", name="x")
+    answer = await bus.inbox.request(remove)
+    await client.stage.follower.wait_position(answer.position)
+    last = await bus.last(bus.subjects.events_stream)
+    assert last is not None
+    hive = client.stage.follower.hive
+    snapshot = Snapshot(fold=FOLD, position=last.seq, event_id=last.headers[MSG_ID], answered=0, hive=hive)
+    await snapshots.store(bus, snapshots.encode(snapshot), last.seq)
+    client.stage.train()
+    await client.do("m", forward_backward(*random_data(5, 2)))
+    assert not Path(first.folder).exists()
+    assert isinstance(await client.do("m", training("x")), CheckpointSaved), "its name is free"
+
+
 async def test_a_model_is_ended_by_its_client_and_saved_when_its_session_ends(client: TrainingClient) -> None:
     client.stage.train()
     for model in ("done", "left"):
@@ -400,6 +426,89 @@ async def test_a_cover_that_is_away_suspends_the_run_until_it_is_back(bus: Bus, 
         answer = await stage.bus.inbox.request(inbox.Resume(id=stage.id(), engine=ENGINE))
         await stage.follower.wait_position(answer.position)
         assert await weights(client, "m", "again") == before
+
+
+async def two_covered(client: TrainingClient) -> asyncio.Task[None]:
+    """Let two models be trained and covered, and return their trainer."""
+    trainer = client.stage.train()
+    for model, adapter in (("a", SMALL), ("b", LARGE)):
+        for operation in (create(adapter), *steps(1, 1)):
+            await client.do(model, operation)
+        await client.until_covered(model, 4)
+    return trainer
+
+
+def cover_of(client: TrainingClient, model: str) -> Path:
+    cover = client.model(model).cover
+    assert cover is not None
+    return Path(cover.folder)
+
+
+async def test_a_cover_that_is_damaged_holds_up_its_model_alone_until_it_is_mended(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0, retry_s_max=0.2) as client:
+        stage = client.stage
+        await stopped(await two_covered(client))
+        facts = cover_of(client, "a") / "facts.json"
+        whole = facts.read_bytes()
+        facts.write_bytes(whole[:-1])
+        waiting = await client.send("a", sampler("now"))
+        stage.train()
+        await weights(client, "b")
+        await stage.follower.wait_for(lambda _: bool(client.model("a").suspended), 30.0)
+        assert "is not the one that the log names" in client.model("a").suspended
+        assert client.queued("a", waiting).waits
+        assert stage.engine.suspensions == 0
+        facts.write_bytes(whole)
+        address(await client.result("a", waiting))
+        assert client.model("a").suspended == ""
+
+
+async def test_a_model_whose_cover_is_lost_is_ended_by_its_client_but_cannot_be_saved(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0) as client:
+        await stopped(await two_covered(client))
+        shutil.rmtree(cover_of(client, "a"))
+        waiting = await client.send("a", optim_step())
+        client.stage.train()
+        unsaved = await client.do("a", EndModel(save_as="x"))
+        assert isinstance(unsaved, Failed)
+        assert "cannot be saved, because it cannot be made again now" in unsaved.error
+        assert isinstance(await client.do("a", EndModel()), ModelEnded)
+        assert "has ended" in client.queued("a", waiting).error
+        await weights(client, "b")
+        assert isinstance(await client.do("a", create(LARGE)), ModelReady), "its name is free"
+        await weights(client, "a", "again")
+
+
+async def test_a_model_whose_cover_is_lost_goes_on_from_a_checkpoint_of_its_client(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, cover_s=600.0, cover_bytes=1 << 30) as client:
+        stage = client.stage
+        trainer = stage.train()
+        for operation in (create(), *steps(1, 1)):
+            await client.do("m", operation)
+        await client.do("m", training("early"))
+        stage.options = stage.options.model_copy(update={"cover_s": 0.0})
+        await stopped(trainer)
+        trainer = stage.train()
+        await client.do("m", forward_backward(*random_data(7, 2)))
+        await client.do("m", optim_step())
+        await client.until_covered("m", 7)
+        await stopped(trainer)
+        stage.options = stage.options.model_copy(update={"cover_s": 600.0})
+        trainer = stage.train()
+        for operation in (training("late"), *steps(2, 1), training("half"), forward_backward(*random_data(8, 2))):
+            await client.do("m", operation)
+        await client.do("m", training("with-a-gradient"))
+        before = await weights(client, "m")
+        await stopped(trainer)
+        shutil.rmtree(cover_of(client, "m"))
+        stage.train()
+        assert await weights(client, "m", "again") == before
+        await client.do("m", optim_step())
+        calm = [create(), *steps(1, 1), forward_backward(*random_data(7, 2)), optim_step(), *steps(2, 1)]
+        for operation in (*calm, forward_backward(*random_data(8, 2)), optim_step()):
+            await client.do("calm", operation)
+        assert await weights(client, "m", "end") == await weights(client, "calm", "end")
+        assert stage.engine.suspensions == 0
 
 
 async def test_an_engine_without_a_configuration_says_what_it_lacks(bus: Bus, tmp_path: Path) -> None:

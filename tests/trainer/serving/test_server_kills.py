@@ -11,8 +11,19 @@ import pytest
 from bombus.bus import Bus
 from bombus.bus.streams import stream_configs
 from bombus.faults import Point
-from bombus.hive.events import ModelCovered, OperationCompleted
-from bombus.operations import CheckpointSaved, LoadWeights, Operation, Result, encode_result
+from bombus.hive import inbox
+from bombus.hive.events import ModelCovered, OperationBegun, OperationCompleted
+from bombus.operations import (
+    Category,
+    CheckpointSaved,
+    Failed,
+    LoadWeights,
+    Operation,
+    Result,
+    Scores,
+    StepTaken,
+    encode_result,
+)
 from tests.conftest import SMALL_STREAMS
 from tests.trainer.forked_trainers import Forge
 from tests.trainer.serving.serving_hive import (
@@ -27,6 +38,7 @@ from tests.trainer.serving.serving_hive import (
     training,
 )
 from tests.trainer.tenants.small_tenants import datum, forward_backward, random_data
+from tests.trainer.trainer_hive import ENGINE
 from tests.trainer.trainer_lives import Life
 
 FIRST = (Point.SERVING_SAID, Point.OPERATION_SEEN)  # in a run that boots, and with nothing to make again
@@ -125,3 +137,57 @@ async def test_r17_a_trainer_that_was_frozen_while_another_took_over_changes_not
         for operation in calm:
             await client.send("calm", operation)
         assert comparable((await client.results("calm"))[-1]) == comparable(last)
+
+
+async def test_r17_an_operation_that_ends_its_trainer_each_time_fails_in_words_and_the_others_go_on(
+    nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
+) -> None:
+    async with serving(bus, tmp_path, cover_s=600.0) as client:
+        life = Life(client.stage, forge, nats_url)
+        first = await life.trainer()
+        for model, seed in (("a", 1), ("b", 2)):
+            await client.do(model, create(SMALL))
+            await client.do(model, forward_backward(*random_data(seed, 2)))
+        await forge.kill(first)
+        deadly = await client.send("a", forward_backward(*random_data(3, 2)))
+        for _ in range(3):
+            await life.dies(Point.OPERATION_EXECUTED)
+        stepped = [await client.send(model, steps(4, 1)[-1]) for model in "ab"]
+        await life.trainer()
+        failed = await client.result("a", deadly)
+        assert isinstance(failed, Failed)
+        assert failed.category is Category.SERVER
+        assert "trainers ended 3 times while they executed this operation" in failed.error
+        spoiled, taken = await client.result("a", stepped[0]), await client.result("b", stepped[1])
+        assert isinstance(spoiled, Failed)
+        assert "trainers ended 3 times" in spoiled.error, "its gradient lacks something"
+        assert isinstance(taken, StepTaken)
+        begun = [each for each in client.stage.events if isinstance(each, OperationBegun)]
+        assert len([each for each in begun if (each.model, each.key) == ("a", deadly)]) == 3
+        assert client.stage.engine.suspensions == 0
+        after = await client.do("a", steps(5, 1)[-1])
+        assert isinstance(after, StepTaken), "and the model goes on"
+
+
+async def test_a_checkpoint_that_is_removed_after_its_load_stays_until_a_cover_has_what_was_loaded(
+    nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
+) -> None:
+    async with serving(bus, tmp_path, cover_s=600.0) as client:
+        life = Life(client.stage, forge, nats_url)
+        first = await life.trainer()
+        await client.do("m", create(SMALL))
+        kept = await client.do("m", training("x"))
+        assert isinstance(kept, CheckpointSaved)
+        for operation in steps(1, 1):
+            await client.do("m", operation)
+        await forge.kill(first)
+        await client.send("m", LoadWeights(checkpoint="m/training/x", with_optimizer=True))
+        await life.dies(Point.OPERATION_SEEN)
+        removal = inbox.RemoveWeights(id=client.stage.id(), engine=ENGINE, model="m", use="training", name="x")
+        await bus.inbox.request(removal)
+        await life.dies(Point.COVER_BEGUN)
+        assert Path(kept.folder).exists()
+        await life.trainer()
+        assert isinstance(await client.do("m", forward_backward(*random_data(2, 2))), Scores)
+        assert not Path(kept.folder).exists()
+        assert client.model("m").suspended == ""

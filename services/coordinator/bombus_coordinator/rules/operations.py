@@ -2,14 +2,16 @@
 
 import re
 
+import msgspec
+
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, RunKind
-from bombus.hive.inbox import Accepted, CoverWritten, Done, Operate, OperationDone
+from bombus.hive.inbox import Accepted, CoverWritten, Done, ModelAway, Operate, OperationBegins, OperationDone
 from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status import byte_size
-from bombus.hive.tenants.state import Queued, TenantModel
+from bombus.hive.tenants.state import KeptWeights, Queued, TenantModel, bodies_share
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live
@@ -17,11 +19,14 @@ from bombus_coordinator.rules.live import Live
 CREATE, END, SAVE = "create_model", "end_model", "save_weights"
 OWN_KEY = "_end-"  # of the operations that end the models of a session that has ended; no client's key begins so
 ENDS_MAX = 3  # attempts to save such a model
+ENDED_S = 30 * 24 * 3600.0  # how long what such an operation saves is kept
 METRICS_MAX = 32
 WHY_CHARS_MAX = 500
 TEXT_CHARS_MAX = 1000  # of a folder, and of a base's name
+METADATA_BYTES_MAX = 4 << 10  # of a model, and of a checkpoint
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
+_UNNAMED = re.compile(r"(sample|inflight)-\d+\Z")  # what gateways call a save that its client has given no name
 _OP = re.compile(r"[a-z][a-z_]{0,31}\Z")
 
 
@@ -65,11 +70,13 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
                 model=message.model,
                 session=message.session,
                 base=message.base,
+                metadata=message.metadata,
             ),
         )
     else:
         model = _open_model(engine, message, model)
         _check_room(engine, message, model)
+        events = _room_for_save(engine, live, message)
     number = 1 if model is None else model.numbers + 1
     accepted = ev.OperationAccepted(
         at_ns=live.now_ns,
@@ -81,6 +88,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
         op=message.op,
         body=message.body,
         passive=message.passive,
+        metadata=message.metadata if message.op == SAVE else {},
     )
     reply = Accepted(run=run, operation=accepted.operation, number=number)
     yield Decision(events=(*events, accepted), replies=(CommandReply(message.id, reply),))
@@ -113,6 +121,8 @@ def _check_form(message: Operate) -> None:
         raise Refused(Code.MALFORMED, "The reference to the body names no parts of it, or too many: store it again.")
     if len(message.base) > TEXT_CHARS_MAX:
         raise Refused(Code.MALFORMED, f"The name of a base model has at most {TEXT_CHARS_MAX} characters.")
+    if len(msgspec.msgpack.encode(message.metadata)) > METADATA_BYTES_MAX:
+        raise Refused(Code.TOO_LARGE, f"Metadata of a model or a checkpoint is over {METADATA_BYTES_MAX} bytes.")
 
 
 def is_body(body: BodyRef) -> bool:
@@ -136,6 +146,13 @@ def _check_new(engine: EngineState, message: Operate) -> None:
         )
     if not message.base:
         raise Refused(Code.MALFORMED, "A model is created on a base: name it.")
+    job = engine.configured
+    if engine.phase == Phase.OFFLINE and job is not None and message.base not in (job.model, engine.name):
+        raise Refused(
+            Code.UNKNOWN_MODEL,
+            f"Engine {engine.name} is configured for models on {job.model}, not on {message.base}. Use that base, or "
+            "another engine, or configure this one with a job for your base.",
+        )
     base = "" if engine.started is None else engine.started.base
     if engine.phase != Phase.OFFLINE and message.base != base:
         raise Refused(
@@ -193,26 +210,66 @@ def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> No
             f"Model {model.name} has {len(model.operations)} operations since its trainer wrote a cover, of at most "
             f"{limits.operations_max}: send this one again when it has written another.",
         )
-    if engine.tenants.held_bytes + message.body.size > limits.bodies_bytes_max:
+    is_over_share = model.held_bytes + message.body.size > bodies_share(limits)
+    if is_over_share and engine.tenants.held_bytes + message.body.size > limits.bodies_bytes_max:
         raise Refused(
             Code.QUOTA,
             f"Operations of {byte_size(engine.tenants.held_bytes)} are kept for the trainer, of at most "
             f"{byte_size(limits.bodies_bytes_max)}: send this one again when some were executed and saved.",
         )
-    if message.op == SAVE and len(engine.tenants.kept) >= limits.checkpoints_max:
+    is_full = len(engine.tenants.kept) >= limits.checkpoints_max
+    if message.op == SAVE and is_full and _oldest_unnamed(engine, model.name) is None:
         raise Refused(Code.QUOTA, f"{limits.checkpoints_max} saved models are kept: remove some that nobody needs.")
+
+
+def _oldest_unnamed(engine: EngineState, model: str) -> KeptWeights | None:
+    """Return the first of a model's saves that has a number for a name, and is removed by itself some day."""
+    of_model = (each for each in engine.tenants.kept.values() if each.noted.model == model and each.until_ns)
+    return next((each for each in of_model if _UNNAMED.match(each.noted.saved.name)), None)
+
+
+def _room_for_save(engine: EngineState, live: Live, message: Operate) -> tuple[Event, ...]:
+    """Return the end of a model's oldest unnamed save where as many as may be are kept, so that a loop can go on."""
+    oldest = _oldest_unnamed(engine, message.model)
+    if message.op != SAVE or oldest is None or len(engine.tenants.kept) < engine.collection.tenancy.checkpoints_max:
+        return ()
+    saved = oldest.noted.saved
+    removed = ev.WeightsRemoved(
+        at_ns=live.now_ns, engine=engine.name, model=message.model, use=saved.use, name=saved.name, expired=True
+    )
+    return (removed,)
 
 
 # ---- facts from trainers --------------------------------------------------------------------------------------
 
 
-def _is_current(engine: EngineState, message: OperationDone | CoverWritten) -> bool:
+def _is_current(engine: EngineState, message: OperationDone | OperationBegins | CoverWritten | ModelAway) -> bool:
     return (
         message.run == engine.run
         and engine.serves_operations
         and engine.trainer != ""
         and message.trainer_epoch == engine.trainer_epoch
     )
+
+
+def begins(engine: EngineState, live: Live, message: OperationBegins) -> Decisions:
+    """Note that the current trainer begins to execute an operation: it may not live to tell its result."""
+    model = engine.tenants.models.get(message.model)
+    queued = None if model is None or model.closed is not None else model.operations.get(message.key)
+    if queued is None or not _is_current(engine, message) or not queued.waits or queued.number != message.number:
+        return
+    if queued.begun_by == message.trainer_epoch:
+        return
+    event = ev.OperationBegun(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=message.model,
+        number=queued.number,
+        key=queued.key,
+        trainer_epoch=message.trainer_epoch,
+    )
+    yield Decision(events=(event,))
 
 
 def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
@@ -253,16 +310,19 @@ def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
             made=message.made,
         )
     ]
-    if message.saved is not None and not message.failed:
-        events.append(_kept(engine, live, model, message, message.saved))
+    events += _kept(engine, live, model, queued, message)
     events += _closed(engine, live, model, queued, message)
     yield Decision(events=tuple(events), replies=reply)
 
 
-def _kept(
-    engine: EngineState, live: Live, model: TenantModel, message: OperationDone, saved: ev.SavedWeights
-) -> ev.WeightsKept:
-    return ev.WeightsKept(
+def _kept(engine: EngineState, live: Live, model: TenantModel, queued: Queued, message: OperationDone) -> list[Event]:
+    """Return what an operation has saved for its client, if it has."""
+    saved = message.saved
+    if saved is None or message.failed:
+        return []
+    if queued.body is None:  # nobody has asked for it
+        saved = msgspec.structs.replace(saved, ttl_s=ENDED_S)
+    kept = ev.WeightsKept(
         at_ns=live.now_ns,
         engine=engine.name,
         run=engine.run,
@@ -272,7 +332,9 @@ def _kept(
         saved=saved,
         step=message.step,
         adapter=model.adapter,
+        metadata=queued.metadata,
     )
+    return [kept]
 
 
 def _closed(engine: EngineState, live: Live, model: TenantModel, queued: Queued, message: OperationDone) -> list[Event]:
@@ -294,6 +356,16 @@ def _closed(engine: EngineState, live: Live, model: TenantModel, queued: Queued,
         why=why[:WHY_CHARS_MAX],
     )
     return [closed]
+
+
+def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
+    """Note that the current trainer cannot make a model again, or that it can."""
+    model = engine.tenants.models.get(message.model)
+    why = message.why[:WHY_CHARS_MAX]
+    if not _is_current(engine, message) or model is None or model.closed is not None or model.suspended == why:
+        return
+    event = ev.ModelSuspended(at_ns=live.now_ns, engine=engine.name, run=engine.run, model=model.name, why=why)
+    yield Decision(events=(event,))
 
 
 def covered(engine: EngineState, live: Live, message: CoverWritten) -> Decisions:

@@ -5,9 +5,9 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, SessionEnd
-from bombus.hive.inbox import CloseSession, Done, OpenSession, RemoveWeights, RetainWeights
+from bombus.hive.inbox import CloseSession, Done, OpenSession, PublishWeights, RemoveWeights, RetainWeights
 from bombus.hive.state import EngineState
-from bombus.hive.tenants.state import TTL_S_MAX, TenantModel, TenantSession, kept_id
+from bombus.hive.tenants.state import TTL_S_MAX, KeptWeights, TenantModel, TenantSession, kept_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live, ns
@@ -18,6 +18,7 @@ TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
 SHOWN_CHARS = 128  # of a name that is not known
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
 AGAIN_S = 60.0  # until a model that could not be saved is tried again
+MODEL_S = 60.0  # for which a session for one model may have none
 ENDED_KEPT = 2  # times as many sessions as may be open: beyond it, those that have ended are forgotten early
 
 
@@ -51,6 +52,7 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
         owner=message.owner,
         door=message.door,
         metadata=message.metadata,
+        for_model=message.for_model,
     )
     yield Decision(events=(*forgotten, opened), replies=reply)
 
@@ -100,11 +102,12 @@ def _open_models(engine: EngineState, session: TenantSession) -> list[TenantMode
 
 
 def _to_end(engine: EngineState, session: TenantSession) -> list[TenantModel]:
-    """Return the models of a session that no operation that waits will end."""
+    """Return the models of a session that no operation that waits will end. One that cannot be saved now waits."""
     return [
         model
         for model in _open_models(engine, session)
-        if not (model.waiting and any(each.waits and each.op == END for each in model.operations.values()))
+        if not model.suspended
+        and not (model.waiting and any(each.waits and each.op == END for each in model.operations.values()))
     ]
 
 
@@ -131,7 +134,12 @@ def expire(engine: EngineState, live: Live) -> Decisions:
         return
     for session in list(engine.tenants.sessions.values()):
         if session.ended is None:
-            if _is_idle(engine, live, session):
+            if _has_no_model(engine, live, session):
+                ended = ev.SessionEnded(
+                    at_ns=live.now_ns, engine=engine.name, session=session.session, reason=SessionEnd.FINISHED
+                )
+                yield Decision(events=_ended(engine, live, session, ended))
+            elif _is_idle(engine, live, session):
                 ended = ev.SessionEnded(
                     at_ns=live.now_ns, engine=engine.name, session=session.session, reason=SessionEnd.IDLE
                 )
@@ -144,9 +152,27 @@ def expire(engine: EngineState, live: Live) -> Decisions:
             yield Decision(events=(_forgotten(engine, live, session),))
 
 
+def _has_no_model(engine: EngineState, live: Live, session: TenantSession) -> bool:
+    """Return whether a session that was opened for one model has none: that has ended, or was not created."""
+    if not session.for_model or _open_models(engine, session):
+        return False
+    models = (model for model in engine.tenants.models.values() if model.session == session.session)
+    closed_ns = max((model.closed.at_ns for model in models if model.closed is not None), default=0)
+    return live.since(max(session.opened_ns, closed_ns)) + ns(MODEL_S) <= live.now_ns
+
+
 def _is_idle(engine: EngineState, live: Live, session: TenantSession) -> bool:
+    """Return whether a session has shown no sign of life for too long, and nothing was done for it.
+
+    The time of a suspension does not count, and what waits is not the client's fault.
+    """
+    models = _open_models(engine, session)
+    if any(model.waiting for model in models):
+        return False
     seen_ns = live.session_seen.get((engine.name, session.session), 0)
-    return live.since(max(session.opened_ns, seen_ns)) + ns(session.idle_s) <= live.now_ns
+    worked_ns = max((model.last_ns for model in models), default=0)
+    last_ns = max(session.opened_ns, seen_ns, worked_ns, engine.resumed_ns)
+    return live.since(last_ns) + ns(session.idle_s) <= live.now_ns
 
 
 def _is_over(engine: EngineState, session: TenantSession) -> bool:
@@ -179,17 +205,40 @@ def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> D
 
 
 def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> Decisions:
+    kept = _kept(engine, message)
+    if not 0 <= message.ttl_s <= TTL_S_MAX:
+        raise Refused(Code.MALFORMED, f"A time to live is 0 to {TTL_S_MAX:.0f} seconds, not {message.ttl_s}.")
+    saved = msgspec.structs.replace(kept.noted.saved, ttl_s=message.ttl_s)
+    noted = msgspec.structs.replace(kept.noted, at_ns=live.now_ns, saved=saved, saved_ns=kept.saved_ns)
+    yield Decision(events=(noted,), replies=(CommandReply(message.id, Done(run=engine.run)),))
+
+
+def publish_weights(engine: EngineState, live: Live, message: PublishWeights) -> Decisions:
+    """Mark a saved model. Its time to live goes on."""
+    kept = _kept(engine, message)
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    if kept.noted.public == message.public:
+        yield Decision(replies=reply)
+        return
+    left_s = max(kept.until_ns - live.now_ns, 1) / 1e9 if kept.until_ns else 0.0
+    noted = msgspec.structs.replace(
+        kept.noted,
+        at_ns=live.now_ns,
+        saved=msgspec.structs.replace(kept.noted.saved, ttl_s=left_s),
+        saved_ns=kept.saved_ns,
+        public=message.public,
+    )
+    yield Decision(events=(noted,), replies=reply)
+
+
+def _kept(engine: EngineState, message: RetainWeights | PublishWeights) -> KeptWeights:
     kept = engine.tenants.kept.get(kept_id(message.model, message.use, message.name))
     if kept is None:
         raise Refused(
             Code.UNKNOWN_MODEL,
             f"Model {message.model[:SHOWN_CHARS]} was not saved as {message.name[:SHOWN_CHARS]}: list what is saved.",
         )
-    if not 0 <= message.ttl_s <= TTL_S_MAX:
-        raise Refused(Code.MALFORMED, f"A time to live is 0 to {TTL_S_MAX:.0f} seconds, not {message.ttl_s}.")
-    saved = msgspec.structs.replace(kept.noted.saved, ttl_s=message.ttl_s)
-    noted = msgspec.structs.replace(kept.noted, at_ns=live.now_ns, saved=saved)
-    yield Decision(events=(noted,), replies=(CommandReply(message.id, Done(run=engine.run)),))
+    return kept
 
 
 def expire_weights(engine: EngineState, live: Live) -> Decisions:

@@ -152,6 +152,7 @@ class OperationDesk:
                 body=ref,
                 passive=_is_passive(operation),
                 base=base,
+                metadata=submission.metadata,
             )
             try:
                 answer = await self.carry_out(message)
@@ -168,19 +169,21 @@ class OperationDesk:
         """Return the key of an operation: requests with equal keys are one.
 
         Tinker's clients number the requests to a model. Those of xorl number the requests of an object of theirs, of
-        which several may share a model, so an equal number is a repeat only with an equal body, within seconds.
+        which several may share a model or follow each other. An object sends no other request before it has the answer
+        to this one, so an equal number is a repeat only with an equal body, within seconds, and as the next request.
         """
         if is_tinkers(submission.model):
             return str(submission.seq)
         model = self.tenants.models.get(submission.model)
         stem = f"{submission.seq}."
         before = [] if model is None else [each for each in model.operations.values() if each.key.startswith(stem)]
-        if not before:
+        if model is None or not before:
             return f"{stem}1"
         newest = before[-1]
         is_recent = time.time_ns() - newest.accepted_ns <= REPEAT_S * 1e9
-        is_new_model = model is not None and model.closed is not None and isinstance(submission.operation, CreateModel)
-        if is_recent and not is_new_model and newest.body is not None and newest.body.digest == body_digest:
+        is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
+        is_next = newest.number == model.numbers
+        if is_recent and is_next and not is_new_model and newest.body is not None and newest.body.digest == body_digest:
             return newest.key
         return f"{stem}{int(newest.key.removeprefix(stem)) + 1}"
 
@@ -258,6 +261,8 @@ class OperationDesk:
         queued, model = self.tenants.operation(name), self.tenants.models.get(name.rpartition(":")[0])
         if queued is None or model is None:
             return Waits("", "active")
+        if model.suspended:
+            return Waits(f"The model cannot go on now: {model.suspended}", "paused_capacity")
         before = sum(each.waits and each.number < queued.number for each in model.operations.values())
         others = self.tenants.waiting - model.waiting
         return Waits(f"{before} operations of this model come first, and {others} of other models wait too.", "active")

@@ -43,12 +43,13 @@ def checkpoint_entry(kept: KeptWeights) -> dict[str, object]:
     return {
         "checkpoint_id": path.id,
         "checkpoint_type": noted.saved.use,
-        "time": _time(noted.at_ns),
+        "time": iso_time(kept.saved_ns),
         "tinker_path": path.uri(TrainingDialect.TINKER),
         "path": path.uri(dialect),
         "size_bytes": noted.saved.size_bytes,
-        "public": False,
-        "expires_at": _time(kept.until_ns) if kept.until_ns else None,
+        "public": noted.public,
+        "user_metadata": noted.metadata or None,
+        "expires_at": iso_time(kept.until_ns) if kept.until_ns else None,
     }
 
 
@@ -70,7 +71,8 @@ def run_entry(tenants: Tenants, model: TenantModel) -> dict[str, object]:
         "is_lora": model.adapter is not None,
         "lora_rank": None if model.adapter is None else model.adapter.rank,
         "corrupted": False,
-        "last_request_time": _time(model.last_ns),
+        "last_request_time": iso_time(model.last_ns),
+        "user_metadata": model.metadata or None,
         "last_checkpoint": checkpoint_entry(training) if training else None,
         "last_sampler_checkpoint": checkpoint_entry(sampler) if sampler else None,
     }
@@ -79,6 +81,10 @@ def run_entry(tenants: Tenants, model: TenantModel) -> dict[str, object]:
 def weights_entry(kept: KeptWeights) -> dict[str, object]:
     adapter = kept.noted.adapter
     return {"base_model": kept.noted.base, "optimizer_config": {"type": "adamw"}, **lora_fields(adapter)}
+
+
+def model_entry(model: TenantModel) -> dict[str, object]:
+    return {"base_model": model.base, "optimizer_config": {"type": "adamw"}, **lora_fields(model.adapter)}
 
 
 def lora_fields(adapter: AdapterShape | None) -> dict[str, object]:
@@ -109,5 +115,5 @@ def _number(query: Mapping[str, str], name: str, otherwise: int) -> int:
     return int(given[:9])
 
 
-def _time(at_ns: int) -> str:
+def iso_time(at_ns: int) -> str:
     return datetime.fromtimestamp(at_ns / 1e9, UTC).isoformat()

@@ -15,6 +15,8 @@ from fastapi import APIRouter, Depends, Request, Response
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
+from bombus.hive.state import Phase
+from bombus.hive.tenants.state import TenantModel
 from bombus.operations import Category, CheckpointKind, CreateModel, Failed, ModelEnded
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.calls import Calls
@@ -22,24 +24,28 @@ from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bodies import answered, in_json, names_in, read_body
 from bombus_gateway.tenants.desk import HOLD_S, OperationDesk, Waits
+from bombus_gateway.tenants.full_weights import RegisteredModel, adapter_defaults
 from bombus_gateway.tenants.listings import (
     checkpoints_of,
     found_checkpoint,
     found_model,
     lora_fields,
+    model_entry,
     page,
     run_entry,
     weights_entry,
 )
+from bombus_gateway.tenants.rest.routes import RestRoutes
+from bombus_gateway.tenants.rest.searching import session_entry
 from bombus_gateway.tenants.sampling.futures import SampleFutures
 from bombus_gateway.tenants.sampling.routes import SamplingRoutes
-from bombus_gateway.tenants.sessions import Sessions, base_names
+from bombus_gateway.tenants.sessions import XORL_IDLE_S, Sessions, base_names
 from bombus_gateway.training.checkpoints import read_load, read_save, read_weights_info
 from bombus_gateway.training.data.forward_backward import read_forward_backward
 from bombus_gateway.training.data.json_data import read_json_data
 from bombus_gateway.training.dialects import TrainingDialect, dialect_of, session_of
 from bombus_gateway.training.futures import accepted, read_retrieve
-from bombus_gateway.training.models import AdapterDefaults, read_create_by_load, read_create_model, read_end_model
+from bombus_gateway.training.models import read_create_by_load, read_create_model, read_end_model
 from bombus_gateway.training.paths import path_of_operation, read_path
 from bombus_gateway.training.results import kill_session_answer
 from bombus_gateway.training.steps import read_abort_epoch, read_optim_step
@@ -47,7 +53,7 @@ from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
 
 # Chunks of one request in their order: then a run is the same to the bit whenever it is repeated.
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": True}
-KILL_S = 600.0  # for what waits for a model to be executed, and for the model to be saved
+LAST_S = 600.0  # for what waits for a model to be executed, and for the model to be made or saved
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
@@ -104,10 +110,14 @@ def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
     for method, path, handler in table:
         router.add_api_route(path, handler, methods=[method])
     sampling.add_to(router)
+    routes.rest.add_to(router)
     root = APIRouter(dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
     root.add_api_route("/generate", sampling.generate, methods=["POST"])
     root.include_router(router)
-    return root
+    everyone = APIRouter(include_in_schema=False)
+    routes.rest.add_links_to(everyone)
+    everyone.include_router(root)
+    return everyone
 
 
 class TrainingRoutes:
@@ -117,7 +127,9 @@ class TrainingRoutes:
         self._sessions = Sessions(gateway, self._desk)
         self._samples = samples
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
-        self._defaults = AdapterDefaults()
+        self._control = Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url)
+        self.rest = RestRoutes(gateway, self._desk)
+        self._registered = RegisteredModel(self._desk, self._sessions)
 
     async def ready(self) -> None:
         """Raise `BusUnavailable` until this gateway has folded the log (R18)."""
@@ -138,7 +150,9 @@ class TrainingRoutes:
         return in_json({"status": "accepted"})
 
     async def healthz(self, request: Request) -> Response:
-        return in_json({"status": "ok"})
+        engine = self._desk.state
+        counts = {"active_requests": engine.tenants.waiting, "total_requests": engine.tenants.accepted}
+        return in_json({"status": "ok", "engine_running": engine.phase != Phase.OFFLINE, **counts})
 
     async def capabilities(self, request: Request) -> Response:
         names = base_names(self._desk.state)
@@ -155,9 +169,26 @@ class TrainingRoutes:
 
     async def create_session(self, request: Request) -> Response:
         body = await read_body(request)
+        if dialect_of("create_session", "", names_in(body)) == TrainingDialect.XORL:
+            return await self._create_for_session(request, body)
         key = request.headers.get("x-idempotency-key", "")
         session = await self._sessions.open(body, self._owner(request), key)
         return in_json({"type": "create_session", "session_id": session})
+
+    async def _create_for_session(self, request: Request, body: bytes) -> Response:
+        """Create the model that xorl's clients call a session, and answer when it is there."""
+        submission = read_create_model(TrainingDialect.XORL, body, adapter_defaults(self._desk.state))
+        known = self._desk.tenants.models.get(submission.model)
+        about = {"type": "create_session", "session_id": submission.model, "model_id": submission.model}
+        if known is not None and known.closed is None:
+            return in_json({**about, "success": True, "message": f"The session of {submission.model} is open."})
+        name = await self._accepted(request, submission, TrainingDialect.XORL)
+        outcome = await self._desk.outcome(name, LAST_S)
+        if isinstance(outcome, Failed):
+            is_users = outcome.category == Category.USER
+            raise Refused(Code.BAD_CONFIG if is_users else Code.INTERNAL, outcome.error)
+        message = outcome.reason if isinstance(outcome, Waits) else f"The session of {submission.model} is open."
+        return in_json({**about, "success": not isinstance(outcome, Waits), "message": message, "request_id": name})
 
     async def session_heartbeat(self, request: Request) -> Response:
         self._sessions.beat(await read_body(request))
@@ -176,16 +207,21 @@ class TrainingRoutes:
         known = self._desk.tenants.sessions.get(name)
         if known is None:
             raise Refused(Code.UNKNOWN_SESSION, f"There is no session {name[:100]} here, or not any longer.")
-        runs = [model.name for model in self._desk.tenants.models.values() if model.session == name]
-        metadata = known.metadata.get("user_metadata") or {}
-        return in_json({"training_run_ids": runs, "sampler_ids": [], "user_metadata": metadata})
+        return in_json(session_entry(self._desk.tenants, known))
 
     # ---- operations -----------------------------------------------------------------------------------------------
 
     async def create_model(self, request: Request) -> Response:
         body = await read_body(request)
         dialect = dialect_of("create_model", "", names_in(body))
-        return await self._create(request, read_create_model(dialect, body, self._defaults), dialect)
+        submission = read_create_model(dialect, body, adapter_defaults(self._desk.state))
+        there = self._registered.existing(submission.model)
+        if there is None:
+            return await self._create(request, submission, dialect)
+        made = next((each for each in there.operations.values() if each.number == there.begun), None)
+        if made is not None and (made.waits or made.result is not None):
+            return answered(accepted(f"{there.name}:{made.key}", there.name))
+        return in_json({"model_id": there.name, "status": "created", "type": "create_model"})
 
     async def forward_backward(self, request: Request) -> Response:
         return await self._forward(request, forward_only=False)
@@ -197,14 +233,14 @@ class TrainingRoutes:
         body = await read_body(request)
         is_tinkers = dialect_of("forward_backward", request.headers.get("content-type", ""), ()) == "tinker"
         read = read_forward_backward if is_tinkers else partial(read_json_data, forward_only=forward_only)
-        return await self._submitted(await self._desk.read(read, body))
+        return await self._submitted(request, await self._desk.read(read, body))
 
     async def optim_step(self, request: Request) -> Response:
         body = await read_body(request)
-        return await self._submitted(read_optim_step(_dialect("optim_step", body), body))
+        return await self._submitted(request, read_optim_step(_dialect("optim_step", body), body))
 
     async def abort_epoch(self, request: Request) -> Response:
-        return await self._submitted(read_abort_epoch(await read_body(request)))
+        return await self._submitted(request, read_abort_epoch(await read_body(request)))
 
     async def save_weights(self, request: Request) -> Response:
         return await self._save(request, CheckpointKind.TRAINING)
@@ -217,24 +253,24 @@ class TrainingRoutes:
 
     async def _save(self, request: Request, kind: CheckpointKind) -> Response:
         body = await read_body(request)
-        unnamed = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-        return await self._submitted(read_save(_dialect("save_weights", body), kind, body, unnamed))
+        return await self._submitted(request, read_save(_dialect("save_weights", body), kind, body))
 
     async def load_weights(self, request: Request) -> Response:
         body = await read_body(request)
         if "model_seq_id" in names_in(body):
             return await self._create(request, read_create_by_load(body), TrainingDialect.TINKER)
-        return await self._submitted(read_load(_dialect("load_weights", body), body))
+        return await self._submitted(request, read_load(_dialect("load_weights", body), body))
 
     async def unload_model(self, request: Request) -> Response:
-        return await self._submitted(read_end_model(await read_body(request)))
+        return await self._submitted(request, read_end_model(await read_body(request)))
 
     async def kill_session(self, request: Request) -> Response:
         """End a model of xorl's client, and answer when it has ended."""
-        save_as = f"ended-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-        submission = read_end_model(await read_body(request), save_as)
+        body = await read_body(request)
+        model = self._desk.tenants.models.get(read_end_model(body).model)
+        submission = read_end_model(body, "" if model is None else _ended_name(model))
         name = await self._desk.submit(self._sessions.of_model(submission.model), submission)
-        outcome = await self._desk.outcome(name, KILL_S)
+        outcome = await self._desk.outcome(name, LAST_S)
         if isinstance(outcome, ModelEnded | Failed):
             return in_json(kill_session_answer(TrainingDialect.XORL, submission.model, outcome))
         why = outcome.reason if isinstance(outcome, Waits) else "Nothing is known of it any more."
@@ -244,36 +280,51 @@ class TrainingRoutes:
         tenants = self._desk.tenants
         models = [model.name for model in tenants.open_models]
         activity = {model.name: model.last_ns / 1e9 for model in tenants.open_models}
-        return in_json({"registered_models": models, "active_sessions": models, "session_activity": activity})
+        adapters = [model.name for model in tenants.open_models if model.adapter is not None]
+        answer = {
+            "registered_models": self._registered.names(),
+            "active_sessions": models,
+            "session_activity": activity,
+            "idle_timeout_seconds": XORL_IDLE_S,
+            "loaded_adapters": adapters,
+        }
+        return in_json(answer)
 
     async def retrieve_future(self, request: Request) -> Response:
         asked = read_retrieve(await read_body(request))
+        self._sessions.waits_for(asked.id)
         if self._samples.knows(asked.id):
             return answered(await self._samples.result(asked, HOLD_S))
         return answered(await self._desk.result(asked))
 
     async def _create(self, request: Request, submission: Submission, dialect: TrainingDialect) -> Response:
-        """Put a new model on the log. Its base is the one that the engine has under that name."""
+        return answered(accepted(await self._accepted(request, submission, dialect), submission.model))
+
+    async def _accepted(self, request: Request, submission: Submission, dialect: TrainingDialect) -> str:
+        """Put a new model on the log, and return the id of its future. Its base is the engine's of that name."""
         operation, base = submission.operation, ""
         if isinstance(operation, CreateModel):
             try:
                 wanted = operation.base or self._base_of(operation.checkpoint)
-                base = await self._sessions.base(wanted)
+                base = await self._sessions.base(wanted, self._may_configure(request))
                 operation = msgspec.structs.replace(operation, base=base)
             except Refused as refusal:
                 operation = Failed(error=refusal.why, category=Category.USER)
             submission = msgspec.structs.replace(submission, operation=operation)
-        is_tinkers = dialect == TrainingDialect.TINKER
-        owner = self._owner(request)
-        session = session_of(submission.model) if is_tinkers else await self._sessions.open_for_model(owner)
-        return await self._submitted(submission, session, base)
+        session = session_of(submission.model)
+        if dialect == TrainingDialect.XORL:
+            known = self._desk.tenants.models.get(submission.model)
+            session = "" if known is None or known.closed is not None else known.session
+            if not session and not isinstance(operation, Failed):
+                session = await self._sessions.open_for_model(self._owner(request))
+        return await self._desk.submit(session, submission, base)
 
     def _base_of(self, checkpoint: str) -> str:
         return found_checkpoint(self._desk.tenants, path_of_operation(checkpoint)).noted.base
 
-    async def _submitted(self, submission: Submission, session: str = "", base: str = "") -> Response:
-        session = session or self._sessions.of_model(submission.model)
-        name = await self._desk.submit(session, submission, base)
+    async def _submitted(self, request: Request, submission: Submission) -> Response:
+        await self._registered.create_for(submission, self._owner(request))
+        name = await self._desk.submit(self._sessions.of_model(submission.model), submission)
         return answered(accepted(name, submission.model))
 
     # ---- models and checkpoints -----------------------------------------------------------------------------------
@@ -298,7 +349,11 @@ class TrainingRoutes:
         return ready.weights.where
 
     async def weights_info(self, request: Request) -> Response:
-        path = read_weights_info(await read_body(request))
+        body = await read_body(request)
+        given = decode_body(_asked, body)
+        if given.model_id and not names_in(body) & {"tinker_path", "xorl_path"}:
+            return in_json(model_entry(found_model(self._desk.tenants, given.model_id)))
+        path = read_weights_info(body)
         return in_json(weights_entry(found_checkpoint(self._desk.tenants, path)))
 
     async def training_runs(self, request: Request) -> Response:
@@ -347,8 +402,18 @@ class TrainingRoutes:
         await self._desk.carry_out(remove)
         return path.uri(TrainingDialect.XORL)
 
+    def _may_configure(self, request: Request) -> bool:
+        """Return whether a client may give the engine a job: with the admin key, where the hive has one."""
+        return self._control.refusal(request.scope["headers"]) is None
+
     def _owner(self, request: Request) -> str:
         return self._guard.holder(request.scope["headers"]).name
+
+
+def _ended_name(model: TenantModel) -> str:
+    """Return the name that a model is saved under when it is killed: the same whenever that is asked for again."""
+    opened = time.strftime("%Y%m%d-%H%M%S", time.gmtime(model.opened_ns / 1e9))
+    return f"ended-{opened}-{model.opened_ns // 1000 % 10**6:06}"
 
 
 def _dialect(route: str, body: bytes) -> TrainingDialect:

@@ -8,12 +8,14 @@ import msgspec
 from bombus.config.job import RunConfig
 from bombus.errors import Code, Refused
 from bombus.hive import inbox
+from bombus.hive.events import EngineConfigured
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.training.dialects import TrainingDialect
+from bombus_gateway.training.submission import DEFAULT_MODEL
 
 XORL_IDLE_S = 7200.0  # xorl's clients show no life between their requests
 DETAIL_CHARACTERS = 500
@@ -37,7 +39,8 @@ class _Finish(msgspec.Struct):
 
 
 class _Named(msgspec.Struct):
-    session_id: str
+    session_id: str | None = None
+    model_id: str | None = None
 
 
 _new_sessions = msgspec.json.Decoder(_NewSession)
@@ -60,31 +63,39 @@ class Sessions:
         return await self._open(f"s-{named}", TrainingDialect.TINKER, owner, metadata)
 
     async def open_for_model(self, owner: str) -> str:
-        """Open the session of one model of xorl's client."""
-        return await self._open(f"x-{uuid.uuid4().hex[:16]}", TrainingDialect.XORL, owner, {}, XORL_IDLE_S)
+        """Open the session of one model of xorl's client. It ends with its model."""
+        return await self._open(f"x-{uuid.uuid4().hex[:16]}", TrainingDialect.XORL, owner, {})
 
-    async def _open(
-        self, session: str, dialect: TrainingDialect, owner: str, metadata: dict[str, Any], idle_s: float = 0.0
-    ) -> str:
+    async def _open(self, session: str, dialect: TrainingDialect, owner: str, metadata: dict[str, Any]) -> str:
+        is_xorls = dialect == TrainingDialect.XORL
         command = inbox.OpenSession(
             id=uuid.uuid4().hex,
             engine=self._desk.engine,
             session=session,
-            idle_s=idle_s,
+            idle_s=XORL_IDLE_S if is_xorls else 0.0,
             owner=owner,
             door=dialect.value,
             metadata=metadata,
+            for_model=is_xorls,
         )
         await self._desk.carry_out(command)
         return session
 
     def beat(self, body: bytes) -> None:
         """Take in a sign of life. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
-        session = decode_body(_named, body).session_id
+        given = decode_body(_named, body)
+        session = given.session_id or given.model_id or DEFAULT_MODEL
+        session = self.of_model(session) or session  # xorl's clients call their model a session
         known = self._desk.tenants.sessions.get(session)
         if known is None or known.ended is not None:
             raise Refused(Code.SESSION_OVER, f"Session {session[:100]} has ended here; open another one.")
         self._gateway.heartbeats.touch_session(self._desk.engine, session)
+
+    def waits_for(self, operation: str) -> None:
+        """Take it as a sign of life that a client asks for the result of an operation."""
+        session = self._desk.tenants.sessions.get(self.of_model(operation.rpartition(":")[0]))
+        if session is not None and session.ended is None:
+            self._gateway.heartbeats.touch_session(self._desk.engine, session.session)
 
     async def finish(self, session: str, body: bytes) -> None:
         """End a session. Its models end after what waits for them, and are saved first."""
@@ -98,16 +109,19 @@ class Sessions:
         known = self._desk.tenants.models.get(model)
         return "" if known is None else known.session
 
-    async def base(self, wanted: str) -> str:
+    async def base(self, wanted: str, may_configure: bool) -> str:
         """Return what the engine calls the base that a client names.
 
-        An engine that is offline is configured with a job for that base, unless it has one. Any client that may start
-        a run does the same with a job of its own.
+        An engine that is offline is configured with a job for that base, where it has none, or one of another base that
+        a gateway made like this. Raises `Refused` where it has a job of somebody else's, and for a client that
+        `may_configure` nothing.
         """
         engine = self._desk.state
         names = base_names(engine)
         if not names or (engine.phase == Phase.OFFLINE and wanted not in names):
-            config = RunConfig.model_validate({"model": {"path": wanted}})
+            if not may_configure or not _is_replaceable(engine.configured):
+                raise Refused(Code.UNKNOWN_MODEL, _other_base(engine, wanted, may_configure))
+            config = _plain_job(wanted)
             configure = inbox.Configure(
                 id=uuid.uuid4().hex,
                 engine=engine.name,
@@ -121,7 +135,31 @@ class Sessions:
         return names[0] if wanted in names else wanted
 
 
+def _plain_job(base: str) -> RunConfig:
+    """Return the job of a gateway's own for models on a base."""
+    return RunConfig.model_validate({"model": {"path": base}})
+
+
+def _is_replaceable(job: EngineConfigured | None) -> bool:
+    """Return whether nothing but a base is lost with a job: there is none, or a gateway made it."""
+    return job is None or (job.model != "" and job.config_digest == _plain_job(job.model).digest)
+
+
+def _other_base(engine: EngineState, wanted: str, may_configure: bool) -> str:
+    job = engine.configured
+    here = "has no job yet" if job is None else f"has a job for models on {job.model}"
+    why = f"Engine {engine.name} {here}, and {wanted[:200]} is another base."
+    if not may_configure:
+        return f"{why} Whoever has the hive's admin key can configure it with a job whose model.path names that base."
+    return f"{why} Use the base of that job, or configure the engine with a job whose model.path names yours."
+
+
 def base_names(engine: EngineState) -> tuple[str, ...]:
     """Return the names of the base that an engine serves, or would serve: its job's first, then its own."""
-    job = engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured
+    job = job_of(engine)
     return () if job is None else (job.model, engine.name)
+
+
+def job_of(engine: EngineState) -> EngineConfigured | None:
+    """Return the job that an engine runs, or would run."""
+    return engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured

@@ -50,14 +50,14 @@ _loads = msgspec.json.Decoder(_Load)
 _infos = msgspec.json.Decoder(_Info)
 
 
-def read_save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes, unnamed: str) -> Submission:
-    """Read a request to save a model as a checkpoint of this kind; `unnamed` is its name where the client gives none.
+def read_save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes) -> Submission:
+    """Read a request to save a model as a checkpoint of this kind. One without a name is named by the trainer.
 
     A checkpoint of Tinker's clients is replaced only where they ask for it. xorl's clients cannot ask, and save under
     one name again and again, so theirs are replaced. A session of sampling that begins with a checkpoint names it.
     """
     model, seq = addressed(dialect, body)
-    return submitted(model, seq, lambda: _saved(dialect, kind, body, unnamed, (model, seq)))
+    return submitted(model, seq, lambda: _saved(dialect, kind, body, (model, seq)))
 
 
 def read_load(dialect: TrainingDialect, body: bytes) -> Submission:
@@ -72,12 +72,10 @@ def read_weights_info(body: bytes) -> CheckpointPath:
     return read_path(given.tinker_path or given.xorl_path or "")
 
 
-def _saved(
-    dialect: TrainingDialect, kind: CheckpointKind, body: bytes, unnamed: str, of: tuple[str, int]
-) -> Submission:
+def _saved(dialect: TrainingDialect, kind: CheckpointKind, body: bytes, of: tuple[str, int]) -> Submission:
     model, seq = of
     given = decode_body(_samplers, body)
-    session, number = "", given.sampling_session_seq_id
+    session, unnamed, number = "", "", given.sampling_session_seq_id
     if dialect == TrainingDialect.TINKER and kind == CheckpointKind.SAMPLER and number is not None:
         session, unnamed = (
             sampling_session(session_of(model), number),
@@ -108,7 +106,9 @@ def _save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes, unnamed: 
     if not 0.0 <= ttl_s <= TTL_S_MAX or (ttl_s == 0.0 and given.ttl_seconds is not None):
         why = f"ttl_seconds is {given.ttl_seconds}, and has to be above 0 and at most {TTL_S_MAX}; null is for ever."
         raise Refused(Code.MALFORMED, why)
-    name = checked_name(given.path or given.name or unnamed, "checkpoint")
+    name = given.path or given.name or unnamed
+    if name:
+        checked_name(name, "checkpoint")
     overwrite = dialect == TrainingDialect.XORL if given.overwrite is None else given.overwrite
     return SaveWeights(checkpoint=kind, name=name, overwrite=overwrite, ttl_s=ttl_s)
 

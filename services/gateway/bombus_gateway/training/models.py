@@ -31,13 +31,14 @@ class AdapterDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     Tinker's client never sends an alpha. It asks for an adapter on the unembedding unless its user forbids it, which
     therefore cannot be refused where the server has none: without `unembedding` it is left out. xorl-client asks for an
-    adapter even of a server of `full_weights`, and gets a model without one.
+    adapter even of a server of `full_weights`, and gets a model without one. It may leave out the `base`.
     """
 
     rank: int = 32
     alpha: float = 32.0
     unembedding: bool = False
     full_weights: bool = False
+    base: str = ""
 
 
 class _Lora(msgspec.Struct):
@@ -88,6 +89,7 @@ _creates = msgspec.json.Decoder(_Create)
 _tinker_addresses = msgspec.json.Decoder(_TinkerAddress)
 _xorl_addresses = msgspec.json.Decoder(_XorlAddress)
 _ends = msgspec.json.Decoder(_End)
+_metadata = msgspec.json.Decoder(dict[str, str])
 
 
 def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults) -> Submission:
@@ -122,13 +124,17 @@ def _of_tinker(body: bytes, make: Callable[[], CreateModel]) -> Submission:
     )
 
 
-def kept_metadata(given: msgspec.Raw) -> bytes:
-    """Return what a client wants to have kept, as JSON. Raises `Refused` TOO_LARGE."""
-    metadata = bytes(given) if is_given(given) else b""
-    if len(metadata) > limits.METADATA_BYTES:
-        why = f"user_metadata has {len(metadata)} bytes, and the limit is {limits.METADATA_BYTES}."
+def kept_metadata(given: msgspec.Raw) -> dict[str, str]:
+    """Return what a client wants to have kept. Raises `Refused` TOO_LARGE, or MALFORMED where it is not all text."""
+    if not is_given(given):
+        return {}
+    if len(given) > limits.USER_METADATA_BYTES:
+        why = f"user_metadata has {len(given)} bytes, and the limit is {limits.USER_METADATA_BYTES}."
         raise Refused(Code.TOO_LARGE, why)
-    return metadata
+    try:
+        return _metadata.decode(given)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Refused(Code.MALFORMED, f"user_metadata has names with a text for each: {error}.") from None
 
 
 def _new_xorl_model(model: str) -> str:
@@ -143,9 +149,10 @@ def _new_xorl_model(model: str) -> str:
 def _create(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults) -> CreateModel:
     given = decode_body(_creates, body)
     _check_optimizer(given.optimizer_config)
-    if not given.base_model:
+    base = given.base_model or (defaults.base if dialect == TrainingDialect.XORL else "")
+    if not base:
         raise Refused(Code.MALFORMED, "base_model is missing: it names the model that is trained.")
-    base = checked_id(given.base_model, "base_model")
+    checked_id(base, "base_model")
     if dialect == TrainingDialect.XORL and defaults.full_weights:
         return CreateModel(base=base)
     lora = given.lora_config or _Lora()

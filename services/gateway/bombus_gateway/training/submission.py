@@ -28,16 +28,16 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """An operation for a model, with the number that the client gave it; 0 for one that has none.
 
     A request whose model and number can be read is always answered with a future, so one that cannot be done is
-    `Failed` already. It `counts` where it adds to the gradient. `metadata` is JSON that the client wants to have kept
-    with a model or a checkpoint. A checkpoint for a sampler may come with the id of a session of sampling that begins
-    with it; one that is `inflight` moves the samplers that the model has to the new weights.
+    `Failed` already. It `counts` where it adds to the gradient. `metadata` is what the client wants to have
+    kept with a model or a checkpoint. A checkpoint for a sampler may come with the id of a session of sampling that
+    begins with it; one that is `inflight` moves the samplers that the model has to the new weights.
     """
 
     model: str
     seq: int
     operation: Operation | Failed
     counts: bool = False
-    metadata: bytes = b""
+    metadata: dict[str, str] = {}
     sampling_session: str = ""
     inflight: bool = False
 

@@ -76,7 +76,8 @@ class Covers:
             executor.recover(model, path.name)
         except (OSError, Refused) as error:
             raise EngineFault(
-                f"model {model} cannot go on from its checkpoint at {path} ({error}): bring it back and resume the run"
+                f"model {model} cannot go on from its checkpoint at {path} ({error}): bring it back; "
+                "it is tried again from time to time, and when a suspended run is resumed"
             ) from error
 
     def remove_others(self, named: Iterable[str]) -> None:

@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from time import perf_counter
+from time import gmtime, perf_counter, strftime
 
 import msgspec
 import torch
 
 from bombus.errors import EngineFault, LogCorrupted, Refused
 from bombus.faults import Point, reached
+from bombus.hive.events import ModelCovered
 from bombus.hive.records import BODY_BYTES_MAX, BodyRef
 from bombus.hive.tenants.state import Queued, TenantModel
 from bombus.operations import (
@@ -55,6 +56,7 @@ class ServedModels:
         self._stall_s = stall_s
         self._begun: dict[str, int] = {}  # which of several models of one name is here: the number of its creation
         self._clocks: dict[str, CoverClock] = {}
+        self._read: dict[str, set[str]] = {}  # by model: checkpoints that it was made from since its cover
 
     # ---- as the log says ------------------------------------------------------------------------------------------
 
@@ -71,33 +73,62 @@ class ServedModels:
         for name in [name for name in self._begun if not self._is_open(name, models)]:
             self.executor.drop(name)
             del self._begun[name], self._clocks[name]
+            self._read.pop(name, None)
 
     async def make_again(self, model: TenantModel) -> None:
         """Make a model as it was: from its cover, and by what was executed since.
+
+        Where its cover is gone, a checkpoint of its client does as well, if the log has what came after that.
 
         Raises `EngineFault` where that is not possible, because a file or a body is gone.
         """
         self.executor.drop(model.name)
         self._hold(model)
-        self._clocks[model.name] = CoverClock(model.covered, model.covered)
+        limit_s = STALLS * self._stall_s or None
+        begun = model.covered
         if model.cover is not None:
-            load = partial(self._covers.load, self.executor, model.name, model.cover)
-            await in_thread(Kind.LOAD, f"model {model.name}, from its cover", load, STALLS * self._stall_s or None)
+            load = partial(self._begin, model, model.cover)
+            begun = await in_thread(Kind.LOAD, f"model {model.name}, from its cover", load, limit_s)
+        self._clocks[model.name] = CoverClock(begun, model.covered, at_once=begun > model.covered)
+        self._read[model.name] = set()
         for queued in model.again():
-            if queued.waits:
+            if queued.waits or queued.number <= begun:
                 continue
             operation = await self._execute_again(model, queued)
-            size = 0 if queued.body is None else queued.body.size
-            at_once = not queued.failed and _reads_files(operation)
-            self._clocks[model.name].note(queued.number, size, perf_counter(), at_once)
+            self._note(model, queued, operation, queued.failed)
             reached(Point.OPERATION_MADE_AGAIN)
+
+    def _begin(self, model: TenantModel, cover: ModelCovered) -> int:
+        """Begin to make a model again, and return the number of the last operation that is in it by then."""
+        try:
+            self._covers.load(self.executor, model.name, cover)
+        except EngineFault:
+            number = self.executor.rescue(model.name, _made_by(model), model.covered)
+            if number is None:
+                raise
+            log.warning("model %s goes on from a checkpoint of its client, for its cover is gone", model.name)
+            return number
+        return cover.number
+
+    def holds(self, name: str) -> bool:
+        """Return whether a model was made here and has not been forgotten, also one that cannot be made again now."""
+        return name in self._begun
+
+    async def try_again(self, model: TenantModel) -> Exception | None:
+        """Make a model again, or return why that is not possible now. Then nothing is left of it here."""
+        try:
+            await self.make_again(model)
+        except (EngineFault, LogCorrupted) as error:
+            self.executor.drop(model.name)
+            return error
+        return None
 
     def _hold(self, model: TenantModel) -> None:
         self._begun[model.name] = model.begun
 
     async def _execute_again(self, model: TenantModel, queued: Queued) -> Operation:
         """Let an operation change the model as it did. Files that it wrote for its caller are left alone."""
-        operation = await self.read(queued)
+        operation = await self._read_again(queued)
         if queued.failed:
             failure = await self._failure(queued)
             if adds_to_gradient(operation):
@@ -120,9 +151,25 @@ class ServedModels:
     async def _failure(self, queued: Queued) -> Failed:
         """Return the result of an operation that failed."""
         found: Result | None = None
-        if queued.result is not None:
-            found = decode_result(await self._fetch(queued.result))
+        try:
+            if queued.result is not None:
+                found = decode_result(await self._fetch(queued.result))
+        except LogCorrupted as error:
+            log.warning("the result of operation %s cannot be read: %s", queued.key, error)
         return found if isinstance(found, Failed) else Failed(error=LOST, category=Category.USER)
+
+    async def _read_again(self, queued: Queued) -> Operation:
+        """Return an operation that was executed. One that failed and whose body is gone spoiled the gradient.
+
+        Where it did not, the next step fails now instead of being taken with another gradient.
+        """
+        try:
+            return await self.read(queued)
+        except LogCorrupted as error:
+            if not queued.failed:
+                raise
+            log.warning("operation %s failed, and its body is gone: %s", queued.key, error)
+            return Rejected(failure=Failed(error=LOST, category=Category.SERVER), counts=True)
 
     # ---- operations -----------------------------------------------------------------------------------------------
 
@@ -140,7 +187,7 @@ class ServedModels:
             why = f"this operation cannot be read ({error}): gateway and trainer have to be of one version"
         else:
             if not queued.passive or not _changes(operation):
-                return operation
+                return _named(operation, queued)
             why = "this operation was announced as one that leaves the model as it is, and it is another"
         return Rejected(failure=Failed(error=why, category=Category.SERVER), counts=not queued.passive)
 
@@ -152,7 +199,7 @@ class ServedModels:
             self._clocks[model.name] = CoverClock(queued.number - 1, queued.number - 1)
             if operation.base == self._names[0]:
                 operation = msgspec.structs.replace(operation, base=self._names[1])
-        name = f"{model.run}/{model.name}/{model.opened_ns}/{queued.number}"
+        name = f"{_made_by(model)}{queued.number}"
         kind, limit_s = Kind.OPERATION, None
         if isinstance(operation, CreateModel | LoadWeights):
             kind, limit_s = Kind.LOAD, STALLS * self._stall_s or None
@@ -160,6 +207,17 @@ class ServedModels:
             kind = Kind.CHECKPOINT
         what = f"operation {queued.number} of model {model.name}, {queued.op}"
         return await in_thread(kind, what, partial(self._execute, model.name, operation, name), limit_s)
+
+    def give_up(self, model: TenantModel, queued: Queued, operation: Operation) -> Failed:
+        """Return the failure of an operation that no trainer has survived. It changes nothing but the gradient."""
+        why = (
+            f"trainers ended {queued.begun} times while they executed this operation, so it is not tried again. Look "
+            "for the kernel's out-of-memory killer and at the ends of their logs; send less data in one operation"
+        )
+        if isinstance(operation, CreateModel):
+            self.executor.drop(model.name)
+        self.executor.spoil(model.name, operation, why)
+        return Failed(error=why, category=Category.SERVER)
 
     def _execute(self, model: str, operation: Operation, name: str) -> Result:
         try:
@@ -194,10 +252,19 @@ class ServedModels:
         if isinstance(result, Failed) and result.category is Category.SERVER and _is_whole(operation):
             return False
         if not queued.passive and model.name in self._clocks:
-            size = 0 if queued.body is None else queued.body.size
-            at_once = not isinstance(result, Failed) and _reads_files(operation)
-            self._clocks[model.name].note(queued.number, size, perf_counter(), at_once)
+            self._note(model, queued, operation, isinstance(result, Failed))
         return True
+
+    def _note(self, model: TenantModel, queued: Queued, operation: Operation, has_failed: bool) -> None:
+        size = 0 if queued.body is None else queued.body.size
+        checkpoint = "" if has_failed else _checkpoint_of(operation)
+        if checkpoint:
+            self._read.setdefault(model.name, set()).add(checkpoint)
+        self._clocks[model.name].note(queued.number, size, perf_counter(), at_once=bool(checkpoint))
+
+    def needs_checkpoint(self, name: str) -> bool:
+        """Return whether a model was made from this checkpoint and has no cover since: it is not to be removed yet."""
+        return any(name in read for model, read in self._read.items() if self._clocks[model].at_once)
 
     # ---- covers ---------------------------------------------------------------------------------------------------
 
@@ -213,12 +280,26 @@ class ServedModels:
         write = partial(self._covers.write, self.executor, name, clock.number)
         folder, digest = await in_thread(Kind.CHECKPOINT, f"the cover of model {name}", write)
         clock.wrote(perf_counter() - start)
+        self._read.pop(name, None)
         return clock.number, folder, digest
 
     async def remove_old_covers(self, models: Iterable[TenantModel]) -> None:
         """Remove the covers that the log does not name any more."""
         named = [model.cover.folder for model in models if model.cover is not None and model.closed is None]
         await in_thread(Kind.REMOVAL, "removing old covers", partial(self._covers.remove_others, named))
+
+
+def _made_by(model: TenantModel) -> str:
+    """Return how the name of each operation of a model begins that is written into checkpoints; its number follows."""
+    return f"{model.run}/{model.name}/{model.opened_ns}/"
+
+
+def _named(operation: Operation, queued: Queued) -> Operation:
+    """Return an operation with a name for what it saves, by the log: it is the same whenever it is executed again."""
+    if not isinstance(operation, SaveWeights) or operation.name:
+        return operation
+    taken = strftime("%Y%m%d-%H%M%S", gmtime(queued.accepted_ns / 1e9))
+    return msgspec.structs.replace(operation, name=f"{taken}-{queued.number}")
 
 
 def _changes(operation: Operation) -> bool:
@@ -235,9 +316,9 @@ def _is_whole(operation: Operation) -> bool:
     return isinstance(operation, OptimStep | AbortEpoch | LoadWeights)
 
 
-def _reads_files(operation: Operation) -> bool:
-    """Return whether an operation depends on a checkpoint that its caller may replace or remove later."""
-    return isinstance(operation, LoadWeights) or (isinstance(operation, CreateModel) and bool(operation.checkpoint))
+def _checkpoint_of(operation: Operation) -> str:
+    """Return the checkpoint that an operation reads, "" for none. Its caller may replace or remove it later."""
+    return operation.checkpoint if isinstance(operation, LoadWeights | CreateModel) else ""
 
 
 def _is_step(operation: OptimStep) -> bool:

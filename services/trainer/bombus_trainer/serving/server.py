@@ -2,9 +2,10 @@
 
 import gc
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from itertools import count
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
@@ -14,11 +15,11 @@ from bombus.bus.large.parts import Parts
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, EngineFault, Refused
 from bombus.faults import Point, reached
-from bombus.hive.inbox import CoverWritten, OperationDone, TrainerServes
+from bombus.hive.inbox import CoverWritten, ModelAway, OperationBegins, OperationDone, TrainerServes
 from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.tenants.state import Queued, TenantModel
-from bombus.operations import Failed, ModelEnded
+from bombus.hive.tenants.state import Queued, TenantModel, Tenants
+from bombus.operations import Category, EndModel, Failed, ModelEnded, Operation, Result
 from bombus_trainer.backend import BackendLost
 from bombus_trainer.loading import load_base
 from bombus_trainer.options import TrainerOptions
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 LOAD_SHARE = 0.75  # of the time to boot, after which the run would be over
 FULL_SHARE = 0.5  # of the bytes that may wait for covers: from there on each model gets one when it can
+SUSPENDED_CHARS_MAX = 500
+END = "end_model"
 T = TypeVar("T")
 
 
@@ -53,6 +56,9 @@ class OperationServer:
         self._facts = count(1)
         self._models: ServedModels | None = None
         self._cover_pause_until_s = 0.0
+        self._begun: set[str] = set()  # models of which this trainer has begun an operation
+        self._said: dict[str, str] = {}  # why models wait, as it was said last: the log may not show it here yet
+        self._suspended: dict[str, float] = {}  # models that cannot be made again now: when to try it again
 
     async def run(self) -> None:
         """Serve until the run is over, which raises `RunOver`. Start over after a failure.
@@ -99,12 +105,52 @@ class OperationServer:
             reached(Point.SERVING_SAID)
             await ownership.wait(lambda engine: engine.phase != Phase.BOOTING)
         await self._when_back(lambda: publish_base(self._bus, self._options, ownership, models.executor.base))
-        for model in ownership.engine.tenants.open_models:
-            ownership.check()
-            await models.make_again(model)
+        await self._make_models(models)
+        ownership.removed.update(ownership.engine.tenants.removed)  # also while no trainer was there to remove them
         await models.remove_old_covers(ownership.engine.tenants.open_models)
         reached(Point.SERVING_BEGUN)
         return models
+
+    async def _make_models(self, models: ServedModels) -> None:
+        """Make all models as they were. One that cannot be made waits, and the others go on.
+
+        Raises `EngineFault` where the covers of all of them are away: then it is their folder that is.
+        """
+        self._suspended = {}
+        faults: dict[str, Exception] = {}
+        found = self._ownership.engine.tenants.open_models
+        for model in found:
+            self._ownership.check()
+            fault = await models.try_again(model)
+            if fault is not None:
+                faults[model.name] = fault
+        covers = {model.name: Path(model.cover.folder) for model in found if model.cover is not None}
+        if covers and all(name in faults and not cover.exists() for name, cover in covers.items()):
+            raise faults[next(iter(covers))]
+        for model in found:
+            await self._say_whether_away(model, faults.get(model.name))
+
+    async def _say_whether_away(self, model: TenantModel, fault: Exception | None) -> None:
+        """Let a model wait, and its client know why, or let it go on."""
+        if fault is not None:
+            log.error("model %s waits, since it cannot be made again: %s", model.name, fault)
+            self._suspended[model.name] = perf_counter() + self._options.retry_s_max
+        else:
+            self._suspended.pop(model.name, None)
+        why = "" if fault is None else reason_of(fault)[:SUSPENDED_CHARS_MAX]
+        if why == self._said.get(model.name, model.suspended):
+            return
+        self._said[model.name] = why
+        ownership = self._ownership
+        away = ModelAway(
+            id=ownership.id(f"away-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=model.name,
+            why=why,
+        )
+        await ownership.send(away)
 
     async def _load(self) -> ServedModels:
         ownership, options = self._ownership, self._options
@@ -151,6 +197,7 @@ class OperationServer:
         tenants = ownership.engine.tenants
         if models.is_gone(tenants.models):
             models.forget_ended(tenants.models)
+            self._suspended = {name: due_s for name, due_s in self._suspended.items() if models.holds(name)}
             await models.remove_old_covers(tenants.open_models)
         await self._remove_weights(models)
         now_s = perf_counter()
@@ -158,28 +205,57 @@ class OperationServer:
         if name and due_s <= now_s:
             await self._cover(models, name)
             return
-        found = self._turns.take(tenants.open_models)
+        found = self._next(tenants)
         if found is not None:
             await self._execute(models, *found)
             return
+        again_s, away = min(((each_s, each) for each, each_s in self._suspended.items()), default=(inf, ""))
+        if again_s <= now_s:
+            model = tenants.models[away]
+            await self._say_whether_away(model, await models.try_again(model))
+            return
+        until_s = min(due_s if name else inf, again_s)
         try:
-            await ownership.wait(lambda engine: self._has_news(models, engine), due_s - now_s if name else None)
+            limit_s = None if until_s == inf else until_s - now_s
+            await ownership.wait(lambda engine: self._has_news(models, engine), limit_s)
         except TimeoutError:
-            log.debug("run %d: a cover is due", ownership.run)
+            log.debug("run %d: a cover is due, or a model is tried again", ownership.run)
+
+    def _next(self, tenants: Tenants) -> tuple[TenantModel, Queued] | None:
+        """Return the operation that comes next. Of a model that is suspended its client's end alone can be executed."""
+        there = [model for model in tenants.open_models if model.name not in self._suspended]
+        found = self._turns.take(there)
+        if found is not None:
+            return found
+        return next(self._ends(tenants), None)
+
+    def _ends(self, tenants: Tenants) -> Iterator[tuple[TenantModel, Queued]]:
+        away = (model for model in tenants.open_models if model.name in self._suspended and model.waiting)
+        yield from ((model, each) for model in away for each in model.operations.values() if _is_clients_end(each))
 
     def _has_news(self, models: ServedModels, engine: EngineState) -> bool:
         tenants = engine.tenants
-        gone = models.is_gone(tenants.models) or bool(self._ownership.removed)
-        return tenants.waiting > 0 or gone or bool(engine.suspended)
+        gone = models.is_gone(tenants.models) or bool(self._removable(models))
+        waits = any(model.waiting and model.name not in self._suspended for model in tenants.open_models)
+        return waits or any(self._ends(tenants)) or gone or bool(engine.suspended)
 
     async def _remove_weights(self, models: ServedModels) -> None:
-        """Remove the checkpoints that the log has removed, unless there is one of the same name again."""
-        removed, kept = self._ownership.removed, self._ownership.engine.tenants.kept
-        while removed:
-            name, _ = removed.popitem()
+        """Remove the checkpoints that the log has removed, unless there is one of the same name again.
+
+        One that a model was made from stays until a cover of the model is on the log.
+        """
+        kept = self._ownership.engine.tenants.kept
+        for name in self._removable(models):
+            self._ownership.removed.discard(name)
             if name not in kept:
                 remove = partial(models.executor.remove_checkpoint, name)
                 await in_thread(Kind.REMOVAL, f"removing the checkpoint {name}", remove)
+
+    def _removable(self, models: ServedModels) -> list[str]:
+        """Return the checkpoints that can be removed now. A model that cannot be made again may need any of them."""
+        if self._suspended:
+            return []
+        return sorted(each for each in self._ownership.removed if not models.needs_checkpoint(each))
 
     def _next_cover(self, models: ServedModels) -> tuple[float, str]:
         """Return the model whose cover is due first, and when; "" for none."""
@@ -199,7 +275,15 @@ class OperationServer:
         operation = await models.read(queued)
         reached(Point.OPERATION_READ)
         ownership.check()  # a trainer that was superseded writes no checkpoint
-        result = await models.execute(model, queued, operation)
+        limit = ownership.engine.collection.tenancy.executions_max
+        is_away = model.name in self._suspended
+        if is_away:
+            result: Result = _without_model(operation, model)
+        elif queued.begun_before(ownership.epoch) < limit:
+            await self._say_begun(model, queued)
+            result = await models.execute(model, queued, operation)
+        else:
+            result = models.give_up(model, queued, operation)
         reached(Point.OPERATION_EXECUTED)
         result, body = models.encoded(model, operation, result)
         there = models.executor.models
@@ -221,10 +305,30 @@ class OperationServer:
         await self._publish(model, queued, body, done)
         await ownership.wait(partial(_is_settled, model=model, queued=queued))
         reached(Point.OPERATION_SEEN)
-        if not models.note(model, queued, operation, result):
+        if not is_away and not models.note(model, queued, operation, result):
             now = ownership.engine.tenants.models.get(model.name)
             if now is not None and now.closed is None:
                 await models.make_again(now)
+
+    async def _say_begun(self, model: TenantModel, queued: Queued) -> None:
+        """Put on the log that an operation is begun, where it may be what ended the trainer before.
+
+        That can only be the first one of its model: those after it have waited for it.
+        """
+        if model.name in self._begun:
+            return
+        self._begun.add(model.name)
+        ownership = self._ownership
+        begins = OperationBegins(
+            id=ownership.id(f"begins-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=model.name,
+            number=queued.number,
+            key=queued.key,
+        )
+        await ownership.send(begins)
 
     async def _publish(
         self, model: TenantModel, queued: Queued, body: bytes, done: Callable[..., OperationDone]
@@ -290,6 +394,18 @@ class OperationServer:
             except BusUnavailable as error:
                 log.warning("run %d waits for the bus: %s", ownership.run, error)
             await ownership.pause(self._options.retry_s)
+
+
+def _is_clients_end(queued: Queued) -> bool:
+    return queued.waits and queued.op == END and queued.body is not None
+
+
+def _without_model(operation: Operation, model: TenantModel) -> Result:
+    """Return the result of the end of a model that cannot be made again: it cannot be saved either."""
+    if isinstance(operation, EndModel) and not operation.save_as:
+        return ModelEnded()
+    why = f"the model cannot be saved, because it cannot be made again now: {model.suspended}"
+    return Failed(error=f"{why}. Wait until it can, or end it without saving it", category=Category.SERVER)
 
 
 def _is_settled(engine: EngineState, model: TenantModel, queued: Queued) -> bool:

@@ -44,7 +44,7 @@ from bombus_trainer.tenants.client_losses import read_loss
 from bombus_trainer.tenants.saving import Contents, check_origin, load_tenant, weights_file, write_tenant
 from bombus_trainer.tenants.settings import TenantSettings
 from bombus_trainer.tenants.shelf import OptimizerShelf
-from bombus_trainer.tenants.tenant import TrainedTenant
+from bombus_trainer.tenants.tenant import GradientEpoch, TrainedTenant
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,36 @@ class OperationExecutor:
         self.drop(model)
         self._take(model, self._new_from(self._covers, where, with_optimizer=True))
         return facts.marks.executed
+
+    def rescue(self, model: str, made_by: str, at_least: int) -> int | None:
+        """Make a model again from a checkpoint of its callers, in the place of any model of this id.
+
+        The checkpoint is the newest without a gradient of the step to come, whose operation is called `made_by` and a
+        number of at least `at_least`. Returns the number, None where there is none such that can be read.
+        """
+        found: list[tuple[int, CheckpointName]] = []
+        for name in self._checkpoints.names(model, CheckpointKind.TRAINING):
+            where = CheckpointName(model, CheckpointKind.TRAINING, name)
+            try:
+                facts = self._checkpoints.facts(where)
+            except (Refused, EngineFault) as error:
+                log.warning("the checkpoint %s does not help: %s", where, error)
+                continue
+            text = facts.marks.operation.removeprefix(made_by)
+            if facts.marks.operation != text and text.isdigit() and facts.unstepped == GradientEpoch():
+                found.append((int(text), where))
+        for number, where in sorted(found, key=lambda each: each[0], reverse=True):
+            if number < at_least:
+                break
+            try:
+                tenant = self._new_from(self._checkpoints, where, with_optimizer=True)
+            except (Refused, EngineFault) as error:
+                log.warning("the checkpoint %s does not help: %s", where, error)
+                continue
+            self.drop(model)
+            self._take(model, tenant)
+            return number
+        return None
 
     def uncover(self, model: str, kept: str = "") -> None:
         """Remove a model's covers, except the one that is `kept`."""

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="vllm",
         help="how environments talk to it: chat completions, or /generate with logprobs (default: %(default)s)",
     )
-    parser.add_argument("--model", default="MODEL", metavar="NAME", help="the model, whose tokenizer environments load")
+    parser.add_argument("--model", metavar="NAME", help="the model, whose tokenizer environments load")
     parser.add_argument(
         "--with-key",
         action="store_true",
@@ -57,7 +57,7 @@ def settings_lines(arguments: argparse.Namespace) -> list[str]:
         sampling = f"{_address('--inference-url', arguments.inference_url).removesuffix('/v1')}/v1"
     else:
         sampling = f"{_below(_address('--url', arguments.url), arguments.inference_engine, with_key=False)}/v1"
-    model = json.dumps(arguments.model)  # which is YAML too
+    model = json.dumps(arguments.model or "MODEL")  # which is YAML too
     yaml = [
         "env:",
         f"  rollout_server_url: {json.dumps(groups)}",

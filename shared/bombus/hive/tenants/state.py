@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 
 from bombus.hive import events as ev
+from bombus.hive.bounded import trim
 from bombus.hive.records import BodyRef
 
 COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
 TTL_S_MAX = 100 * 365 * 24 * 3600.0
 COVER_OPERATIONS = 64  # after so many, or so many bytes of them, a cover is due
 COVER_BYTES = 64 << 20
+REMOVED_KEPT = 1000  # saved models that were removed last, whose folders a trainer may still have to remove
 MODELS_KEPT = 256  # that have ended, with their results
 
 
@@ -35,10 +37,17 @@ class Queued(msgspec.Struct, kw_only=True):
     failed: bool = False
     completed_ns: int = 0
     error: str = ""
+    metadata: dict[str, str] = {}  # of its client, until it has a result
+    begun: int = 0  # how many trainers have begun to execute it, of those that say so
+    begun_by: int = 0  # the epoch of the last of them
 
     @property
     def waits(self) -> bool:
         return not self.completed_ns
+
+    def begun_before(self, trainer_epoch: int) -> int:
+        """Return how many trainers before this one have begun it."""
+        return self.begun - (self.begun_by == trainer_epoch)
 
 
 class TenantSession(msgspec.Struct, kw_only=True):
@@ -50,6 +59,7 @@ class TenantSession(msgspec.Struct, kw_only=True):
     owner: str = ""
     door: str = ""
     metadata: dict[str, Any] = {}
+    for_model: bool = False
     ended: ev.SessionEnded | None = None
 
 
@@ -66,6 +76,7 @@ class TenantModel(msgspec.Struct, kw_only=True):
     operations: dict[str, Queued] = {}  # by key, in order
     waiting: int = 0
     held_bytes: int = 0  # of the bodies that a trainer may still have to read
+    result_bytes: int = 0  # of the results that can be read
     cover: ev.ModelCovered | None = None
     closed: ev.ModelClosed | None = None
     adapter: ev.AdapterShape | None = None
@@ -74,6 +85,8 @@ class TenantModel(msgspec.Struct, kw_only=True):
     executed: int = 0
     failures_to_end: int = 0  # of the operations that end it because its session has ended
     last_ns: int = 0  # when an operation was accepted or executed last
+    metadata: dict[str, str] = {}
+    suspended: str = ""  # why its trainer cannot make it again
 
     @property
     def covered(self) -> int:
@@ -85,7 +98,7 @@ class TenantModel(msgspec.Struct, kw_only=True):
 
         After an optimizer step it has no gradient to save. Where that does not come, `held_bytes` may not wait for it.
         """
-        share = min(limits.bodies_bytes_max // limits.models_max, COVER_BYTES)
+        share = min(bodies_share(limits), COVER_BYTES)
         return self.numbers - self.covered >= COVER_OPERATIONS or self.held_bytes >= share
 
     def again(self) -> list[Queued]:
@@ -117,11 +130,16 @@ class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
     noted: ev.WeightsKept
     until_ns: int
 
+    @property
+    def saved_ns(self) -> int:
+        return self.noted.saved_ns or self.noted.at_ns
+
 
 class Tenants(msgspec.Struct, kw_only=True):
     sessions: dict[str, TenantSession] = {}
     models: dict[str, TenantModel] = {}
     kept: dict[str, KeptWeights] = {}  # saved models by `kept_id`, oldest first
+    removed: dict[str, None] = {}  # of those that are not kept any more, the ones removed last, oldest first
     results: dict[str, int] = {}  # the bytes of each result that can be read, oldest first, by operation id
     result_bytes: int = 0
     accepted: int = 0
@@ -139,6 +157,11 @@ class Tenants(msgspec.Struct, kw_only=True):
         """Return how many operations wait, of all models."""
         return sum(model.waiting for model in self.models.values())
 
+    def begun_by(self, trainer_epoch: int) -> Queued | None:
+        """Return the operation that the trainer of this epoch has said it begins, and has not completed."""
+        waiting = (each for model in self.open_models if model.waiting for each in model.operations.values())
+        return next((each for each in waiting if each.waits and each.begun_by == trainer_epoch), None)
+
     @property
     def held_bytes(self) -> int:
         """Return the bytes of all bodies that may still have to be read."""
@@ -149,6 +172,11 @@ class Tenants(msgspec.Struct, kw_only=True):
         name, _, key = operation.rpartition(":")
         model = self.models.get(name)
         return None if model is None else model.operations.get(key)
+
+
+def bodies_share(limits: ev.Tenancy) -> int:
+    """Return the bytes of bodies that each model may have, however many the others have."""
+    return limits.bodies_bytes_max // limits.models_max
 
 
 def kept_id(model: str, use: str, name: str) -> str:
@@ -166,6 +194,7 @@ def open_session(tenants: Tenants, event: ev.SessionOpened) -> None:
         owner=event.owner,
         door=event.door,
         metadata=event.metadata,
+        for_model=event.for_model,
     )
 
 
@@ -200,12 +229,19 @@ def open_model(tenants: Tenants, event: ev.ModelOpened) -> None:
         run=event.run,
         opened_ns=event.at_ns,
         last_ns=event.at_ns,
+        metadata=event.metadata,
     )
     if before is not None:
         model.numbers = before.numbers
-        model.operations = before.operations
+        model.operations, model.result_bytes = before.operations, before.result_bytes
     model.begun = model.numbers + 1
     tenants.models[event.model] = model
+
+
+def suspend_model(tenants: Tenants, event: ev.ModelSuspended) -> None:
+    model = tenants.models.get(event.model)
+    if model is not None:
+        model.suspended = event.why
 
 
 def close_model(tenants: Tenants, event: ev.ModelClosed) -> None:
@@ -218,7 +254,7 @@ def close_model(tenants: Tenants, event: ev.ModelClosed) -> None:
     for queued in model.operations.values():
         if queued.waits:
             queued.error = event.why or f"the model has ended ({event.reason})"
-            queued.completed_ns = event.at_ns
+            queued.completed_ns, queued.metadata = event.at_ns, {}
             tenants.failed += 1
     model.waiting = model.held_bytes = 0
 
@@ -248,16 +284,28 @@ def accept(tenants: Tenants, event: ev.OperationAccepted) -> None:
         body=event.body,
         passive=event.passive,
         save_as=event.save_as,
+        metadata=event.metadata,
     )
 
 
+def begin(tenants: Tenants, event: ev.OperationBegun) -> None:
+    queued = tenants.operation(f"{event.model}:{event.key}")
+    if queued is not None and queued.waits:
+        queued.begun += 1
+        queued.begun_by = event.trainer_epoch
+
+
 def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: int) -> None:
-    """Note a result, and drop the oldest ones beyond the limit: of all models in bytes, of each in number."""
+    """Note a result, and drop older ones beyond the limits: in bytes those of whoever has most, in number the model's.
+
+    The new one stays.
+    """
     model = tenants.models.get(event.model)
     queued = None if model is None else model.operations.get(event.key)
     if model is None or queued is None or not queued.waits:
         return
     queued.result, queued.failed, queued.completed_ns = event.result, event.failed, event.at_ns
+    queued.metadata = {}
     model.waiting -= 1
     if queued.passive and queued.body is not None:
         model.held_bytes -= queued.body.size
@@ -273,15 +321,21 @@ def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: i
     tenants.results[f"{event.model}:{event.key}"] = event.result.size
     tenants.result_bytes += event.result.size
     while tenants.result_bytes > results_bytes_max and len(tenants.results) > 1:
-        name, _, key = next(iter(tenants.results)).rpartition(":")
-        old = tenants.models[name]
-        _drop_result(tenants, old, old.operations[key])
+        most = max(tenants.models.values(), key=lambda each: each.result_bytes)  # without the new one
+        oldest = (each for each in most.operations.values() if each.result is not None and each is not queued)
+        old = next(oldest, None)
+        if old is None:  # of the others there are none with any bytes
+            break
+        _drop_result(tenants, most, old)
+    model.result_bytes += event.result.size
     _trim_operations(tenants, model)
 
 
 def _drop_result(tenants: Tenants, model: TenantModel, queued: Queued) -> None:
     queued.result = None
-    tenants.result_bytes -= tenants.results.pop(f"{model.name}:{queued.key}", 0)
+    size = tenants.results.pop(f"{model.name}:{queued.key}", 0)
+    tenants.result_bytes -= size
+    model.result_bytes -= size
 
 
 def _trim_operations(tenants: Tenants, model: TenantModel) -> None:
@@ -306,13 +360,18 @@ def cover(tenants: Tenants, event: ev.ModelCovered) -> None:
 def keep(tenants: Tenants, event: ev.WeightsKept) -> None:
     saved = event.saved
     name = kept_id(event.model, saved.use, saved.name)
-    tenants.kept.pop(name, None)
+    if not event.saved_ns:  # what is only described anew keeps its place
+        tenants.kept.pop(name, None)
+    tenants.removed.pop(name, None)
     until_ns = event.at_ns + int(min(saved.ttl_s, TTL_S_MAX) * 1e9) if saved.ttl_s > 0 else 0
     tenants.kept[name] = KeptWeights(noted=event, until_ns=until_ns)
 
 
 def remove(tenants: Tenants, event: ev.WeightsRemoved) -> None:
-    tenants.kept.pop(kept_id(event.model, event.use, event.name), None)
+    name = kept_id(event.model, event.use, event.name)
+    if tenants.kept.pop(name, None) is not None:
+        tenants.removed[name] = None
+        trim(tenants.removed, REMOVED_KEPT)
 
 
 def release(tenants: Tenants, floor: ev.ModelFloor) -> None:

@@ -19,6 +19,7 @@ def why_waiting(engine: EngineState, operation: str, now_ns: int) -> str:
     )
     parts = [
         _trouble(engine, now_ns),
+        f"the model cannot go on: {model.suspended}" if model.suspended else "",
         f"{_operations(ahead)} of this model before it" if ahead else "",
         f"{_operations(others)} of other models that came earlier" if others else "",
     ]

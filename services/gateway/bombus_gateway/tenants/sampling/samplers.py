@@ -88,11 +88,17 @@ def _is_unnamed(kept: KeptWeights, number: str) -> bool:
 
 
 def _newest_inflight(every: Iterable[KeptWeights], one: KeptWeights) -> KeptWeights:
-    """Return the newest of the inflight saves of a model: all of their samplers have its weights."""
-    model = one.noted.model
-    return [each for each in every if each.noted.model == model and each.noted.saved.name.startswith(INFLIGHT_SAMPLE)][
-        -1
-    ]
+    """Return the newest of the inflight saves of a model, by their numbers: all of their samplers have its weights."""
+    of_model = (each for each in every if each.noted.model == one.noted.model)
+    return max((one, *of_model), key=_inflight_number)
+
+
+def _inflight_number(kept: KeptWeights) -> int:
+    """Return the number of an inflight save, -1 for anything else that a client has called so."""
+    saved = kept.noted.saved
+    number = saved.name.removeprefix(INFLIGHT_SAMPLE)
+    is_one = saved.use == CheckpointKind.SAMPLER and number != saved.name and number.isdecimal()
+    return int(number) if is_one else -1
 
 
 def _of_base(engine: EngineState, wanted: str) -> Sampler:

@@ -1,0 +1,61 @@
+"""xorl's model of all weights, which an engine whose job has `trainer.enable_lora: false` has without being asked."""
+
+import asyncio
+
+from bombus.config.job import RunConfig
+from bombus.hive.state import EngineState
+from bombus.hive.tenants.state import TenantModel
+from bombus.operations import CreateModel, EndModel, Failed
+from bombus_gateway.tenants.desk import OperationDesk
+from bombus_gateway.tenants.sessions import Sessions, base_names, job_of
+from bombus_gateway.training.models import AdapterDefaults
+from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
+
+
+def adapter_defaults(engine: EngineState) -> AdapterDefaults:
+    """Return what models of an engine are where their clients say nothing of it."""
+    job = job_of(engine)
+    if job is None:
+        return AdapterDefaults()
+    full_weights = RunConfig.from_json(job.config).trainer.enable_lora is False
+    return AdapterDefaults(full_weights=full_weights, base=base_names(engine)[0])
+
+
+class RegisteredModel:
+    """The model `default` of an engine of full weights. It is created when a client begins to use it."""
+
+    def __init__(self, desk: OperationDesk, sessions: Sessions) -> None:
+        self._desk = desk
+        self._sessions = sessions
+        self._creating = asyncio.Lock()
+
+    def existing(self, model: str) -> TenantModel | None:
+        """Return the model that a client which creates `model` gets, because it is there and the engine has one."""
+        found = self._open()
+        return found if model == DEFAULT_MODEL and self._is_registered() else None
+
+    def names(self) -> list[str]:
+        """Return the names of all models that take operations."""
+        names = [model.name for model in self._desk.tenants.open_models]
+        return names if DEFAULT_MODEL in names or not self._is_registered() else [DEFAULT_MODEL, *names]
+
+    async def create_for(self, submission: Submission, owner: str) -> None:
+        """Create the model where a client begins with this operation on it.
+
+        A client that has sent more before had a model that has ended, and is not given a new one in its place.
+        """
+        begins = submission.model == DEFAULT_MODEL and submission.seq <= 1
+        if not begins or isinstance(submission.operation, EndModel | Failed):
+            return
+        async with self._creating:
+            if self._open() is None and self._is_registered():
+                base = base_names(self._desk.state)[0]
+                create = Submission(model=DEFAULT_MODEL, seq=0, operation=CreateModel(base=base))
+                await self._desk.submit(await self._sessions.open_for_model(owner), create, base)
+
+    def _open(self) -> TenantModel | None:
+        model = self._desk.tenants.models.get(DEFAULT_MODEL)
+        return None if model is None or model.closed is not None else model
+
+    def _is_registered(self) -> bool:
+        return adapter_defaults(self._desk.state).full_weights

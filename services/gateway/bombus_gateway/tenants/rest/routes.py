@@ -1,0 +1,204 @@
+"""The routes of Tinker's REST client that training does not need."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+from fastapi import APIRouter, Depends, Request, Response
+from starlette.responses import FileResponse, RedirectResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from bombus.errors import BusUnavailable, Code, Refused
+from bombus.hive import inbox
+from bombus.hive.state import EngineState
+from bombus.hive.tenants.state import KeptWeights
+from bombus_gateway.access import Access, Guard
+from bombus_gateway.context import Gateway
+from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.tenants.bodies import in_json, read_body
+from bombus_gateway.tenants.desk import OperationDesk
+from bombus_gateway.tenants.listings import found_checkpoint, iso_time, path_of
+from bombus_gateway.tenants.rest.downloads import ARCHIVE, LINK_S, Archive, Downloads, files_of
+from bombus_gateway.tenants.rest.searching import found_sessions, read_search
+from bombus_gateway.training.checkpoints import TTL_S_MAX
+from bombus_gateway.training.paths import read_path
+
+CHECKPOINT = "/training_runs/{model}/checkpoints/{kind}/{name}"
+
+
+class _Ttl(msgspec.Struct):
+    ttl_seconds: float | None = None
+
+
+_ttls = msgspec.json.Decoder(_Ttl)
+
+
+class RestRoutes:
+    """Checkpoints and sessions of one engine."""
+
+    def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
+        self._gateway = gateway
+        self._desk = desk
+        self._downloads = Downloads(gateway.keys, desk.engine)
+        self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
+
+    def add_to(self, router: APIRouter) -> None:
+        """Add the routes below `/api/v1` that need a client's key."""
+        table: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
+            ("PUT", f"{CHECKPOINT}/ttl", self.set_ttl),
+            ("POST", f"{CHECKPOINT}/publish", self.publish),
+            ("DELETE", f"{CHECKPOINT}/publish", self.unpublish),
+            ("GET", f"{CHECKPOINT}/external_weights_urls", self.urls),
+            ("GET", f"{CHECKPOINT}/archive", self.archive),
+            ("POST", "/sessions/search", self.search_sessions),
+            ("PUT", "/sessions/{session}/project", self.projects),
+            ("GET", "/sessions/{session}/trace_export", self.trace_export),
+            ("POST", "/copy_weights", self.copy_weights),
+            ("GET", "/audit", self.accounts),
+            ("GET", "/billing/usage/events", self.accounts),
+            ("GET", "/billing/usage/checkpoints/current", self.accounts),
+        )
+        for method, path, handler in table:
+            router.add_api_route(path, handler, methods=[method])
+
+    def add_links_to(self, router: APIRouter) -> None:
+        """Add the route that links lead to, which needs no key."""
+        ready = Depends(self._ready)
+        router.add_api_route("/api/v1/downloads/{link}/{file}", self.download, methods=["GET"], dependencies=[ready])
+
+    async def _ready(self) -> None:
+        if not self._gateway.ready:
+            raise BusUnavailable("this gateway is still reading the log")
+
+    @property
+    def _state(self) -> EngineState:
+        return self._desk.state
+
+    def _kept(self, request: Request) -> KeptWeights:
+        params = request.path_params
+        return found_checkpoint(self._state.tenants, read_path(f"{params['kind']}/{params['name']}", params["model"]))
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    async def set_ttl(self, request: Request) -> Response:
+        """Let a checkpoint live for so long from now on, or for ever."""
+        given = decode_body(_ttls, await read_body(request)).ttl_seconds
+        if given is not None and not 0 < given <= TTL_S_MAX:
+            why = f"ttl_seconds is {given}, and has to be above 0 and at most {TTL_S_MAX}; null is for ever."
+            raise Refused(Code.MALFORMED, why)
+        noted = self._kept(request).noted
+        retain = inbox.RetainWeights(
+            id=uuid.uuid4().hex,
+            engine=self._desk.engine,
+            model=noted.model,
+            use=noted.saved.use,
+            name=noted.saved.name,
+            ttl_s=given or 0.0,
+        )
+        await self._desk.carry_out(retain)
+        return Response(status_code=204)
+
+    async def publish(self, request: Request) -> Response:
+        return await self._publish(request, public=True)
+
+    async def unpublish(self, request: Request) -> Response:
+        return await self._publish(request, public=False)
+
+    async def _publish(self, request: Request, public: bool) -> Response:
+        noted = self._kept(request).noted
+        mark = inbox.PublishWeights(
+            id=uuid.uuid4().hex,
+            engine=self._desk.engine,
+            model=noted.model,
+            use=noted.saved.use,
+            name=noted.saved.name,
+            public=public,
+        )
+        await self._desk.carry_out(mark)
+        return Response(status_code=204)
+
+    # ---- downloads ------------------------------------------------------------------------------------------------
+
+    async def urls(self, request: Request) -> Response:
+        """Answer with a link to each file of a checkpoint, which needs no key."""
+        kept = self._kept(request)
+        files = await asyncio.to_thread(files_of, kept)
+        expires_ns = time.time_ns() + int(LINK_S * 1e9)
+        link = self._url(request, self._downloads.link(kept, expires_ns))
+        return in_json({"urls": {name: f"{link}/{name}" for name in files}, "expires": iso_time(expires_ns)})
+
+    async def archive(self, request: Request) -> Response:
+        """Lead to a link with the whole checkpoint as a tar."""
+        kept = self._kept(request)
+        await asyncio.to_thread(files_of, kept)
+        expires_ns = time.time_ns() + int(LINK_S * 1e9)
+        link = self._url(request, self._downloads.link(kept, expires_ns))
+        return RedirectResponse(f"{link}/{ARCHIVE}", 302, {"expires": iso_time(expires_ns)})
+
+    def _url(self, request: Request, link: str) -> str:
+        """Return the URL of a link, at the address that the client has used."""
+        before = request.url.path.partition("/api/v1/")[0]
+        origin = self._gateway.settings.public_url.rstrip("/") or f"{request.url.scheme}://{request.url.netloc}"
+        return f"{origin}{before}/api/v1/downloads/{link}"
+
+    async def download(self, request: Request) -> Response:
+        """Send a file of a checkpoint, or all of it."""
+        kept = self._downloads.linked(self._state, request.path_params["link"], time.time_ns())
+        files, name = await asyncio.to_thread(files_of, kept), request.path_params["file"]
+        if name == ARCHIVE:
+            return await self._archived(kept, files)
+        if name not in files:
+            raise Refused(Code.UNKNOWN_PATH, f"{path_of(kept).id} has no file {name[:200]!r}.")
+        whole = FileResponse(files[name], media_type="application/octet-stream", filename=name)
+        return _Download(whole, self._downloads)
+
+    async def _archived(self, kept: KeptWeights, files: dict[str, Path]) -> Response:
+        with ExitStack() as stack:
+            archive = await asyncio.to_thread(Archive, files, kept.noted.saved.name.lstrip("."))
+            stack.callback(archive.close)
+            headers = {
+                "content-length": str(archive.size),
+                "content-disposition": f'attachment; filename="{kept.noted.saved.name}.tar"',
+            }
+            whole = StreamingResponse(archive.chunks(), headers=headers, media_type="application/x-tar")
+            return _Download(whole, self._downloads, stack.pop_all())
+
+    # ---- sessions, and what there is not --------------------------------------------------------------------------
+
+    async def search_sessions(self, request: Request) -> Response:
+        search = read_search(await read_body(request))
+        caller = self._guard.holder(request.scope["headers"]).name
+        return in_json(found_sessions(self._state.tenants, search, caller))
+
+    async def projects(self, request: Request) -> Response:
+        raise Refused(Code.UNSUPPORTED, "A hive has no projects: give a session its project_id when it is created.")
+
+    async def trace_export(self, request: Request) -> Response:
+        why = "traces are not exported here: the log of the hive has what happened"
+        return in_json({"status": "failed", "error": why})
+
+    async def copy_weights(self, request: Request) -> Response:
+        raise Refused(
+            Code.UNSUPPORTED,
+            "Checkpoints are not copied here, where all clients of the hive can load them: create a model from this "
+            "one and save it under another name, or set its ttl.",
+        )
+
+    async def accounts(self, request: Request) -> Response:
+        raise Refused(Code.UNSUPPORTED, "A hive bills nobody and has no organization: its log is what happened.")
+
+
+class _Download(Response):
+    """A response that counts as an open download while it is sent."""
+
+    def __init__(self, whole: Response, downloads: Downloads, closing: ExitStack | None = None) -> None:
+        super().__init__()
+        self._whole, self._downloads, self._closing = whole, downloads, closing or ExitStack()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._closing, self._downloads.room():
+            await self._whole(scope, receive, send)

@@ -1,0 +1,228 @@
+"""Models as xorl's clients know them: sessions that are models, and a model of all weights that is there by itself."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from bombus.bus import Bus
+from bombus.config.job import RunConfig
+from bombus.hive import inbox
+from bombus.operations import (
+    Category,
+    CreateModel,
+    EndModel,
+    Failed,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    Result,
+    SaveWeights,
+)
+from tests.gateway.openai_hive import ENGINE, new_id
+from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results, tenant_hive
+from tests.gateway.tenants.test_routes import BASE, ask, xorl_result
+
+ADAM = {"learning_rate": 1e-4}
+
+
+@pytest.fixture
+async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
+    async with tenant_hive(bus) as hive:
+        yield hive
+
+
+@pytest.fixture
+async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
+        yield client
+
+
+async def configure(hive: TenantHive, enable_lora: bool | None, **trainer: object) -> None:
+    job = RunConfig.model_validate({"model": {"path": BASE}, "trainer": {"enable_lora": enable_lora, **trainer}})
+    configured = inbox.Configure(
+        id=new_id(),
+        engine=ENGINE,
+        config=job.to_json(),
+        config_digest=job.digest,
+        collection=job.to_collection(),
+        model=BASE,
+    )
+    await hive.bus.inbox.request(configured)
+    await hive.follower.wait_for(lambda _: hive.engine.configured is not None)
+
+
+async def step(client: httpx.AsyncClient, seq: int, model: str = "default") -> dict[str, Any]:
+    accepted = await ask(client, "optim_step", model_id=model, seq_id=seq, adam_params=ADAM)
+    return await xorl_result(client, accepted)
+
+
+async def test_an_engine_of_full_weights_has_its_model_without_being_asked(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive, enable_lora=False)
+    assert (await client.get("session_info")).json()["registered_models"] == ["default"]
+    assert "metrics" in await step(client, 1)
+    assert [each for _, each in hive.executed[:1]] == [CreateModel(base=BASE)]
+    made = await ask(client, "create_model", model_id="default", base_model=BASE, lora_config={"rank": 32})
+    assert (await xorl_result(client, made))["model_id"] == "default"
+    assert [type(each) for _, each in hive.executed] == [CreateModel, OptimStep], "it was there already"
+    runs = (await client.get("training_runs")).json()
+    assert [(run["training_run_id"], run["is_lora"]) for run in runs["training_runs"]] == [("default", False)]
+
+
+async def test_a_client_whose_model_has_ended_is_not_given_another_one_in_its_place(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive, enable_lora=False)
+    await step(client, 1)
+    assert (await ask(client, "kill_session", model_id="default", save_checkpoint=False))["success"]
+    assert "has ended" in (await step(client, 2))["error"]
+    assert "metrics" in await step(client, 1), "but one that begins is"
+
+
+async def test_an_engine_of_adapters_has_no_model_that_nobody_created(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive, enable_lora=None)
+    assert (await client.get("session_info")).json()["registered_models"] == []
+    assert "create it first" in (await step(client, 1))["error"]
+
+
+async def test_a_session_is_created_with_its_adapter_and_lives_while_it_beats(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    opened = await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    assert (opened["success"], opened["session_id"]) == (True, "mine")
+    (created,) = [each for _, each in hive.executed]
+    assert isinstance(created, CreateModel)
+    assert created.adapter is not None
+    assert created.adapter.rank == 4
+    assert (await ask(client, "session_heartbeat", session_id="mine"))["type"] == "session_heartbeat"
+    again = await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    assert again["message"] == "The session of mine is open."
+    assert len(hive.executed) == 1
+    info = (await client.get("session_info")).json()
+    assert (info["registered_models"], info["loaded_adapters"], info["idle_timeout_seconds"]) == (
+        ["mine"],
+        ["mine"],
+        7200.0,
+    )
+    assert (await ask(client, "weights_info", model_id="mine"))["lora_rank"] == 4
+    assert "metrics" in await step(client, 1, "mine")
+    await ask(client, "kill_session", model_id="mine")
+    gone = await client.post("session_heartbeat", json={"session_id": "unknown"})
+    assert gone.status_code == 410
+
+
+async def test_a_model_that_exists_or_cannot_be_created_opens_no_session(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive, enable_lora=None, lr=3e-5)
+    lora = {"rank": 4}
+    for base in ("org/other", BASE, BASE, "org/other"):
+        made = await ask(client, "create_model", model_id="mine", base_model=base, lora_config=lora)
+        assert ("error" in await xorl_result(client, made)) == (base != BASE)
+    (session,) = hive.engine.tenants.sessions.values()
+    assert session.for_model
+
+
+async def test_a_client_that_asks_for_a_result_shows_that_its_session_lives(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    assert hive.gateway is not None
+    await hive.gateway.heartbeats.flush()
+    (key,) = hive.engine.tenants.models["mine"].operations
+    await ask(client, "retrieve_future", request_id=f"mine:{key}")
+    await hive.gateway.heartbeats.flush()
+    stored = await hive.bus.last(hive.bus.subjects.inbox_stream)
+    assert stored is not None
+    touch = inbox.decode_message(stored.data)
+    assert isinstance(touch, inbox.Touch)
+    assert touch.sessions == (hive.engine.tenants.models["mine"].session,)
+
+
+async def test_a_session_that_cannot_be_created_is_refused_in_words(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    def failing(operation: Operation) -> Result:
+        return Failed(error="there are no layers of this name", category=Category.USER)
+
+    hive.answering = failing
+    refused = await client.post("create_session", json={"session_id": "mine", "base_model": BASE})
+    assert refused.status_code == 400
+    assert "no layers of this name" in refused.text
+    nothing = await client.post("create_session", json={"session_id": "b", "lora_config": {"rank": -1}})
+    assert "rank of an adapter" in nothing.text
+
+
+async def test_a_session_needs_no_base_where_the_engine_has_one(hive: TenantHive, client: httpx.AsyncClient) -> None:
+    refused = await client.post("create_session", json={"session_id": "mine"})
+    assert "base_model is missing" in refused.text
+    await configure(hive, enable_lora=None)
+    assert (await ask(client, "create_session", session_id="mine"))["success"]
+
+
+async def test_killing_a_session_again_gives_the_same_answer(hive: TenantHive, client: httpx.AsyncClient) -> None:
+    def saving(operation: Operation) -> Result:
+        if isinstance(operation, EndModel):
+            saves.append(operation.save_as)
+        return plain_results(operation)
+
+    saves: list[str] = []
+    hive.answering = saving
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    first, again = [await ask(client, "kill_session", model_id="mine") for _ in range(2)]
+    assert first == again
+    assert first["success"]
+    assert len(saves) == 1
+    assert saves[0].startswith("ended-20")
+
+
+async def test_killing_a_session_again_after_something_else_is_another_end(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    await ask(client, "kill_session", model_id="mine", save_checkpoint=False)
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    await ask(client, "kill_session", model_id="mine", save_checkpoint=False)
+    assert [type(each) for _, each in hive.executed] == [CreateModel, EndModel] * 2
+
+
+async def test_a_save_without_a_name_that_is_sent_again_is_one_save(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    def naming(operation: Operation) -> Result:
+        if isinstance(operation, SaveWeights) and not operation.name:
+            return plain_results(SaveWeights(checkpoint=operation.checkpoint, name="20261123-101500-2"))
+        return plain_results(operation)
+
+    hive.answering = naming
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    first, again = [await ask(client, "save_weights", model_id="mine", seq_id=1) for _ in range(2)]
+    assert first == again
+    assert (await xorl_result(client, first))["path"] == "xorl://mine/weights/20261123-101500-2"
+    loaded = await ask(client, "load_weights", model_id="mine", seq_id=2, path="xorl://mine/weights/20261123-101500-2")
+    await xorl_result(client, loaded)
+    assert isinstance(hive.executed[-1][1], LoadWeights)
+
+
+async def test_the_hive_says_whether_its_engine_runs_and_how_much_it_has_to_do(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    idle = {"status": "ok", "engine_running": False, "active_requests": 0, "total_requests": 0}
+    assert (await client.get("healthz")).json() == idle
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    assert (await client.get("healthz")).json() == {**idle, "engine_running": True, "total_requests": 1}
+
+
+async def test_a_client_that_begins_to_count_again_is_another_one(hive: TenantHive, client: httpx.AsyncClient) -> None:
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    for _ in range(2):
+        for seq in (1, 2):
+            await step(client, seq, "mine")
+            await step(client, seq, "mine")
+    steps = [each for _, each in hive.executed if isinstance(each, OptimStep)]
+    assert len(steps) == 4, "each was sent twice, by each of two clients"
