@@ -269,7 +269,7 @@ def test_shared_imports_by_name_only_where_it_is_listed() -> None:
 
 
 GATEWAY = SERVICES["bombus_gateway"]
-DOORS = ("anthropic", "openai", "responses", "scored", "swarm", "tenants")
+DOORS = ("anthropic", "generate", "openai", "responses", "scored", "swarm", "tenants")
 
 
 def modules_of(path: Path) -> set[str]:

@@ -29,6 +29,7 @@ def test_what_is_printed_is_yaml_of_an_environment(capsys: pytest.CaptureFixture
                 "api_key": "KEY",
                 "model_name": "some/model",
                 "server_type": "sglang",
+                "health_check": False,
             }
         ],
     }

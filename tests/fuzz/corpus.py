@@ -403,7 +403,7 @@ BODIES: dict[str, list[Tree]] = {
     **SWARM,
     **SCORED,
     **{f"/api/v1/{path}": bodies for path, bodies in {**TRAINING, **SAMPLING}.items()},
-    "/generate": GENERATED,
+    "/generate": [*GENERATED, *VLLM],
     "/v1/chat/completions": CHATS,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,

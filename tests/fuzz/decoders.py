@@ -33,6 +33,7 @@ from bombus_gateway.atropos.compression import inflated
 from bombus_gateway.atropos.requests import read_environment, read_environment_id, read_trainer
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
 from bombus_gateway.atropos.vllm_generate import read_vllm
+from bombus_gateway.generate.dialect import GenerateDialect
 from bombus_gateway.keys import Keys
 from bombus_gateway.openai.request import read_chat, read_completion
 from bombus_gateway.openai.tokenizing import read_tokenize
@@ -293,6 +294,7 @@ def _atropos() -> list[Decoder]:
         "group": (read_scored_data, SCORED["/scored_data"]),
         "groups": (read_scored_data_list, SCORED["/scored_data_list"]),
         "generate": (read_vllm, VLLM),
+        "call": (lambda body: GenerateDialect().read(body, {}), [*GENERATED, *VLLM]),
     }
     doors = [
         Decoder(f"atropos {name}", _plain(read), (Refused,), valid, to_json) for name, (read, valid) in readers.items()

@@ -63,6 +63,7 @@ DECODING = {
     "bombus_gateway/atropos/requests.py": "atropos trainer",
     "bombus_gateway/atropos/scored_data.py": "atropos groups",
     "bombus_gateway/atropos/vllm_generate.py": "atropos generate",
+    "bombus_gateway/generate/dialect.py": "atropos call",
     "bombus_gateway/harnesses/marks.py": "a header: tests/gateway/test_harness_marks.py",
     "bombus_gateway/history/identity.py": "chat",
     "bombus_gateway/call/models.py": "a map of files, which is decoded as messages are",

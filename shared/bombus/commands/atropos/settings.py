@@ -9,6 +9,7 @@ from bombus.terminal import say
 
 URL = "http://127.0.0.1:8000"
 SERVER_TYPES = ("openai", "vllm", "sglang")
+CHECKED_BY_CHAT = ("openai", "sglang")  # every second, with a completion that would be recorded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +68,7 @@ def settings_lines(arguments: argparse.Namespace) -> list[str]:
         '    api_key: "KEY"',
         f"    model_name: {model}",
         f"    server_type: {arguments.server_type}",
+        *(["    health_check: false"] if arguments.server_type in CHECKED_BY_CHAT else []),
     ]
     return [
         "# Variables that OpenAI's SDK reads. KEY is the key of an episode, or a client key of the hive for /generate.",

@@ -1,13 +1,15 @@
-"""The routes of sampling: Tinker's `asample` and its sessions, and xorl's `/generate` in SGLang's form."""
+"""The routes of sampling: Tinker's `asample` and its sessions, and `/generate` in SGLang's form (xorl's) and vLLM's."""
 
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from bombus.errors import Code, Refused
-from bombus.hive.records import pack_tokens
+from bombus.hive.records import pack_tokens, unpack_tokens
 from bombus.hive.tenants.state import Tenants
+from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.refusals import RETRY_AFTER
 from bombus_gateway.tenants.bodies import in_json, names_in, read_body
@@ -17,6 +19,8 @@ from bombus_gateway.tenants.sampling.samplers import begun_sampler, found_sample
 from bombus_gateway.training.dialects import OF_SAMPLE, TrainingDialect, dialect_of
 from bombus_gateway.training.generate import GenerateRequest, read_generate, write_generated
 from bombus_gateway.training.sampling import read_sample, read_sampling_session, sample_accepted
+
+_AskedT = TypeVar("_AskedT", GenerateRequest, VllmRequest)
 
 
 class SamplingRoutes:
@@ -65,8 +69,11 @@ class SamplingRoutes:
         return in_json(sample_accepted(submission) | {"request_id": name})
 
     async def generate(self, request: Request) -> Response:
-        """Answer xorl's sampling client, directly."""
-        given = read_generate(await read_body(request))
+        """Answer xorl's sampling client, directly, and whoever asks in vLLM's form for the base."""
+        body = await read_body(request)
+        if is_vllm(names_in(body)):
+            return await self._generate_as_vllm(read_vllm(body))
+        given = read_generate(body)
         sampler = named_sampler(self._drawing.engine, given.adapter)
         with self._calls.capacity.open_unrecorded():
             given = await self._with_prompt(given)
@@ -74,7 +81,17 @@ class SamplingRoutes:
         count = len(given.asked.prompt) // 4
         return in_json(write_generated(drawn.samples, drawn.texts, count, given.logprobs))
 
-    async def _with_prompt(self, given: GenerateRequest) -> GenerateRequest:
+    async def _generate_as_vllm(self, given: VllmRequest) -> Response:
+        sampler = named_sampler(self._drawing.engine, "")
+        with self._calls.capacity.open_unrecorded():
+            given = await self._with_prompt(given)
+            drawn = await self._drawing.draw(sampler, given.asked)
+        model = await self._drawing.text_model()
+        text = given.text or model.tokenizer.decode(unpack_tokens(given.asked.prompt))
+        prompt = ScoredPrompt(text, drawn.prompt_logprobs, drawn.top_prompt)
+        return Response(write_vllm(given, drawn.samples, drawn.texts, prompt), media_type="application/json")
+
+    async def _with_prompt(self, given: _AskedT) -> _AskedT:
         """Return a request whose prompt is tokens."""
         if not given.text:
             return given
