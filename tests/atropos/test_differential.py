@@ -16,6 +16,7 @@ import pytest
 from tests.atropos import adapter
 from tests.atropos.differences import BATCH, DIFFERENCES, PUSH, STANDING, STATUS, Why
 from tests.atropos.differential import compare
+from tests.atropos.run_api import run_api
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = Path(os.environ.get("BOMBUS_ATROPOS_PYTHON", ROOT / ".venv-atropos/bin/python"))
@@ -37,6 +38,12 @@ def atropos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
             server.terminate()
 
 
+@pytest.fixture(scope="module")
+def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with run_api(tmp_path_factory.mktemp("hive")) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
 def test_every_difference_to_atropos_is_one_on_the_list(atropos: httpx.Client) -> None:
     with adapter.client() as ours:
         found = compare(ours, atropos, range(SEQUENCES))
@@ -44,6 +51,20 @@ def test_every_difference_to_atropos_is_one_on_the_list(atropos: httpx.Client) -
     assert found.answers > 10 * SEQUENCES
     if SEQUENCES >= 1_000:
         assert set(found.explained) == set(DIFFERENCES), "a difference that does not come up any more"
+
+
+def test_every_difference_of_a_whole_hive_is_one_on_the_list_too(atropos: httpx.Client, hive: httpx.Client) -> None:
+    found = compare(hive, atropos, range(SEQUENCES))
+    assert not found.unexplained, found.unexplained[0]
+    assert found.answers > 10 * SEQUENCES
+
+
+def test_a_whole_hive_answers_as_its_queue_does(hive: httpx.Client) -> None:
+    with adapter.client() as queue:
+        found = compare(hive, queue, range(10_000, 10_020))
+    assert not found.unexplained, found.unexplained[0]
+    assert not found.explained
+    assert found.answers > 200
 
 
 def test_a_server_like_ours_differs_in_nothing() -> None:

@@ -582,10 +582,14 @@ class Pushed(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="pushed"
 
 
 class BatchTaken(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="batch.taken"):
-    """The number of the batch that was handed out, 0 for none. The state at `position` has its groups."""
+    """The number of the batch that was handed out, 0 for none. The state at `position` has its groups.
+
+    `again`: it was handed out before, and is not known to have arrived.
+    """
 
     run: int
     number: int = 0
+    again: bool = False
 
 
 class Refusal(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="refusal"):

@@ -20,6 +20,7 @@ from bombus_gateway.context import Gateway
 log = logging.getLogger(__name__)
 
 POSITION_S = 5.0
+ARRIVAL_S = 1.0  # within which a batch that was sent is known to have arrived
 ATTEMPTS_MAX = 4
 DECODING_MAX = 2  # bodies at once: one takes many times its size while it is read
 AT_ONCE_MAX = 16  # bodies that are stored or read, for one request
@@ -101,6 +102,7 @@ class GroupShelf:
     async def take(self) -> HandedOut | None:
         """Return the next batch if there is one, or the last one where it was not delivered.
 
+        A trainer that asks again at once comes before the note that its last batch has arrived: that is waited for.
         Raises `Refused`: WRONG_PHASE before a trainer has registered; and `BusUnavailable`.
         """
         for _ in range(ATTEMPTS_MAX):
@@ -108,10 +110,25 @@ class GroupShelf:
             assert isinstance(answer, inbox.BatchTaken)
             if not answer.number:
                 return None
+            if answer.again and await self._arrives(answer):
+                continue
             batch = self.trajectories.batch
             if batch is not None and (batch.run, batch.number) == (answer.run, answer.number):
                 return batch
         raise Refused(Code.OVERLOADED, "Others take batches faster than this gateway reads them: ask again.")
+
+    async def _arrives(self, taken: inbox.BatchTaken) -> bool:
+        """Return whether a batch that was handed out is soon known to have arrived, or is not the last one any more."""
+
+        def is_over(_: object) -> bool:
+            batch = self.trajectories.batch
+            return batch is None or (batch.run, batch.number) != (taken.run, taken.number) or batch.delivered
+
+        try:
+            await self._gateway.follower.wait_for(is_over, ARRIVAL_S)
+        except TimeoutError:
+            return False
+        return True
 
     async def delivered(self, batch: HandedOut) -> None:
         """Say that all of a batch was sent."""

@@ -65,7 +65,8 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
     begun = ev.BatchesBegun(at_ns=live.now_ns, engine=engine.name, run=engine.run)
     events: tuple[Event, ...] = () if state.begun else (begun,)
     number = 0
-    if state.batch is not None and not state.batch.delivered:
+    again = state.batch is not None and not state.batch.delivered
+    if state.batch is not None and again:
         number = state.batch.number
     else:
         groups = form(state.queue)
@@ -75,7 +76,7 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
                 at_ns=live.now_ns, engine=engine.name, run=engine.run, number=number, groups=groups
             )
             events = (*events, handed)
-    reply = CommandReply(message.id, BatchTaken(run=engine.run, number=number))
+    reply = CommandReply(message.id, BatchTaken(run=engine.run, number=number, again=again))
     yield Decision(events=events, replies=(reply,))
 
 
