@@ -18,6 +18,8 @@ def random_group(seed: int, environments: int = 0) -> Group:
     }
     for name in ("advantages", "ref_logprobs", "inference_logprobs"):
         _maybe(chance, group, name, [[_number(chance) for _ in range(length)] for length in lengths])
+    if chance.random() < 0.1:
+        group["advantages"] = [[_number(chance) for _ in range(chance.randrange(4))] for _ in lengths]
     counts = [[chance.randrange(4) for _ in range(length)] for length in lengths]
     candidates = [[[chance.randrange(99) for _ in range(count)] for count in row] for row in counts]
     _maybe(chance, group, "distill_token_ids", candidates)

@@ -9,6 +9,7 @@ from bombus.errors import Refused
 from bombus.hive.records import BODY_BYTES_MAX
 from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, decode_group, pack_ints
 from bombus_gateway import limits
+from bombus_gateway.atropos.batches import write_group
 from bombus_gateway.atropos.refusals import UnfitBody, write_refusal
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list, record_of
 
@@ -63,6 +64,14 @@ def test_all_fields_are_read_and_what_nobody_computes_with_is_kept_as_it_came() 
     )
 
 
+@pytest.mark.parametrize("rows", [[[1.0], [1.0]], [[0.5, 0.25, 2.0], []], [[1.0]]])
+def test_advantages_may_be_others_than_one_for_each_token_and_come_back_as_they_were(rows: list[list[float]]) -> None:
+    """Atropos's own tests send four of them for three tokens."""
+    found = read_scored_data(body(advantages=rows))
+    assert decode_group(record_of(found)) == found
+    assert json.loads(write_group(found))["advantages"] == rows
+
+
 def test_null_is_the_same_as_nothing() -> None:
     names = ["advantages", "ref_logprobs", "inference_logprobs", "generation_params", "messages", "overrides"]
     names += ["group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs"]
@@ -104,7 +113,7 @@ def test_programs_write_whole_numbers_as_floats_and_flags_for_numbers() -> None:
         ({"scores": [1.0, None]}, "scores[1]", "got `null`"),
         ({"advantages": [[1.0, float("inf")], [1.0]]}, "advantages[0][1]", "is NaN or infinite"),
         ({"advantages": [1.0, 2.0]}, "advantages[0]", "Expected `array`, got `float`"),
-        ({"advantages": [[1.0], [1.0]]}, "advantages[0]", "has 1 values for the 2 tokens"),
+        ({"advantages": []}, "advantages", "has no rows; send one for each sequence, or null"),
         ({"ref_logprobs": [[1.0, 1.0], []]}, "ref_logprobs[1]", "has 0 values for the 1 tokens"),
         ({"inference_logprobs": [[1.0, 1.0]]}, "inference_logprobs", "has 1 rows for 2 sequences"),
         ({"inference_logprobs": [[1.0, -float("inf")], [1.0]]}, "inference_logprobs[0][1]", "is NaN or infinite"),

@@ -47,7 +47,7 @@ def write_group(group: ScoredGroup) -> bytes:
             "tokens": int_rows(group.tokens, lengths),
             "masks": int_rows(group.masks, lengths),
             "scores": group.scores.rows([group.sequences])[0],
-            "advantages": _floats(group.advantages, lengths),
+            "advantages": _floats(group.advantages, group.advantage_rows()),
             "ref_logprobs": _floats(group.ref_logprobs, lengths),
             "messages": _json(group.messages),
             "generation_params": _json(group.generation_params),

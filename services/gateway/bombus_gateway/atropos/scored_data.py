@@ -98,12 +98,13 @@ def _group(body: bytes, place: str) -> ScoredGroup:
         why = f"{scores} has {len(given.scores)} numbers for {len(lengths)} sequences; send one for each."
         raise UnfitBody(scores, why)
     ids, logprobs = _teacher(given, lengths, place)
+    advantages, rows = _advantages(given.advantages, lengths, within(place, "advantages"))
     return ScoredGroup(
         lengths=pack_ints(lengths),
         tokens=_whole_numbers(given.tokens, within(place, "tokens"), 0),
         masks=_masks(given.masks, lengths, within(place, "masks")),
         scores=PackedFloats.of(given.scores),
-        advantages=_beside(given.advantages, lengths, within(place, "advantages")),
+        advantages=advantages,
         ref_logprobs=_beside(given.ref_logprobs, lengths, within(place, "ref_logprobs")),
         inference_logprobs=_beside(given.inference_logprobs, lengths, within(place, "inference_logprobs")),
         distill_token_ids=ids,
@@ -114,6 +115,7 @@ def _group(body: bytes, place: str) -> ScoredGroup:
         group_overrides=_text(given.group_overrides, _object, within(place, "group_overrides")),
         images=_text(given.images, _anything, within(place, "images")),
         environment=given.env_id,
+        advantage_lengths=rows,
     )
 
 
@@ -150,6 +152,22 @@ def _beside(rows: Sequence[Sequence[float]] | None, lengths: Sequence[int], plac
         return None
     _check_rows(rows, lengths, place)
     return PackedFloats.of([*chain.from_iterable(rows)])
+
+
+def _advantages(
+    rows: Sequence[Sequence[float]] | None, lengths: Sequence[int], place: str
+) -> tuple[PackedFloats | None, bytes]:
+    """Return advantages, and the lengths of their rows where these are not those of the sequences.
+
+    Atropos's environments send one for each turn, too, and their trainers know what they make of it.
+    """
+    if rows is None:
+        return None, b""
+    if not rows:
+        raise UnfitBody(place, f"{place} has no rows; send one for each sequence, or null.")
+    given = [*map(len, rows)]
+    packed = PackedFloats.of([*chain.from_iterable(rows)])
+    return packed, b"" if given == list(lengths) else pack_ints(given)
 
 
 def _whole_numbers(rows: Sequence[Sequence[float]], place: str, least: int) -> bytes:

@@ -75,6 +75,7 @@ class ScoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     `lengths` (int32) are the tokens of each sequence. `tokens` and `masks` (int32) have one number for each token of
     all sequences, one sequence after the other, and so have `advantages` and logprobs. `scores` has one for each
     sequence. What is text is JSON, and empty where it was null. Without `environment` the group is anonymous.
+    `advantage_lengths` (int32) are the rows of `advantages` where these are not as long as the sequences, else empty.
 
     Raises `ValueError` where the parts are not of these sizes, so that what was decoded holds what it promises.
     """
@@ -94,6 +95,7 @@ class ScoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     group_overrides: bytes = b""
     images: bytes = b""
     environment: int | None = None
+    advantage_lengths: bytes = b""
 
     def __post_init__(self) -> None:
         total = sum(self.sequence_lengths())
@@ -101,12 +103,24 @@ class ScoredGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
             raise ValueError(f"a group of {self.sequences} sequences has {len(self.scores)} scores")
         if not len(self.tokens) == len(self.masks) == total * _INT_BYTES:
             raise ValueError(f"{len(self.tokens)} bytes of tokens and {len(self.masks)} of masks are not {total} each")
-        for numbers in (self.advantages, self.ref_logprobs, self.inference_logprobs):
+        for numbers in (self.ref_logprobs, self.inference_logprobs):
             if numbers is not None and len(numbers) != total:
                 raise ValueError(f"{total} tokens have {len(numbers)} numbers beside them")
+        self._check_advantages()
         for candidates in (self.distill_token_ids, self.distill_logprobs):
             if candidates is not None and candidates.positions != total:
                 raise ValueError(f"{total} tokens have candidates for {candidates.positions} positions")
+
+    def _check_advantages(self) -> None:
+        if self.advantages is None:
+            return
+        rows = self.advantage_rows()
+        if len(self.advantage_lengths) % _INT_BYTES or min(rows) < 0 or sum(rows) != len(self.advantages):
+            raise ValueError(f"{len(self.advantages)} advantages are not as many as their rows have")
+
+    def advantage_rows(self) -> list[int]:
+        """Return how many advantages each row has: one for each token, unless an environment has sent others."""
+        return unpack_ints(self.advantage_lengths or self.lengths)
 
     @property
     def sequences(self) -> int:
