@@ -84,7 +84,7 @@ $(TINKER_STAMP): pyproject.toml tests/tinker/requirements.txt locks/$(TORCH).txt
 	$(TINKER_PIP) --no-deps --no-build-isolation -e .
 	touch $(TINKER_STAMP)
 
-test-tinker: $(STAMP) $(TINKER_STAMP)  ## Tinker's SDK and xorl-client, unmodified: what they write and read, beside what we do
+test-tinker: $(STAMP) $(TINKER_STAMP)  ## Tinker's SDK, tinker-cookbook and xorl-client, unmodified, against a hive
 	BOMBUS_PYTHON=$(abspath $(BIN)/python) $(TINKER_VENV)/bin/python -m pytest tests/tinker
 
 # Some 2 GB in .venv-atropos: atroposlib, of the versions in tests/atropos/requirements.txt, and torch.

@@ -14,8 +14,8 @@ from bench.engine import rate
 from bombus.hive.generation import Generate
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.weights.models import resolve_model
+from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import LowRank
-from bombus_inference.backends.torch.adapters.store import LoadedAdapter
 from bombus_inference.backends.torch.backend import load_policy
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import ComputeSettings

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from bombus.datums.episodes import EpisodeDatum
     from bombus.sdk.aio import AsyncSwarmClient
     from bombus.sdk.client import SwarmClient, start_engines
     from bombus.sdk.errors import EpisodesFailed, InfraError, SwarmError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncSwarmClient",
     "Credentials",
+    "EpisodeDatum",
     "EpisodeUsage",
     "EpisodesFailed",
     "InfraError",
@@ -32,6 +34,7 @@ __all__ = [
 _HOMES = {
     "AsyncSwarmClient": "bombus.sdk.aio",
     "Credentials": "bombus.sdk.types",
+    "EpisodeDatum": "bombus.datums.episodes",
     "EpisodeUsage": "bombus.sdk.types",
     "EpisodesFailed": "bombus.sdk.errors",
     "InfraError": "bombus.sdk.errors",

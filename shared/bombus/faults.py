@@ -59,6 +59,8 @@ class Point(StrEnum):
     COVER_PRUNED = "cover.pruned"  # older covers are removed
     SERVING_SAID = "serving.said"  # the base is loaded, and nothing else
     SERVING_BEGUN = "serving.begun"  # all models are made again
+    REST_FREED = "rest.freed"  # the memory of a trainer that is to sleep, and nothing is said
+    REST_WOKEN = "rest.woken"  # it has its models again, and nothing is said
     COMPACTION_VERIFIED = "compaction.verified"  # nothing archived
     COMPACTION_ARCHIVED = "compaction.archived"  # nothing purged
     COMPACTION_PURGING = "compaction.purging"  # the leader has checked everything and sends the purge

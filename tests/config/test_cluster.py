@@ -116,11 +116,13 @@ def test_every_setting_of_a_part_reaches_its_process(tmp_path: Path) -> None:
     python.touch(0o755)
     vllm = {"backend": "vllm", "devices": [0], "max_model_len": 4096, "max_running": 32, "eager": True}
     vllm |= {"python": str(python), "gpu_memory_utilization": 0.5}
+    vllm |= {"adapters_mb": 7, "max_loras": 2, "max_lora_rank": 16}
     openai = {"backend": "openai", "url": "http://gpu7:8000", "max_model_len": 99, "max_running": 9}
     found = planned(engine(trainer=trainer, inference=[vllm, openai]))
     lines = {one.name: str(one) for one in found}
     assert options_in(lines["trainer main"]).items() >= {"device": "cpu", **trainer}.items()
-    flags = f"--vllm-eager --vllm-python {python} --gpu-memory-utilization 0.5"
+    flags = "--adapters-mb 7 --vllm-max-loras 2 --vllm-max-lora-rank 16 "
+    flags += f"--vllm-eager --vllm-python {python} --gpu-memory-utilization 0.5"
     assert "--max-model-len 4096 --max-running 32 --backend vllm --device cuda" in lines["inference main 1"]
     assert lines["inference main 1"].endswith(flags)
     assert "--max-model-len 99 --max-running 9 --backend openai" in lines["inference main 2"]
@@ -219,8 +221,8 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
         ({"hive": "No Good", **engine()}, "hive 'No Good' is not a valid name"),
         ({"engines": {"Big One": {}}}, "engine 'Big One' is not a valid name"),
         (
-            {"gateway": {"port": 0}, **engine()},
-            "gateway.port = 0 is refused: it takes a whole number, at least 1, at m",
+            {"gateway": {"port": -1}, **engine()},
+            "gateway.port = -1 is refused: it takes a whole number, at least 0, at m",
         ),
         ({"gateway": {"prot": 1}, **engine()}, "gateway.prot is unknown; did you mean port?"),
         ({"coordinator": {"count": "two"}, **engine()}, 'coordinator.count = "two" is refused: it takes a whole'),

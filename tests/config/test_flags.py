@@ -23,7 +23,7 @@ NAME = "is not a valid name: use 1 to 32 lower-case letters, digits and dashes, 
 THREADS = "--threads -1 is refused: it takes a whole number, at least 0, at most 1024"
 DEVICE = "--device gpu is refused: it takes cpu, cuda or cuda:N"
 PORT = "is refused: it takes a whole number, at least 0, at most 65535"
-DOOR = "is refused: it takes a whole number, at least 1, at most 65535"
+DOOR = "is refused: it takes a whole number, at least 0, at most 65535"
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_a_value_of_a_file_is_named_by_its_place_and_a_value_of_a_flag_by_the_fl
 ) -> None:
     for port, flag, why in (
         ("99999", "", f"gateway.port = 99999 {DOOR}"),
-        ("8000", " --port 0", f"--port 0 {DOOR}"),
+        ("8000", " --port -1", f"--port -1 {DOOR}"),
         ("8000", " --threads -1", THREADS),
     ):
         (tmp_path / "cluster.yaml").write_text(f"gateway: {{port: {port}}}\nengines: {{main: {{inference: [{{}}]}}}}\n")

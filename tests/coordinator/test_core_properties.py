@@ -52,7 +52,11 @@ def test_ten_thousand_random_runs_keep_every_guarantee() -> None:
     if RUNS >= 1000 and "BOMBUS_SEED" not in os.environ:
         assert deaths > RUNS / 10
         never = {kind.__struct_config__.tag for kind in ev.AnyEvent.__args__} - set(seen)
-        operations = {kind for kind in never if kind.startswith(("session.", "model.", "operation", "weights."))}
+        operations = {
+            kind
+            for kind in never
+            if kind.startswith(("session.", "model.", "operation", "weights.", "endpoint.", "rest.", "episodes."))
+        }
         elsewhere = {"engine.progressed", "message.set_aside", "log.compacted", "compaction.failed"} | operations
         scored = (
             "trainer.registered",

@@ -9,6 +9,7 @@ from bombus.hive.events import Collection, ModelEnd, ModelFloor, RunKind
 from bombus.hive.inbox import Accepted
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase, evolve
+from bombus.hive.status import detail_of
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.tenants_in_memory import BASE, MODEL, TenantHarness
@@ -93,7 +94,7 @@ def test_a_replica_that_cannot_load_its_base_suspends_no_run_of_operations() -> 
 def test_claims_and_votes_there_are_refused_in_words() -> None:
     harness = TenantHarness().serving()
     why = refused(harness.request(harness.claim_message(wait_s=2.0)), Code.UNSUPPORTED)
-    assert why.startswith("Run 1 of engine main serves training operations and has no episodes.")
+    assert why.startswith("Run 1 of engine main serves training operations: say which of its saved models")
     refused(harness.request(inbox.AgreeSync(id=harness.id(), engine=ENGINE, client="c1")), Code.UNSUPPORTED)
     refused(harness.request(inbox.Start(id=harness.id(), engine=ENGINE)), Code.WRONG_PHASE)
     refused(harness.configure(Collection()), Code.WRONG_PHASE)
@@ -242,3 +243,66 @@ def test_an_older_hive_has_neither_sessions_nor_another_kind_of_run() -> None:
     assert harness.engine.run_kind == RunKind.EPISODES
     assert (harness.engine.tenants.sessions, harness.engine.tenants.models) == ({}, {})
     assert not harness.engine.serves_operations
+
+
+# ---- a trainer that rests -----------------------------------------------------------------------------------------
+
+
+def rest(harness: TenantHarness, asleep: bool) -> inbox.AnyAnswer:
+    return harness.request(inbox.AskRest(id=harness.id(), engine=ENGINE, asleep=asleep))
+
+
+def rests(harness: TenantHarness, asleep: bool, epoch: int | None = None) -> list[str]:
+    trainer_epoch = harness.engine.trainer_epoch if epoch is None else epoch
+    said = inbox.TrainerRests(
+        id=harness.id(), engine=ENGINE, run=harness.engine.run, trainer_epoch=trainer_epoch, asleep=asleep
+    )
+    return [ev.kind_of(event) for event in harness.send(said)]
+
+
+def test_a_trainer_sleeps_and_wakes_up_when_it_says_so_and_a_repeat_changes_nothing() -> None:
+    harness = TenantHarness().serving()
+    assert isinstance(rest(harness, asleep=True), inbox.Done)
+    assert (harness.engine.rest_wanted, harness.engine.asleep) == (True, False)
+    assert isinstance(rest(harness, asleep=True), inbox.Done)
+    assert harness.kinds().count("rest.asked") == 1
+    assert rests(harness, asleep=True, epoch=harness.engine.trainer_epoch - 1) == [], "of a trainer before"
+    assert rests(harness, asleep=True) == ["rest.reached"]
+    assert rests(harness, asleep=True) == []
+    assert harness.engine.asleep
+    assert isinstance(rest(harness, asleep=False), inbox.Done)
+    assert (harness.engine.rest_wanted, harness.engine.asleep) == (False, True), "until it has its models again"
+    assert rests(harness, asleep=False) == ["rest.reached"]
+    assert not harness.engine.asleep
+
+
+def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None:
+    harness = TenantHarness().serving()
+    rest(harness, asleep=True)
+    rests(harness, asleep=True)
+    assert isinstance(harness.operate("1"), Accepted)
+    assert harness.tenants.waiting == 1
+    assert detail_of(harness.engine, 0) == "asleep until /wake_up, serving 1 model, 1 operation waiting"
+    assert not harness.engine.owes_weights
+    rest(harness, asleep=False)
+    assert harness.engine.owes_weights
+
+
+def test_only_a_run_of_operations_that_serves_is_put_to_sleep() -> None:
+    harness = TenantHarness()
+    assert refused(rest(harness, asleep=True), Code.WRONG_PHASE)
+    harness.open_session()
+    harness.create()
+    assert refused(rest(harness, asleep=True), Code.WRONG_PHASE), "its trainer loads the base"
+    harness.serve()
+    suspend(harness)
+    assert refused(rest(harness, asleep=True), Code.WRONG_PHASE)
+    assert isinstance(rest(harness, asleep=False), inbox.Done)
+
+
+def test_a_run_that_ends_takes_its_rest_with_it() -> None:
+    harness = TenantHarness().serving()
+    rest(harness, asleep=True)
+    rests(harness, asleep=True)
+    harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
+    assert (harness.engine.rest_wanted, harness.engine.asleep) == (False, False)

@@ -129,6 +129,18 @@ def test_an_engine_that_plays_episodes_takes_neither_a_trainer_nor_groups(harnes
         assert "is one of episodes: stop it, or use another engine" in answer.why
 
 
+def test_a_run_of_trajectories_waits_neither_for_a_trainer_nor_for_replicas(harness: ScoredHarness) -> None:
+    harness.boot()
+    harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
+    harness.register()
+    decided: list[AnyEvent] = []
+    for _ in range(700):
+        harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
+        decided += harness.tick()
+    assert decided == []
+    assert harness.phase() == Phase.ROLLING
+
+
 def test_a_run_of_trajectories_grants_no_claims_and_says_so() -> None:
     harness = rolling()
     claim = inbox.Claim(id="c", engine=ENGINE, claim="c", client="me")

@@ -260,11 +260,14 @@ SWARM: dict[str, list[Tree]] = {
             "wait_s": 0.2,
             "waited_s": 1.0,
             "task_id": "t",
-        }
+        },
+        {"client_uuid": CLIENT, "claim_id": "d", "wait_s": 0.0, "sampler": "tinker://s-fuzz:train:0/sampler_weights/a"},
     ],
     "/end_episodes": [{"client_uuid": CLIENT, "episodes": [END, {**END, "episode_uuid": "@other@"}]}],
     "/abort_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES, "infra": True, "detail": "d"}],
     "/touch_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
+    "/read_ended_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
+    "/take_ended_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
 }
 TOKENIZE: list[Tree] = [
     {"prompt": "a0=", "return_token_strs": True},
@@ -399,11 +402,20 @@ SCORED: dict[str, list[Tree]] = {
     "/scored_data": [GROUP],
     "/scored_data_list": [[GROUP, GROUP]],
 }
+NCCL: Tree = {"master_address": "", "master_port": 29600, "group_name": "g", "buffer_size_mb": 1024}
+ENDPOINT: Tree = {"host": "localhost", "port": 1, "world_size": 1, "sync_weights": True, **NCCL}
+SYNC: Tree = {"model_id": "default", "weight_version": "v1", "pools": ["default"], "quantization": None, **NCCL}
 BODIES: dict[str, list[Tree]] = {
     **SWARM,
     **SCORED,
     **{f"/api/v1/{path}": bodies for path, bodies in {**TRAINING, **SAMPLING}.items()},
     "/generate": [*GENERATED, *VLLM],
+    "/add_inference_endpoint": [ENDPOINT],
+    "/remove_inference_endpoint": [{"host": "localhost", "port": 1}],
+    "/sync_inference_weights": [SYNC],
+    "/api/v1/sync_inference_weights": [SYNC],
+    "/sleep": [{}],
+    "/wake_up": [{}],
     "/v1/chat/completions": CHATS,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
@@ -425,6 +437,7 @@ WITHOUT_BODY = {
     "/get_server_experiment_dir",
     "/v1/models",
     "/health",
+    "/list_inference_endpoints",
     "/docs",
     "/openapi.json",
     "/api/v1/healthz",

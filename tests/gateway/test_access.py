@@ -42,6 +42,7 @@ CALL = {
 }  # these need an episode's key
 CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/resume_engine", "/sync_train_code"}
 CONTROL |= {"/register", "/reset_data"}
+CONTROL |= {"/sleep", "/wake_up"}
 CLIENTS = {
     "/get_engine_status",
     "/compare_train_config",
@@ -59,6 +60,8 @@ CLIENTS = {
     "/end_episodes",
     "/abort_episodes",
     "/touch_episodes",
+    "/read_ended_episodes",
+    "/take_ended_episodes",
     "/v1/models",
     "/v1/models/x",
 }
@@ -107,8 +110,10 @@ REST = {f"{CHECKPOINT}/{what}" for what in ("archive", "external_weights_urls", 
     "/sessions/{session}/project",
     "/sessions/{session}/trace_export",
 }
+ENDPOINTS = {"/add_inference_endpoint", "/remove_inference_endpoint", "/list_inference_endpoints"}
+SYNC = "/sync_inference_weights"
 SAMPLING = {"/create_sampling_session", "/asample", "/samplers/{sampler}"}
-CLIENTS |= {f"/api/v1{path}" for path in TRAINING | REST | SAMPLING} | {"/generate"}
+CLIENTS |= {f"/api/v1{path}" for path in TRAINING | REST | SAMPLING | {SYNC}} | {"/generate", SYNC} | ENDPOINTS
 CLIENTS |= {"/", "/batch", "/disconnect-env", "/info", "/latest_example", "/register-env", "/scored_data"}
 CLIENTS |= {"/scored_data_list", "/status", "/status-env", "/wandb_info"}
 

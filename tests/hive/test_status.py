@@ -15,7 +15,7 @@ from bombus.hive.events import Collection, Method, RunKind
 from bombus.hive.state import Hive, Phase, evolve
 from bombus.hive.status import byte_size, duration, engine_status, hive_status, one_line, render_status, status_dict
 from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
-from tests.overwatch.story import ENGINE, SECOND, Story, failed, rolling
+from tests.overwatch.story import ENGINE, SECOND, Story, failed, operating, rolling
 
 
 def hive_of(story: Story) -> Hive:
@@ -222,6 +222,21 @@ def test_a_run_of_operations_shows_its_models_and_what_waits() -> None:
         "  s:train:0                    rank 8       step      1     1 waiting       2 executed, idle 4.0 s\n" in text
     )
     assert "collection:" not in text
+
+
+def test_a_run_of_operations_shows_what_they_computed_and_its_episodes() -> None:
+    story = operating(3)
+    text = render_status(hive_of(story))
+    assert "(serving 2 models, 1 operation waiting, 4 episodes running)" in text
+    assert "    loss 1.25 for each of 600 tokens, gradient's norm 1.7\n" in text
+    assert "episodes: 4 running, 0 ended that wait to be taken (0 B), 24 taken\n" in text
+    assert "main-1-28            ann-laptop" in text
+    assert "collection:" not in text
+    last = story.events[-1]
+    assert isinstance(last, ev.OperationAccepted)
+    fields = {"model": last.model, "number": last.number, "key": last.key, "op": last.op, "result": last.body}
+    story.tell(ev.OperationCompleted(**story.at, run=1, trainer_epoch=1, failed=True, **fields))  # type: ignore[arg-type]
+    assert "    forward_backward failed\n" in render_status(hive_of(story))
 
 
 def test_an_engine_that_never_had_an_operation_says_nothing_of_them(hive: Hive) -> None:

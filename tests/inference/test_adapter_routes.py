@@ -171,9 +171,10 @@ def external(compute: ComputeSettings) -> MakeBackend:
 
 
 @pytest.mark.parametrize("make", [vllm, external])
-async def test_other_backends_refuse_adapters_in_words(make: object) -> None:
+async def test_backends_without_adapters_refuse_them_in_words(make: object) -> None:
     assert callable(make)
-    async with serving(make(COMPUTE)) as (_, client):
+    without = ComputeSettings(kv_cache_bytes=4 << 20, adapters_bytes=0)
+    async with serving(make(without)) as (_, client):
         refused = await load(client, UNKNOWN, Path("/tmp"))
         assert (refused.status_code, refused.json()["code"]) == (400, "unsupported")
         assert "the torch backend does" in refused.json()["why"]

@@ -168,7 +168,7 @@ def test_every_setting_can_be_given_on_the_command_line() -> None:
         "--dtype bfloat16 --device cuda:1 --kv-cache-mb 6 --block-tokens 7 --max-model-len 8 --max-running 9 "
         "--max-waiting 10 --max-prefill-tokens 11 --threads 12 --adapters-mb 19 "
         "--vllm-python p --tensor-parallel 13 --vllm-eager --gpu-memory-utilization 0.5 --vllm-start-timeout 14 "
-        "--vllm-update-timeout 15 --vllm-health-timeout 16 "
+        "--vllm-update-timeout 15 --vllm-health-timeout 16 --vllm-max-loras 20 --vllm-max-lora-rank 21 "
         "--url http://s --api-key-env K --model m --openai-drain-timeout 17 --openai-update-timeout 18"
     )
     parser = argparse.ArgumentParser()

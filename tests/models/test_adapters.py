@@ -8,8 +8,8 @@ import torch
 
 from bombus.architectures.miniatures import write_miniature
 from bombus_inference.backends.torch.adapters.fitting import adaptable_layers
+from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import LowRank
-from bombus_inference.backends.torch.adapters.store import LoadedAdapter
 from bombus_inference.backends.torch.backend import load_policy
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import ComputeSettings

@@ -24,6 +24,7 @@ START_NS = 1_767_268_800 * SECOND  # 12:00:00 UTC
 ENGINE = "main"
 CLIENTS = ("maze-runner", "math-harness", "ann-laptop", "swe-agent-07")
 TASKS = ("maze 7x7", "gcd chain", "word ladder", "sudoku 4x4", "brackets", "knights")
+ADAPTER = ev.AdapterShape(rank=32, alpha=32.0)
 RULES = Collection(batch_size=8, num_repeat=4)
 
 
@@ -217,6 +218,68 @@ def rolling(steps: int = 32) -> Story:
     return story
 
 
+def operating(steps: int = 12) -> Story:
+    """Return a run of training operations: one model learns from episodes of what it saves, and another one waits."""
+    story = Story(engine=ENGINE)
+    body = BodyRef(seqs=(1,), size=40_000, digest=b"d" * 16)
+    names = ("s-5f2c:train:0", "reference")
+    numbers = dict.fromkeys(names, 0)
+
+    def tell(kind: Callable[..., Event], **fields: Any) -> None:
+        story.wait(0.05)
+        story.tell(kind(**story.at, run=1, **fields))
+
+    def accept(model: str, op: str) -> str:
+        numbers[model] += 1
+        key = str(numbers[model])
+        tell(ev.OperationAccepted, model=model, number=numbers[model], key=key, op=op, body=body)
+        return key
+
+    def operate(model: str, op: str, **more: Any) -> None:
+        key = accept(model, op)
+        story.wait(0.6)
+        given = {"number": numbers[model], "key": key, "op": op, "trainer_epoch": 1, "result": body}
+        tell(ev.OperationCompleted, model=model, **given, **more)
+
+    def snapshot(name: str, step: int) -> str:
+        saved = ev.SavedWeights(use="sampler", name=name, folder=f"/w/{name}", address="ad", size_bytes=4_200_000)
+        operate(names[0], "save_weights", step=step)
+        tell(ev.WeightsKept, model=names[0], session="s-5f2c", base="tiny", saved=saved, adapter=ADAPTER)
+        return f"{names[0]}/sampler/{name}"
+
+    def play(sampler: str, count: int) -> list[str]:
+        story.episodes += count
+        first = story.episodes - count + 1
+        claimed = tuple(f"{ENGINE}-1-{number}" for number in range(first, first + count))
+        weights = ev.SamplerWeights(checkpoint=sampler, address="ad", folder="/w")
+        tell(ev.EpisodeClaimed, claim=f"c{first}", client="ann-laptop", episodes=claimed, sampler=weights)
+        for _ in range(2):
+            story.call(0, *claimed)
+        return list(claimed)
+
+    story.configure()
+    started = {"config_digest": "9f2c41d07b", "run_kind": ev.RunKind.OPERATIONS, "base": "tiny"}
+    tell(ev.EngineStarted, **started)
+    story.tell(ev.ReplicaJoined(**story.at, replica="replica-a", url="http://10.0.0.4:8000"))
+    tell(ev.TrainerOpened, trainer="trainer-0", trainer_epoch=1)
+    tell(ev.EngineBooted)
+    tell(ev.RollingStarted, version=-1)
+    for name, shape in zip(names, (ADAPTER, None)):
+        tell(ev.ModelOpened, model=name, session="s-5f2c", base="tiny")
+        operate(name, "create_model", made=ev.ModelShape(adapter=shape, parameters=9000))
+    for step in range(1, steps + 1):
+        episodes = play(snapshot(f"step-{step}", step - 1), 8)
+        for episode in episodes:
+            story.end(0, episode, "gcd chain", 0.1 + 0.06 * step + 0.01 * (int(episode[-1]) % 3))
+        tell(ev.EpisodesTaken, client="ann-laptop", episodes=tuple(episodes))
+        loss = 900.0 - 50.0 * step
+        operate(names[0], "forward_backward", step=step - 1, metrics={"loss": loss, "tokens": 600.0})
+        operate(names[0], "optim_step", step=step, metrics={"grad_norm": 2.0 - 0.1 * step, "divisor": 1.0})
+    play(snapshot("last", steps), 4)
+    accept(names[1], "forward_backward")
+    return story
+
+
 def failed() -> Story:
     """Return a run that could not boot."""
     story = Story()
@@ -267,6 +330,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: story.end(1, some(), "t", draw.random(), EpisodeType.EVAL),
         lambda: story.abort(draw.choice(list(AbortReason)), some(), detail="why"),
         lambda: tell(ev.GroupDropped, reason=ev.DropReason.STALE, tasks=("t",), episodes=(some(), some())),
+        lambda: tell(ev.EpisodesTaken, client="ann", episodes=(some(), some())),
         lambda: story.tell(ev.StorageFilled(what="calls", used=95, size=100, why="nearly full")),
         lambda: story.tell(ev.StorageFreed(what="calls", used=5, size=100)),
         lambda: story.tell(ev.CompactionFailed(why="the archive cannot be written")),
@@ -301,6 +365,10 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: tell(ev.ModelClosed, model=model, reason=ev.ModelEnd.ENDED),
         lambda: tell(ev.WeightsKept, model=model, session="s", base="tiny", saved=kept),
         lambda: story.tell(ev.WeightsRemoved(**story.at, model=model, use="training", name="w")),
+        lambda: story.tell(ev.EndpointAdded(**story.at, host="gpu-1", port=30000)),
+        lambda: story.tell(ev.EndpointRemoved(**story.at, host="gpu-1", port=30000)),
+        lambda: tell(ev.RestAsked, asleep=True),
+        lambda: tell(ev.RestReached, trainer_epoch=1, asleep=True),
         lambda: story.tell(ev.OperationsReleased(below=2, models=(ev.ModelFloor("main", model, 2),))),
         *scored(story),
     ]

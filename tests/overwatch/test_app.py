@@ -15,7 +15,7 @@ from bombus_overwatch.app import Help, Overwatch
 from bombus_overwatch.edges import Banner, KeyBar
 from bombus_overwatch.screen import Link
 from bombus_overwatch.widgets import EpisodesPanel, Notice, Panel, PhaseBar, ReplicasPanel, TailPanel
-from tests.overwatch.story import SECOND, Story, failed, rolling
+from tests.overwatch.story import SECOND, Story, failed, operating, rolling
 from tests.patience import PATIENCE_S
 
 WIDE = (120, 36)
@@ -55,6 +55,10 @@ def test_an_engine_that_could_not_boot(snap_compare: Compare) -> None:
 
 def test_a_small_terminal_gone_back_in_time(snap_compare: Compare) -> None:
     assert snap_compare(app_of(rolling()), press=["pageup", "left"], terminal_size=(80, 24))
+
+
+def test_the_models_of_a_run_of_operations(snap_compare: Compare) -> None:
+    assert snap_compare(app_of(operating()), terminal_size=WIDE)
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from bombus_overwatch.model import TAIL_KEPT, HiveView, fold
 from bombus_overwatch.screen import Screen, StageState, screen_data
 from bombus_overwatch.timeline import Timeline, replicate
 from tests.coordinator.steady_clients import Steady
-from tests.overwatch.story import ENGINE, SECOND, Story, chaos, failed, rolling
+from tests.overwatch.story import ENGINE, SECOND, Story, chaos, failed, operating, rolling
 
 
 def folded(events: list[Event], view: HiveView | None = None, start: int = 1) -> HiveView:
@@ -182,6 +182,43 @@ def test_an_empty_log_can_be_shown() -> None:
     screen = screen_data(HiveView(), 0)
     assert screen.status is None
     assert screen.tail == ()
+
+
+# ---- training operations ------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_operations_shows_its_models_the_one_that_was_trained_last_first() -> None:
+    story = operating(3)
+    screen = shown(story)
+    trained, waiting = screen.models
+    assert (trained.model.model, trained.model.step, trained.model.waiting) == ("s-5f2c:train:0", 3, 0)
+    assert trained.model.adapter is not None
+    assert trained.model.adapter.rank == 32
+    assert trained.loss == 750.0 / 600.0, "for each token"
+    assert (waiting.model.model, waiting.model.waiting, waiting.loss) == ("reference", 1, None)
+    assert screen.training.model == "s-5f2c:train:0"
+    assert screen.training.loss == pytest.approx((850 / 600, 800 / 600, 750 / 600))
+    assert screen.training.grad_norm == pytest.approx((1.9, 1.8, 1.7))
+
+
+def test_tokens_per_second_of_a_model_are_those_that_it_was_trained_on() -> None:
+    story = operating(1)
+    first = next(each for each in story.events if isinstance(each, ev.OperationCompleted) and each.metrics)
+    lasted = story.now_ns // SECOND - first.at_ns // SECOND + 1
+    assert shown(story).models[0].tokens_s == pytest.approx(600.0 / lasted)
+
+
+def test_rewards_of_a_run_of_operations_are_by_saved_model() -> None:
+    rewards = shown(operating(3)).rewards
+    assert rewards.by_sampler
+    assert [number for number, _ in rewards.train] == [1, 2]
+    assert rewards.now_episodes == 8
+    assert rewards.train[0][1] < rewards.train[1][1] < (rewards.now_mean or 0.0)
+
+
+def test_a_job_shows_no_models(story: Story) -> None:
+    screen = shown(story)
+    assert (screen.models, screen.training.model, screen.rewards.by_sampler) == ((), "", False)
 
 
 # ---- the tail -------------------------------------------------------------------------------------------------

@@ -1,17 +1,25 @@
 """`bombus replay timeline`: what happened, filtered, as text or as JSON."""
 
+import asyncio
 import json
 import re
 import time
+from collections import Counter
 from datetime import datetime
 
 import pytest
 
+from bombus.bus import Bus
 from bombus.cli import main
-from bombus.hive.events import EpisodeClaimed, EpisodeEnded, Outcome
+from bombus.config.job import RunConfig
+from bombus.hive.events import EpisodeClaimed, EpisodeEnded, EpisodesTaken, Outcome, SamplerWeights, kind_of
+from bombus.replay.logged_run import LoggedRun
 from bombus.replay.moments import moment
 from bombus.replay.running import BadUsage
-from bombus.replay.timeline import KINDS, about
+from bombus.replay.source import BusSource, NotOnLog
+from bombus.replay.timeline import KINDS, Filter, about, is_of_model, select
+from tests.coordinator.test_operations_on_a_bus import OPERATIONS, SESSIONS, client, trainer
+from tests.coordinator.test_shell import leading
 from tests.logs.facts import TINY, recorded
 
 Capture = pytest.CaptureFixture[str]
@@ -117,3 +125,26 @@ def test_the_part_of_an_event_that_is_about_an_episode() -> None:
     mine, other = (Outcome(episode=name, task="t", reward=0.0, digest=b"") for name in ("e1", "e2"))
     ended = EpisodeEnded(run=1, client="a", outcomes=(mine, other))
     assert about(ended, "e1") == EpisodeEnded(run=1, client="a", outcomes=(mine,))
+
+
+async def test_what_was_done_with_a_model_is_shown_and_that_its_run_has_no_batches(bus: Bus) -> None:
+    async with leading(bus):
+        await asyncio.gather(trainer(bus), *(client(bus, session) for session in SESSIONS))
+    source = BusSource(bus, "the bus")
+    entries = [event async for _, event in select(source, Filter(model="ann:train:0"))]
+    kinds = Counter(kind_of(event) for event in entries)
+    assert kinds == {"model.opened": 1, "operation.accepted": OPERATIONS, "operation.completed": OPERATIONS}
+    assert {getattr(event, "model", "") for event in entries} == {"ann:train:0"}
+    job = RunConfig.model_validate({"model": {"path": "tiny"}})
+    with pytest.raises(NotOnLog, match="run 1 of engine main served training operations and made no batches"):
+        LoggedRun(engine="main", run=1, job=job, job_digest="d", serves=True).step(1)
+
+
+def test_episodes_that_play_with_a_model_are_about_it() -> None:
+    weights = SamplerWeights(checkpoint="m/sampler/one", address="aa", folder="/w")
+    claimed = EpisodeClaimed(run=1, claim="c", client="a", episodes=("e1",), sampler=weights)
+    assert is_of_model(claimed, "m")
+    assert not is_of_model(claimed, "m/sampler")
+    assert not is_of_model(EpisodeClaimed(run=1, claim="c", client="a", episodes=("e1",)), "m")
+    taken = EpisodesTaken(run=1, client="a", episodes=("e1", "e2"))
+    assert about(taken, "e2") == taken

@@ -17,7 +17,8 @@ from bombus.hive.records import CallRef
 from bombus.hive.state import FOLD, EngineState, Hive
 from bombus.replay import upkeep
 from tests.bus.test_snapshots import folded, play, put, save, two_snapshots
-from tests.coordinator.test_shell import boot, leading
+from tests.coordinator.test_operations_on_a_bus import OPERATIONS, SESSIONS, client, trainer
+from tests.coordinator.test_shell import boot, leading, log_of
 
 
 async def append(bus: Bus, event: Event, epoch: int, answers: int) -> None:
@@ -36,6 +37,28 @@ async def test_a_valid_log_agrees_with_its_snapshots(bus: Bus) -> None:
     assert (verified.first, verified.last, verified.epochs) == (1, newest.seq, 1)
     assert verified.agreed == (8, 14)
     assert seen[-1] == (newest.seq, newest.seq)
+
+
+async def test_the_bodies_and_results_of_operations_are_read_and_their_loss_is_found(bus: Bus) -> None:
+    async with leading(bus):
+        await asyncio.gather(trainer(bus), *(client(bus, session) for session in SESSIONS))
+    verified = await upkeep.verify(bus)
+    assert verified.bodies == 2 * OPERATIONS * len(SESSIONS), "each has a body, which no cover has, and a result"
+    await bus.purge_below(bus.subjects.ops_stream, 3)
+    with pytest.raises(LogCorrupted):
+        await upkeep.verify(bus)
+
+
+async def test_an_operation_that_is_completed_twice_is_found(bus: Bus) -> None:
+    async with leading(bus):
+        await asyncio.gather(trainer(bus), *(client(bus, session) for session in SESSIONS))
+    log = [ev.decode_event(stored.data) for stored in await log_of(bus)]
+    newest = await bus.last(bus.subjects.events_stream)
+    assert newest is not None
+    again = next(event for event in log if isinstance(event, ev.OperationCompleted))
+    await append(bus, again, int(newest.headers[EPOCH]), int(newest.headers[INBOX]))
+    with pytest.raises(LogCorrupted, match=r"cannot be: operation 1 of .*:train:0 is completed twice"):
+        await upkeep.verify(bus)
 
 
 async def test_an_empty_log_is_valid(bus: Bus) -> None:

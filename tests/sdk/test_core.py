@@ -534,3 +534,73 @@ def test_a_hive_that_does_not_say_what_episodes_have_used_is_older() -> None:
     driver = Driver([ok({"touched": ["e1"], "over": []})])
     with pytest.raises(ServerFault, match="The hive is older than this client"):
         driver.run(driver.core.watch_episodes(["e1"]))
+
+
+# ---- what was learnt -------------------------------------------------------------------------------------------
+
+LEARNT = {
+    "episode_uuid": "e1",
+    "task_id": "t",
+    "reward": 1.0,
+    "calls": 1,
+    "lines": [{"tokens": "AQAAAAIAAAA=", "logprobs": "AAAAAAAAgL8=", "calls": "/////wAAAAA=", "mask": "AAE="}],
+    "sampler": "tinker://m/sampler_weights/one",
+    "call_rewards": None,
+}  # tokens 1 and 2, of which the second was sampled, with the logprob -1
+READ = {"episodes": [LEARNT], "left": [], "gone": [], "lost": {}}
+ENDED = (Task(task_id="t"), "e1", WorkflowOutput(reward=1.0))
+
+
+def test_what_this_client_has_begun_with_a_sampler_and_ended_is_taken_once() -> None:
+    driver = Driver([ok(GRANTED), ok({"success": True}), ok(READ), ok({"success": True})])
+    assert driver.run(driver.core.take_datums()) == [], "nothing has ended"
+    driver.run(driver.core.begin_episode(sampler="base"))
+    assert driver.body(0)["sampler"] == "base"
+    assert driver.run(driver.core.take_datums()) == []
+    driver.run(driver.core.end_episodes([ENDED]))
+    (datum,) = driver.run(driver.core.take_datums())
+    assert (datum.episode, datum.tokens, datum.target_tokens, datum.logprobs) == ("e1", [1], [2], [-1.0])
+    assert [request.path for request in driver.sent[2:]] == ["/read_ended_episodes", "/take_ended_episodes"]
+    assert driver.body(3) == {"client_uuid": "c1", "episode_uuids": ["e1"]}
+    assert driver.run(driver.core.take_datums()) == []
+    assert len(driver.sent) == 4
+
+
+def test_episodes_of_a_job_and_those_without_a_sampler_are_not_asked_for() -> None:
+    driver = Driver([ok(GRANTED), ok({"success": True})])
+    driver.run(driver.core.begin_episode())
+    assert "sampler" not in driver.body(0), "hives of older versions do not know it"
+    driver.run(driver.core.end_episodes([ENDED]))
+    assert driver.run(driver.core.take_datums()) == []
+
+
+def test_data_that_were_read_are_returned_even_if_the_server_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver([ok(READ), *[NoReply("gone")] * 20], retry_s=1.0)
+    assert len(driver.run(driver.core.take_datums(["e1"]))) == 1
+    assert "stay on the server until their time is over" in caplog.text
+
+
+def test_those_that_are_left_are_read_next_and_those_that_give_none_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    left = READ | {"left": ["e3"], "gone": ["e2"]}
+    rest = {"episodes": [], "left": [], "gone": [], "lost": {"e3": "call c is not there"}}
+    driver = Driver([ok(left), ok(rest), ok({"success": True})])
+    assert [datum.episode for datum in driver.run(driver.core.take_datums(["e1", "e2", "e3"]))] == ["e1"]
+    assert driver.body(1)["episode_uuids"] == ["e3"]
+    assert driver.body(2)["episode_uuids"] == ["e1", "e3"], "nobody will ever read what is lost"
+    assert "episode e2 gives no data: it is gone" in caplog.text
+    assert "episode e3 gives no data: call c is not there" in caplog.text
+
+
+@pytest.mark.parametrize("reply", [{}, READ | {"episodes": [{}]}, READ | {"episodes": [], "left": ["e1"]}])
+def test_a_reply_without_ended_episodes_is_a_fault_of_the_server(reply: dict[str, Any]) -> None:
+    driver = Driver([ok(reply)])
+    with pytest.raises(ServerFault):
+        driver.run(driver.core.take_datums(["e1"]))
+
+
+def test_an_estimator_that_cannot_be_used_is_refused_before_anything_is_read() -> None:
+    driver = Driver([])
+    with pytest.raises(ValueError, match="whole batch"):
+        driver.run(driver.core.take_datums(["e1"], "reinforce_plus_plus"))
+    with pytest.raises(ValueError, match="'gae' is not a valid Estimator"):
+        driver.run(driver.core.take_datums(["e1"], "gae"))

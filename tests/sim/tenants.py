@@ -5,7 +5,8 @@ before it, in which order and how often.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 import msgspec
 
@@ -13,9 +14,10 @@ from bombus.bus.append import Outgoing
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import Collection, Event, RunKind, SavedWeights, Tenancy
+from bombus.hive.events import Collection, RunKind, SavedWeights, Tenancy
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import EngineState, Hive, Phase
+from bombus.hive.tenants.order import why_out_of_order
 from bombus.hive.tenants.state import Queued, TenantModel
 from bombus_coordinator.rules.operations import CREATE, END, SAVE
 from tests.sim.faults import Fault
@@ -30,7 +32,9 @@ ANSWER_S = 15.0
 BEAT_S = 2.0
 SUPERSEDED_S = 5.0
 AGAIN = (Code.QUOTA, Code.STORAGE_FULL, Code.BODY_GONE)
+ADAPTER = ev.ModelShape(adapter=ev.AdapterShape(rank=8, alpha=16.0))
 RULES = Collection(
+    max_pool_episodes=8,
     tenancy=Tenancy(
         models_max=3,
         waiting_max=4,
@@ -40,7 +44,8 @@ RULES = Collection(
         session_idle_s=10.0,
         run_idle_s=5.0,
         executions_max=2,
-    )
+        episodes_s=20.0,
+    ),
 )
 
 
@@ -85,6 +90,7 @@ class Ledger:
         self._begun: defaultdict[str, set[int]] = defaultdict(set)  # by operation: epochs of trainers
         self._accepted: dict[str, int] = {}  # operation: its number
         self._acknowledged: dict[str, int] = {}
+        self._ended: set[str] = set()  # episodes
 
     def acknowledged(self, answer: inbox.Accepted) -> None:
         """Note an answer to a client: the same operation always has the same number."""
@@ -93,11 +99,22 @@ class Ledger:
         assert self._accepted[answer.operation] == answer.number, "an answered operation is on the log"
         self.seen["operations acknowledged"] += 1
 
-    def check(self, event: Event, engine: EngineState) -> None:
+    def ended(self, episodes: Iterable[str]) -> None:
+        """Note that an end was acknowledged to its client."""
+        assert set(episodes) <= self._ended, "an acknowledged end is on the log"
+        self.seen["ends of sampled episodes acknowledged"] += 1
+
+    def check(self, event: ev.Event, engine: EngineState) -> None:
+        why = why_out_of_order(self.hive(), event)
+        assert not why, why
         match event:
             case ev.EngineStarted():
                 assert engine.phase == Phase.OFFLINE
                 assert event.run_kind == RunKind.OPERATIONS
+            case ev.EpisodeEnded():
+                self._check_ended(event)
+            case ev.BatchReady() | ev.RollingClosed():
+                raise AssertionError("a run of operations makes no batch")
             case ev.OperationAccepted():
                 self._check_accepted(event, engine)
             case ev.OperationBegun():
@@ -106,11 +123,8 @@ class Ledger:
                 self._check_completed(event, engine)
             case ev.ModelCovered():
                 assert self.disk[event.folder][0] == event.number, "a cover is durable before it is on the log"
-            case ev.ModelClosed():
-                self._close(engine.tenants.models[event.model])
-            case ev.EngineStopped() | ev.EngineFailed():
-                for model in engine.tenants.open_models:
-                    self._close(model)
+            case ev.ModelClosed() | ev.EngineStopped() | ev.EngineFailed():
+                self._check_closed(event, engine)
 
     def _fetch(self, ref: BodyRef) -> bytes:
         """Return a body that must be there. Within a message's storing, another error would be its sender's."""
@@ -126,6 +140,11 @@ class Ledger:
         body = b"" if event.body is None else self._fetch(event.body)
         self._bodies.setdefault(event.model, {})[event.number] = body
         assert engine.tenants.models[event.model].waiting <= RULES.tenancy.waiting_max + 1, "and one that ends it"
+
+    def _check_ended(self, event: ev.EpisodeEnded) -> None:
+        names = {outcome.episode for outcome in event.outcomes}
+        assert not names & self._ended, "an episode ends once"
+        self._ended |= names
 
     def _check_begun(self, event: ev.OperationBegun, engine: EngineState) -> None:
         begun = self._begun[f"{event.model}:{event.key}"]
@@ -151,6 +170,11 @@ class Ledger:
             self._models[event.model] = expected
         self.seen["operations executed"] += 1
         self.seen["operations that failed"] += event.failed
+
+    def _check_closed(self, event: ev.Event, engine: EngineState) -> None:
+        tenants = engine.tenants
+        for model in [tenants.models[event.model]] if isinstance(event, ev.ModelClosed) else tenants.open_models:
+            self._close(model)
 
     def _close(self, model: TenantModel) -> None:
         """Note that what waits for a model is over."""
@@ -198,6 +222,8 @@ class TenantClient(Process):
         await self._configure()
         while True:
             await self.sleep(self._net.pick.random())
+            if self._engine.rest_wanted:  # somebody has gone without waking the trainer up
+                await self._ask_rest(False)
             if self._playing():
                 await self._play()
 
@@ -237,6 +263,8 @@ class TenantClient(Process):
         opened = await self._ask(opens)
         if not isinstance(opened, inbox.Done):
             return
+        if pick.random() < 0.1:
+            await self._register()
         beating = self.spawn(self._beat(session))
         for number in range(pick.choice((1, 1, 2))):
             if not await self._train(session, f"{session}:train:{number}"):
@@ -245,6 +273,22 @@ class TenantClient(Process):
         self.tasks.pop(beating, None)
         if pick.random() < 0.5:  # otherwise it is forgotten and becomes idle
             await self._ask(inbox.CloseSession(id=self._net.fresh("close"), engine=OPS_ENGINE, session=session))
+
+    async def _put_to_sleep(self) -> None:
+        """Have the trainer free its memory, and take it again."""
+        if isinstance(await self._ask_rest(True), inbox.Done):
+            await self.sleep(2 * self._net.pick.random())
+            await self._ask_rest(False)
+
+    async def _ask_rest(self, asleep: bool) -> inbox.AnyAnswer | Refused | None:
+        return await self._ask(inbox.AskRest(id=self._net.fresh("rest"), engine=OPS_ENGINE, asleep=asleep))
+
+    async def _register(self) -> None:
+        """Register an inference server elsewhere, and sometimes remove it."""
+        host, port = "elsewhere", 30_000 + self._net.pick.randrange(2)
+        await self._ask(inbox.AddEndpoint(id=self._net.fresh("add"), engine=OPS_ENGINE, host=host, port=port))
+        if self._net.pick.random() < 0.5:
+            await self._ask(inbox.RemoveEndpoint(id=self._net.fresh("rm"), engine=OPS_ENGINE, host=host, port=port))
 
     async def _beat(self, session: str) -> None:
         while True:
@@ -269,7 +313,42 @@ class TenantClient(Process):
                 return False
             if pick.random() < 0.3:
                 await self._read(model, str(key))
+            elif pick.random() < 0.03:
+                await self._put_to_sleep()
+        if pick.random() < 0.4:
+            await self._play_episodes()
         return pick.random() < 0.5 or await self._operate(session, model, "end", END)
+
+    async def _play_episodes(self) -> None:
+        """Play episodes with what was saved, or the base, and take them; whatever is not answered is left behind."""
+        pick, name = self._net.pick, self._net.fresh("claim")
+        sampler = pick.choice([inbox.BASE_SAMPLER, *self._engine.tenants.kept])
+        claim = inbox.Claim(
+            id=name, engine=OPS_ENGINE, claim=name, client=self.name, count=2, sampler=sampler, discard_timeout_s=5.0
+        )
+        granted = await self._ask(claim)
+        if not isinstance(granted, inbox.Granted):
+            return
+        episodes = granted.episodes
+        with suppress(BusUnavailable):  # then they are taken back, and their end is refused
+            await self.link.send(inbox.Touch(id=f"{name}-touch", engine=OPS_ENGINE, confirmed=(name,)))
+        results = tuple(inbox.EpisodeResult(episode=each, task="t", reward=1.0) for each in episodes)
+        end = inbox.End(id=f"{name}-end", engine=OPS_ENGINE, client=self.name, results=results)
+        if not isinstance(await self._ask_again(end), inbox.Done):
+            return
+        self._ledger.ended(episodes)
+        if pick.random() < 0.8:
+            take = inbox.Take(id=f"{name}-take", engine=OPS_ENGINE, client=self.name, episodes=episodes)
+            if isinstance(await self._ask_again(take), inbox.Done):
+                left = self._ledger.hive().engine(OPS_ENGINE).pool
+                assert not set(episodes) & set(left), "what was taken is not in the pool"
+
+    async def _ask_again(self, message: inbox.AnyMessage) -> inbox.AnyAnswer | Refused | None:
+        """Send a command up to three times."""
+        for _ in range(3):
+            if (answer := await self._ask(message)) is not None:
+                return answer
+        return None
 
     async def _operate(self, session: str, model: str, key: str, op: str) -> bool:
         """Send an operation until it is answered, and sometimes again. Return False when it is refused for good."""
@@ -361,11 +440,26 @@ class TenantTrainer(Process):
         for model in [each.name for each in self._engine.tenants.open_models if each.suspended]:
             await self._say_away(model, "")
         while self._is_ours():
+            if self._engine.rest_wanted or self._engine.asleep:
+                await self._rest()
             found = next(self._next(), None)
             if found is None:
-                await self.follower.wait_for(lambda: not self._is_ours() or any(self._next()))
+                await self.follower.wait_for(self._has_news)
             else:
                 await self._execute(*found)
+
+    def _has_news(self) -> bool:
+        return not self._is_ours() or self._engine.rest_wanted or any(self._next())
+
+    async def _rest(self) -> None:
+        """Forget all models until somebody wants them, and make them again of their covers and what came after."""
+        for asleep in (True, False):
+            rests = inbox.TrainerRests(
+                id=self._net.fresh("rests"), engine=OPS_ENGINE, run=self._run, trainer_epoch=self._epoch, asleep=asleep
+            )
+            await self.link.send(rests)
+            self._models.clear()
+            await self.follower.wait_for(lambda: not self._is_ours() or not self._engine.rest_wanted)
 
     def _is_ours(self) -> bool:
         engine = self._engine
@@ -468,6 +562,7 @@ class TenantTrainer(Process):
             done = inbox.OperationDone(
                 id=self._net.fresh("done"), engine=OPS_ENGINE, run=run, trainer_epoch=epoch, model=model.name,
                 number=number, key=key, result=ref, failed=failed, closes=queued.op == END, saved=saved,
+                made=ADAPTER if queued.op == CREATE else None,
             )  # fmt: skip
             try:
                 await self.link.request(done, ANSWER_S)

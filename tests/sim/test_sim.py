@@ -78,6 +78,8 @@ def test_r17_operations_are_executed_in_the_order_of_the_log_and_completed_once_
     assert seen["operations acknowledged"] > seen["operations executed"] / 2
     assert seen["operations that failed"] > hives / 2
     assert seen["models that ended with operations waiting"] > 0
+    assert seen["ends of sampled episodes acknowledged"] > hives / 2
+    assert seen["episodes.taken"] > hives / 2
     assert seen["operations purged"] > hives
     assert seen["operations given up"] > 0
     for refused in ("quota", "body_gone", "storage_full", "unknown_model"):

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from openai import AuthenticationError, OpenAI, PermissionDeniedError
@@ -424,6 +425,23 @@ def test_the_limits_of_streams_are_set_by_flags_and_changed_by_the_same_flags(tm
         assert up.interrupt() == []
     with pytest.raises(AssertionError, match=r"too little storage left .* --blobs-bytes-max\) or give the server more"):
         Up(tmp_path, "--config", str(file), "--blobs-bytes-max", "900TB")
+
+
+def test_port_0_is_one_that_is_free_which_is_printed_and_kept_by_gateways_that_come_later(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--port", "0", "--replicas", "1")
+    try:
+        port = int(up.url.rpartition(":")[2])
+        assert port != 0
+        assert httpx.get(f"{up.url}/health").json() == {"status": "ok"}
+        (gateway,) = up.services("gateway")
+        words = gateway.cmdline()
+        assert words[words.index("--port") + 1] == str(port)
+        gateway.kill()
+        transport = httpx.HTTPTransport(retries=20)  # the next one listens at the same port
+        with httpx.Client(transport=transport, timeout=60) as client:
+            assert client.get(f"{up.url}/health").status_code in (200, 503)
+    finally:
+        assert up.interrupt() == []
 
 
 def test_bad_arguments_are_refused_with_a_sentence(tmp_path: Path) -> None:

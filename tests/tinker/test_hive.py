@@ -47,11 +47,11 @@ class Hive:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Hive]:
-    """Run `bombus up` while the block runs."""
+def running(folder: Path, *others: str) -> Iterator[Hive]:
+    """Run `bombus up` while the block runs, with these `others` of its options."""
     options = ("--port", str(free_port()), "--data-dir", str(folder / "data"), "--threads", "1")
     with (folder / "up.log").open("wb") as log:
-        command = [PYTHON, "-m", "bombus", "up", *options]
+        command = [PYTHON, "-m", "bombus", "up", *options, *others]
         up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
     try:
         yield Hive(up, ready_url(up, folder / "up.log"))

@@ -77,7 +77,7 @@ def test_a_step_is_taken() -> None:
     adam = AdamParams(learning_rate=3e-4, weight_decay=0.1)
     assert submission.operation == OptimStep(adam=adam, reduction=Reduction.SUM)
     answer = write_result(TINKER, submission, StepTaken(step=1, divisor=1.0, grad_norm=0.5))
-    assert taken(answer, types.OptimStepResponse).metrics == {"step": 1.0, "divisor": 1.0, "grad_norm": 0.5}
+    assert taken(answer, types.OptimStepResponse).metrics == {"optimizer_step": 1.0, "divisor": 1.0, "grad_norm": 0.5}
 
 
 @pytest.mark.parametrize(

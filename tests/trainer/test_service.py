@@ -16,6 +16,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
+from bombus.datums.reading import BusCallReader
 from bombus.hive import inbox
 from bombus.hive.describe import line_of
 from bombus.hive.events import StepCompleted, Weights, WeightsReady
@@ -24,7 +25,7 @@ from bombus.weights.adapters import ADAPTER_FILE
 from bombus_trainer.backend import BackendLost, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
-from bombus_trainer.data.reading import BusCallReader, read_batch
+from bombus_trainer.data.reading import read_batch
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.publish.export import VersionTarget, export

@@ -15,7 +15,8 @@ from verl.trainer.ppo.rollout_corr_helper import (
 from verl.workers.config import ActorConfig
 
 from bombus.config.algorithms import Correction, Estimator, KlEstimator
-from bombus_trainer.algorithms.advantages import group_advantages, whitening
+from bombus.datums.advantages import group_advantages
+from bombus_trainer.algorithms.advantages import whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
 from bombus_trainer.algorithms.corrections import CorrectionRule, line_means, sampler_correction
 from bombus_trainer.algorithms.kl import KL_ESTIMATES

@@ -17,6 +17,7 @@ from bombus.hive.state import EngineState, Hive, evolve
 from bombus_coordinator import storage
 from bombus_coordinator.rules import (
     claims,
+    endpoints,
     engines,
     episodes,
     log_upkeep,
@@ -267,6 +268,7 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.Claim: claims.claim,
     inbox.End: episodes.end,
     inbox.Abort: episodes.abort,
+    inbox.Take: episodes.take,
     inbox.Lookup: episodes.lookup,
     inbox.Configure: engines.configure,
     inbox.Start: engines.start,
@@ -304,4 +306,8 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.PushGroups: batches.push,
     inbox.TakeBatch: batches.take,
     inbox.BatchSent: batches.sent,
+    inbox.AskRest: serving.ask_rest,
+    inbox.TrainerRests: serving.trainer_rests,
+    inbox.AddEndpoint: endpoints.add,
+    inbox.RemoveEndpoint: endpoints.remove,
 }

@@ -30,6 +30,7 @@ IDEMPOTENCY_KEY_CHARACTERS = 256
 EPISODES = 1024
 REWARDS = 100_000
 WAIT_S = 60.0
+SAMPLER_CHARACTERS = 300  # of the path of a saved model
 METADATA_BYTES = 64 << 10  # of an episode, as the log has it
 METRICS = 1024
 

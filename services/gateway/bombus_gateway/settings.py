@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bombus.config.flags import Flag, NoFlag, name_of
-from bombus.config.parts import HostName
+from bombus.config.parts import BASES_MAX, BaseName, HostName, InferenceHost, check_bases
 from bombus.hive.subjects import check_name
 from bombus.host.hive_keys import HiveKeys
 
@@ -34,6 +34,19 @@ class GatewaySettings(BaseModel):
         default=(),
         description="may be given several times: a name by which clients reach it; without a client key, requests for "
         "names other than localhost, its address, and that of --public-url are refused",
+    )
+    inference_hosts: Annotated[
+        tuple[InferenceHost, ...], Flag(name="--inference-host", metavar="HOST[:PORT]", default="none")
+    ] = Field(
+        default=(),
+        description="may be given several times: where clients of training operations may have inference servers that "
+        "get their weights",
+    )
+    bases: Annotated[tuple[BaseName, ...], Flag(name="--base", metavar="NAME=PATH")] = Field(
+        default=(),
+        max_length=BASES_MAX,
+        description="NAME=PATH, what training clients mean by a name, such as meta-llama/Llama-3.2-1B=smollm2; may be "
+        "given several times",
     )
     strict_model_names: bool = Field(
         default=False, description="refuse calls for a model that is neither the job's nor the engine's name"
@@ -87,6 +100,11 @@ class GatewaySettings(BaseModel):
     @classmethod
     def _hive_is_a_name(cls, hive: str) -> str:
         return check_name(hive, "hive")
+
+    @field_validator("bases")
+    @classmethod
+    def _bases_have_names_of_their_own(cls, bases: tuple[str, ...]) -> tuple[str, ...]:
+        return check_bases(bases)
 
     @field_validator("engines")
     @classmethod

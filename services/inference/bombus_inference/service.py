@@ -220,7 +220,10 @@ class ReplicaService:
             raise EngineFault(f"the weights cannot be fetched: {error}") from error
         job = self._job(run)
         limit, dtype = job.rollout.max_model_len, job.model.dtype
-        policy = Policy(fetched.folder, run, version, limit, fetched.delta, fetched.base, fetched.adapter, dtype)
+        beside = self._engine.serves_operations
+        policy = Policy(
+            fetched.folder, run, version, limit, fetched.delta, fetched.base, fetched.adapter, dtype, beside=beside
+        )
         await self.app.backend.load(policy, self._report_stage)
         seconds = round(loop.time() - started, 3)
         log.info("serving version %d after %.3f s", version, seconds, extra={"run": run, "version": version})

@@ -93,8 +93,8 @@ class ComputeSettings(BaseModel):
         default=1 << 30,
         ge=0,
         le=1 << 42,
-        description="memory for LoRA adapters that the torch backend serves beside the engine's own policy, in MiB; "
-        "0: none. Those that are computed with take it twice",
+        description="room for LoRA adapters that are served beside the engine's own policy, in MiB; 0: none. With the "
+        "torch backend it is memory, and those that are computed with take it twice; vLLM has copies of their files",
     )
     threads: Annotated[int, Flag(declared_elsewhere=True)] = Field(
         default=0, ge=0, le=1024, description="torch's threads; 0: one for each core"
@@ -130,6 +130,15 @@ class VllmSettings(BaseModel):
     )
     gpu_memory_utilization: Annotated[float | None, Flag(metavar="SHARE", default="vLLM's own")] = Field(
         default=None, gt=0, le=1, description="of each GPU's memory, more than 0 and at most 1"
+    )
+    max_loras: Annotated[int, Flag(name="--vllm-max-loras", metavar="N")] = Field(
+        default=4, ge=1, le=1024, description="adapters of a run of operations in one batch; each takes GPU memory"
+    )
+    max_lora_rank: Annotated[int, Flag(name="--vllm-max-lora-rank", metavar="RANK")] = Field(
+        default=64,
+        ge=1,
+        le=512,  # vLLM's own
+        description="the highest rank of adapters of a run of operations; the memory for them is that of this rank",
     )
     start_s: Annotated[float, Flag(name="--vllm-start-timeout", metavar="SECONDS")] = Field(
         default=900.0, gt=0, le=86_400, description="until vLLM must be ready"

@@ -26,6 +26,7 @@ from bombus_overwatch.timeline import Timeline
 from bombus_overwatch.widgets import (
     CollectionPanel,
     EpisodesPanel,
+    ModelsPanel,
     Notice,
     Panel,
     PhaseBar,
@@ -135,6 +136,7 @@ class Overwatch(App[None]):
         with Horizontal(id="middle"):
             with Vertical(id="left"):
                 yield CollectionPanel("Collection")
+                yield ModelsPanel("Models")
                 yield EpisodesPanel("Running episodes")
             with Vertical(id="right"):
                 yield RewardPanel("Reward by policy version")

@@ -8,8 +8,10 @@ from collections import deque
 import msgspec
 
 from bombus.hive import events as ev
-from bombus.hive.events import EpisodeType, Event
-from bombus.hive.state import EvalStats, Hive, evolve
+from bombus.hive.bounded import trim
+from bombus.hive.events import EpisodeType, Event, RunKind
+from bombus.hive.state import EngineState, EvalStats, Hive, evolve
+from bombus.hive.tenants.state import FORWARD_BACKWARD, OPTIM_STEP, mean_loss
 from bombus_overwatch.describe import GROUPS, TROUBLE, EventGroup
 
 TAIL_KEPT = 500  # events for each group of an engine, so that many calls do not displace the other events
@@ -17,6 +19,7 @@ VERSIONS_KEPT = 4_096
 STEPS_KEPT = 4_096
 SECONDS_KEPT = 600
 STAGES_KEPT = 100
+MODELS_SHOWN = 64  # whose history is kept: those that were trained last
 SECOND = 1_000_000_000
 
 
@@ -50,17 +53,29 @@ def _tails() -> dict[EventGroup, deque[LoggedEvent]]:
     return {group: deque(maxlen=TAIL_KEPT) for group in EventGroup}
 
 
+class ModelHistory(msgspec.Struct):
+    """What the operations of one model have computed. `losses` are for each token, of a forward_backward each."""
+
+    losses: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    grad_norms: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    seconds: deque[SecondCounts] = msgspec.field(default_factory=lambda: deque(maxlen=SECONDS_KEPT))
+
+
 class EngineHistory(msgspec.Struct, kw_only=True):
     """The history of one engine. Everything but the tails starts again with each run."""
 
     tails: dict[EventGroup, deque[LoggedEvent]] = msgspec.field(default_factory=_tails)
-    rewards: dict[int, EvalStats] = {}  # of training episodes, by the policy version at their claim
+    # Of training episodes, by the policy version at their claim, or by the number of what they have sampled from.
+    rewards: dict[int, EvalStats] = {}
+    samplers: dict[str, int] = {}  # saved models, numbered in the order in which the first of their episodes ended
+    samplers_seen: int = 0
     steps: deque[StepPoint] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     seconds: deque[SecondCounts] = msgspec.field(default_factory=lambda: deque(maxlen=SECONDS_KEPT))
     stages: deque[Stage] = msgspec.field(default_factory=lambda: deque(maxlen=STAGES_KEPT))
     booted_ns: int = 0
     aborted: dict[str, int] = {}  # episodes, by reason
     dropped: dict[str, int] = {}
+    models: dict[str, ModelHistory] = {}  # of clients of training operations; the one that was trained last is last
 
 
 class HiveView(msgspec.Struct, kw_only=True):
@@ -85,7 +100,7 @@ def fold(view: HiveView, position: int, event: Event) -> None:
         view.histories[event.engine] = EngineHistory(tails=view.history(event.engine).tails)
     history = view.history(event.engine)
     _remember(history, LoggedEvent(position, event))
-    _note(history, event)
+    _note(history, event, view.hive.engine(event.engine))
 
 
 def _remember(history: EngineHistory, logged: LoggedEvent) -> None:
@@ -96,12 +111,12 @@ def _remember(history: EngineHistory, logged: LoggedEvent) -> None:
         history.tails[EventGroup.TROUBLE].append(logged)
 
 
-def _note(history: EngineHistory, event: Event) -> None:
+def _note(history: EngineHistory, event: Event, engine: EngineState) -> None:
     match event:
         case ev.CallsNoted():
             _second_of(history, event.at_ns).tokens += sum(call.completion_tokens for call in event.calls)
         case ev.EpisodeEnded():
-            _ended(history, event)
+            _ended(history, event, engine)
         case ev.EpisodeAborted():
             history.aborted[event.reason] = history.aborted.get(event.reason, 0) + len(event.episodes)
         case ev.GroupDropped():
@@ -110,6 +125,8 @@ def _note(history: EngineHistory, event: Event) -> None:
             history.dropped[event.reason] = history.dropped.get(event.reason, 0) + event.episodes
         case ev.StepCompleted():
             history.steps.append(StepPoint(event.step, event.at_ns, event.metrics))
+        case ev.OperationCompleted() if not event.failed:
+            _computed(history, event)
         case ev.EngineProgressed():
             history.stages.append(Stage(event.stage, event.at_ns))
         case ev.EngineBooted():
@@ -118,21 +135,47 @@ def _note(history: EngineHistory, event: Event) -> None:
             pass
 
 
-def _second_of(history: EngineHistory, at_ns: int) -> SecondCounts:
+def _computed(history: EngineHistory, event: ev.OperationCompleted) -> None:
+    if event.op not in (FORWARD_BACKWARD, OPTIM_STEP):
+        return
+    model = history.models.pop(event.model, None) or ModelHistory()
+    history.models[event.model] = model
+    trim(history.models, MODELS_SHOWN)
+    _second_of(model, event.at_ns).tokens += int(event.metrics.get("tokens", 0.0))
+    if (loss := mean_loss(event.metrics)) is not None:
+        model.losses.append(loss)
+    if event.op == OPTIM_STEP and "grad_norm" in event.metrics:
+        model.grad_norms.append(event.metrics["grad_norm"])
+
+
+def _second_of(history: EngineHistory | ModelHistory, at_ns: int) -> SecondCounts:
     second = at_ns // SECOND
     if not history.seconds or history.seconds[-1].second < second:
         history.seconds.append(SecondCounts(second))
     return history.seconds[-1]
 
 
-def _ended(history: EngineHistory, event: ev.EpisodeEnded) -> None:
+def _ended(history: EngineHistory, event: ev.EpisodeEnded, engine: EngineState) -> None:
     _second_of(history, event.at_ns).episodes += len(event.outcomes)
     if event.type == EpisodeType.EVAL:
         return  # the hive's state has their statistics
-    stats = history.rewards.setdefault(event.version, EvalStats())
     for outcome in event.outcomes:
+        stats = history.rewards.setdefault(_played_with(history, event, outcome.episode, engine), EvalStats())
         stats.episodes += 1
         stats.reward_sum += outcome.reward
         stats.successes += bool(outcome.is_success)
     while len(history.rewards) > VERSIONS_KEPT:
         del history.rewards[next(iter(history.rewards))]
+
+
+def _played_with(history: EngineHistory, event: ev.EpisodeEnded, episode: str, engine: EngineState) -> int:
+    """Return the version that an ended episode belongs to: in a run of operations the number of its saved model."""
+    completed = engine.pool.get(episode)
+    if engine.run_kind != RunKind.OPERATIONS or completed is None:
+        return event.version
+    number = history.samplers.get(completed.sampler)
+    if number is None:
+        history.samplers_seen += 1
+        number = history.samplers[completed.sampler] = history.samplers_seen
+        trim(history.samplers, VERSIONS_KEPT)
+    return number

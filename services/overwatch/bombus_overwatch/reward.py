@@ -18,13 +18,18 @@ Cell = tuple[str, str]  # a character and its colour
 class RewardPanel(Panel):
     """A line for training, diamonds for held-out tasks."""
 
+    def retitle(self, screen: Screen) -> None:
+        self.border_title = f"Reward by {'saved model' if screen.rewards.by_sampler else 'policy version'}"
+
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         rows = [_legend(screen.rewards, width)]
         train = [point for point in screen.rewards.train if is_drawable(point[1])]
         held_out = [point for point in screen.rewards.held_out if is_drawable(point[1])]
         if not train and not held_out:
-            return [*rows, Text(""), Text("the curve begins after step 1", pal.QUIET)]
-        return rows + _chart(train, held_out, width, height - 2)
+            after = "the first saved model" if screen.rewards.by_sampler else "step 1"
+            return [*rows, Text(""), Text(f"the curve begins after {after}", pal.QUIET)]
+        unit = "saved model" if screen.rewards.by_sampler else "version"
+        return rows + _chart(train, held_out, width, height - 2, unit)
 
 
 def _legend(rewards: RewardCurves, width: int) -> Text:
@@ -40,7 +45,7 @@ def _legend(rewards: RewardCurves, width: int) -> Text:
     return legend
 
 
-def _chart(train: list[CurvePoint], held_out: list[CurvePoint], width: int, height: int) -> list[Text]:
+def _chart(train: list[CurvePoint], held_out: list[CurvePoint], width: int, height: int, unit: str) -> list[Text]:
     room = width - AXIS - 1
     if room < 4 or height < 2:
         return []
@@ -60,6 +65,6 @@ def _chart(train: list[CurvePoint], held_out: list[CurvePoint], width: int, heig
         for char, colour in row:
             line.append(char, colour)
         rows.append(line)
-    first, last = f"{x.low:.0f}", f"version {x.high:.0f}"
+    first, last = f"{x.low:.0f}", f"{unit} {x.high:.0f}"
     axis = " " * (AXIS + 1) + first + fit(last, room - len(first), right=True)
     return [*rows, Text(axis, pal.QUIET)]

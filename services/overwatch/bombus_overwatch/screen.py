@@ -1,15 +1,16 @@
 """The contents of the screen as data: computed from the view by one pure function, and drawn by the widgets."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from bombus.hive.describe import line_of
-from bombus.hive.events import HIVE
+from bombus.hive.events import HIVE, RunKind
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.status import EngineStatus, OpenEpisode, engine_status, one_line, seconds_between
+from bombus.hive.status import EngineStatus, ModelStatus, OpenEpisode, engine_status, one_line, seconds_between
+from bombus.hive.tenants.state import mean_loss
 from bombus_overwatch.describe import EventGroup, tone_of
-from bombus_overwatch.model import SECOND, EngineHistory, HiveView, LoggedEvent
+from bombus_overwatch.model import SECOND, EngineHistory, HiveView, LoggedEvent, ModelHistory, SecondCounts
 
 TAIL_SHOWN = 200
 RATE_S = 30  # the rates are means over this many seconds
@@ -50,17 +51,32 @@ class EpisodeRow:
 
 
 @dataclass(frozen=True)
+class ModelRow:
+    """A model of a client of training operations. `loss` is for each token, `tokens_s` of those that it trains on."""
+
+    model: ModelStatus
+    loss: float | None
+    tokens_s: float
+
+
+@dataclass(frozen=True)
 class RewardCurves:
-    """Mean rewards by policy version. `train` has the versions that are complete, `now_mean` is of the current one."""
+    """Mean rewards by policy version. `train` has the versions that are complete, `now_mean` is of the current one.
+
+    In a run of training operations (`by_sampler`) they are by saved model, numbered as their episodes ended.
+    """
 
     train: tuple[tuple[int, float], ...]
     held_out: tuple[tuple[int, float], ...]
     now_mean: float | None
     now_episodes: int
+    by_sampler: bool = False
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
+    """`model` is that of the curves in a run of training operations, "" in one that has batches."""
+
     epoch: int
     step_in_flight: int | None
     in_flight_s: float
@@ -73,6 +89,7 @@ class TrainingSummary:
     staleness: float | None
     merge_share: float | None  # of calls that extended an earlier one token for token
     others: tuple[tuple[str, float], ...]  # the last step's other metrics, by name
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,7 @@ class Screen:
     status: EngineStatus | None
     stages: tuple[StageRow, ...]
     episodes: tuple[EpisodeRow, ...]
+    models: tuple[ModelRow, ...]
     rewards: RewardCurves
     training: TrainingSummary
     rates: Rates
@@ -154,6 +172,7 @@ def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup
         status=status if chosen else None,
         stages=_stages(state, history, now_ns),
         episodes=tuple(_episode_row(episode) for episode in status.open_episodes),
+        models=_models(status, history, now_ns),
         rewards=_rewards(state, history),
         training=_training(state, status, history, now_ns),
         rates=_rates(history, now_ns),
@@ -185,13 +204,31 @@ def _stages(engine: EngineState, history: EngineHistory, now_ns: int) -> tuple[S
 
 
 def _rewards(engine: EngineState, history: EngineHistory) -> RewardCurves:
-    now = history.rewards.get(engine.version)
-    done = ((version, stats.mean) for version, stats in history.rewards.items() if version < engine.version)
+    by_sampler = engine.run_kind == RunKind.OPERATIONS
+    current = history.samplers_seen if by_sampler else engine.version
+    now = history.rewards.get(current)
+    done = ((version, stats.mean) for version, stats in history.rewards.items() if version < current)
     return RewardCurves(
         train=tuple(sorted(done)),
         held_out=tuple((version, stats.mean) for version, stats in sorted(engine.evals.items())),
         now_mean=now.mean if now else None,
         now_episodes=now.episodes if now else 0,
+        by_sampler=by_sampler,
+    )
+
+
+def _models(status: EngineStatus, history: EngineHistory, now_ns: int) -> tuple[ModelRow, ...]:
+    """Return the models that are there, the one that was trained last first."""
+    if status.operations is None:
+        return ()
+    order = {name: number for number, name in enumerate(history.models, 1)}
+    rows = sorted(status.operations.models, key=lambda row: (-order.get(row.model, 0), row.model))
+    empty = ModelHistory()
+    return tuple(
+        ModelRow(
+            row, mean_loss(row.scored), _window(history.models.get(row.model, empty).seconds, now_ns // SECOND).tokens_s
+        )
+        for row in rows
     )
 
 
@@ -208,6 +245,8 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
     if merged is None and of_agents:
         merged = counters.calls_merged / of_agents
     trainer = status.trainer
+    model, computed = next(reversed(history.models.items()), ("", ModelHistory()))
+    is_tenants = status.run_kind == RunKind.OPERATIONS
     return TrainingSummary(
         epoch=trainer.epoch,
         step_in_flight=trainer.step_in_flight,
@@ -216,26 +255,30 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
         episodes=trainer.episodes,
         failures=trainer.failures,
         last_step=history.steps[-1].step if history.steps else None,
-        loss=_curve(history, LOSS),
-        grad_norm=_curve(history, GRAD_NORM),
+        loss=tuple(computed.losses) if is_tenants else _curve(history, LOSS),
+        grad_norm=tuple(computed.grad_norms) if is_tenants else _curve(history, GRAD_NORM),
         staleness=metrics.get(STALENESS),
         merge_share=merged,
         others=tuple((one_line(name), value) for name, value in sorted(metrics.items()) if name not in shown),
+        model=one_line(model) if is_tenants else "",
     )
 
 
 def _rates(history: EngineHistory, now_ns: int) -> Rates:
-    now = now_ns // SECOND
+    return _window(history.seconds, now_ns // SECOND)
+
+
+def _window(seconds: Sequence[SecondCounts], now: int) -> Rates:
     tokens = episodes = 0
     curve = [0.0] * RATE_CURVE_S
-    for entry in history.seconds:
+    for entry in seconds:
         age = now - entry.second
         if 0 <= age < RATE_S:
             tokens += entry.tokens
             episodes += entry.episodes
         if 0 <= age < RATE_CURVE_S:
             curve[RATE_CURVE_S - 1 - age] += entry.tokens
-    lasted = now - history.seconds[0].second + 1 if history.seconds else RATE_S
+    lasted = now - seconds[0].second + 1 if seconds else RATE_S
     window = min(RATE_S, max(1, lasted))  # so that the rate of a new run is not underestimated
     return Rates(tokens / window, episodes / window, tuple(curve))
 

@@ -6,13 +6,13 @@ from rich.text import Text
 from textual.widget import Widget
 
 from bombus.hive.collection import Measure
-from bombus.hive.events import EpisodeType
+from bombus.hive.events import EpisodeType, RunKind
 from bombus.hive.state import Phase
 from bombus.hive.status import EngineStatus, ReplicaStatus, byte_size, duration, format_text, one_line, way_on
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import bar, sparkline
 from bombus_overwatch.palette import figure, fit, fit_end, harmless
-from bombus_overwatch.screen import HALF_LIMIT, EpisodeRow, Screen, StageState
+from bombus_overwatch.screen import HALF_LIMIT, EpisodeRow, ModelRow, Screen, StageState
 
 PHASES = {
     Phase.OFFLINE: "OFFLINE",
@@ -23,6 +23,7 @@ PHASES = {
 }
 
 
+HEADING = f"{pal.QUIET} underline"
 STAGE_MARKS = {
     StageState.RUNNING: ("◐", pal.AMBER),
     StageState.DONE: ("✓", pal.GREEN),
@@ -128,10 +129,50 @@ def _warning(status: EngineStatus) -> str:
     return ". ".join([*apart, status.disagreement] if status.disagreement else apart)
 
 
+def _serves(screen: Screen) -> bool:
+    """Return whether a run of training operations is on, which has models and no batches."""
+    status = screen.status
+    is_on = status is not None and status.phase not in (Phase.BOOTING, Phase.OFFLINE)
+    return is_on and status is not None and status.run_kind == RunKind.OPERATIONS
+
+
+class ModelsPanel(Panel):
+    """Shows the models of a run of training operations, in the place of the collection that it does not have."""
+
+    def retitle(self, screen: Screen) -> None:
+        self.display = _serves(screen)
+        self.border_title = f"Models {len(screen.models)}"
+        found = screen.status.operations if screen.status is not None else None
+        self.border_subtitle = f"{found.executed:,} executed, {found.failed:,} failed" if found is not None else ""
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        if not screen.models:
+            return [Text("none", pal.QUIET)]
+        name = max(0, width - 40)
+        rows = [Text(f"  {_cell('model', name)}{'rank':>5}{'step':>7}{'waiting':>8}{'loss':>9}{'tok/s':>9}", HEADING)]
+        fits = height - 1 if len(screen.models) < height else height - 2
+        rows += [self._row(row, name) for row in screen.models[:fits]]
+        if len(screen.models) > fits:
+            rows.append(Text(f"  and {len(screen.models) - fits:,} more", pal.QUIET))
+        return rows
+
+    def _row(self, row: ModelRow, name: int) -> Text:
+        model = row.model
+        style = f"bold {pal.VERMILLION}" if model.last_failed else pal.TEXT
+        text = Text("! " if model.last_failed else "  ", style)
+        text.append(fit_end(one_line(model.model), name - 1) + " " if name > 1 else "", style)
+        text.append(fit("all" if model.adapter is None else str(model.adapter.rank), 5, right=True), pal.QUIET)
+        text.append(f"{model.step:>7}", f"bold {pal.TEXT}")
+        text.append(f"{model.waiting:>8}", pal.AMBER if model.waiting else pal.QUIET)
+        text.append(fit("–" if row.loss is None else figure(row.loss), 9, right=True), pal.SKY)
+        return text.append(fit(figure(round(row.tokens_s)), 9, right=True), pal.GREEN)
+
+
 class CollectionPanel(Panel):
     """Shows progress towards the next batch, or the stages of booting while the engine boots or is offline."""
 
     def retitle(self, screen: Screen) -> None:
+        self.display = not _serves(screen)
         status = screen.status
         if status is not None and status.phase in (Phase.BOOTING, Phase.OFFLINE):
             self.border_title = "Boot"
@@ -196,7 +237,7 @@ class EpisodesPanel(Panel):
         if not screen.episodes:
             return [Text("none", pal.QUIET)]
         columns = _Columns.of(width)
-        rows = [Text(columns.heading(), f"{pal.QUIET} underline")]
+        rows = [Text(columns.heading(), HEADING)]
         fits = height - 1 if len(screen.episodes) < height else height - 2
         rows += [self._row(row, columns) for row in screen.episodes[:fits]]
         if len(screen.episodes) > fits:
@@ -251,7 +292,9 @@ class TrainingPanel(Panel):
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         training, rates = screen.training, screen.rates
         head = Text("step ", pal.QUIET)
-        if training.step_in_flight is not None:
+        if training.model:
+            head = Text("newest ", pal.QUIET).append(fit_end(training.model, max(4, width - 26)), pal.TEXT)
+        elif training.step_in_flight is not None:
             head.append(f"{training.step_in_flight}", f"bold {pal.AMBER}").append(" in flight ", pal.AMBER)
             head.append(duration(training.in_flight_s), pal.TEXT)
             head.append(f", {training.groups} groups", pal.QUIET)

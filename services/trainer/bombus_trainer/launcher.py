@@ -96,7 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-host", metavar="HOST", help="where the gateway listens (default: the cluster file's, or 127.0.0.1)"
     )
     parser.add_argument(
-        "--api-port", type=int, metavar="PORT", help="the gateway's port (default: the cluster file's, or 10086)"
+        "--api-port",
+        type=int,
+        metavar="PORT",
+        help="the gateway's port; 0: any that is free, which is printed (default: the cluster file's, or 10086)",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="the ranks' device (default: the cluster file's trainer's, or cpu)"

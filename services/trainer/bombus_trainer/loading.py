@@ -76,8 +76,14 @@ def load_executor(settings: TrainerSettings, allow_download: bool = False) -> Ex
 def load_base(job: RunConfig, options: TrainerOptions, tenants: TenantSettings) -> OperationExecutor:
     """Load the job's model as the base of training operations.
 
-    Raises `EngineFault` when there is none, or the job asks for another backend than torch.
+    Raises `EngineFault` when there is none, the job asks for another backend than torch, or this is one of several
+    ranks.
     """
+    if options.ranks > 1:
+        raise EngineFault(
+            f"this engine's trainer has {options.ranks} processes, and training operations are executed by torch in "
+            "one: start it with `bombus trainer`, or `bombus up` without --trainer-processes, or use another engine"
+        )
     if job.trainer.backend != "torch":
         raise EngineFault(
             f"trainer.backend is {job.trainer.backend}, and training operations are executed by torch alone: set it to "

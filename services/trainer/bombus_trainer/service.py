@@ -11,6 +11,7 @@ from time import perf_counter
 from bombus import telemetry
 from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
+from bombus.datums.reading import BusCallReader
 from bombus.errors import BusUnavailable, EngineFault
 from bombus.faults import Point, reached
 from bombus.hive.events import BatchReady, RunKind, WeightsReady
@@ -20,7 +21,7 @@ from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.private import private_folder
 from bombus_trainer.backend import BackendLost, Interrupted, Loader, TrainerBackend
 from bombus_trainer.backends.torch.metrics import LEFT_OUT
-from bombus_trainer.data.reading import BusCallReader, read_batch
+from bombus_trainer.data.reading import read_batch
 from bombus_trainer.data.samples import Origin
 from bombus_trainer.loading import load_backend, pack_tokenizer
 from bombus_trainer.machine import this_machine

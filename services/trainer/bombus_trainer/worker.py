@@ -66,7 +66,8 @@ def run(url: str, hive: str, options: TrainerOptions) -> int:
             return 1
         return 0
     leader = Leader(board, load, options.operation_timeout_s)
-    code = run_service(service.run(url, hive, options, load=leader.load))
+    counted = options.model_copy(update={"ranks": board.ranks.size})
+    code = run_service(service.run(url, hive, counted, load=leader.load))
     leader.stop()
     return code
 

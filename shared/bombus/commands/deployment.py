@@ -32,7 +32,27 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         help="a name by which clients reach the gateway, once or several times; without a client key, others than "
         "localhost and its address are refused",
     )
-    parser.add_argument("--port", "--swarm-port", type=int, metavar="PORT", help="the gateway's port (default: 10086)")
+    parser.add_argument(
+        "--inference-host",
+        action="append",
+        metavar="HOST[:PORT]",
+        help="where clients of training operations may have inference servers that get their weights, once or several "
+        "times (default: nowhere)",
+    )
+    parser.add_argument(
+        "--base",
+        action="append",
+        metavar="NAME=PATH",
+        help="what training clients mean by the name of a model, once or several times, such as "
+        "meta-llama/Llama-3.2-1B=smollm2",
+    )
+    parser.add_argument(
+        "--port",
+        "--swarm-port",
+        type=int,
+        metavar="PORT",
+        help="the gateway's port; 0: any that is free, which is printed (default: 10086)",
+    )
     parser.add_argument(
         "--data-dir", metavar="DIR", help="for the log, checkpoints and weights (default: .bombus, in this folder)"
     )
@@ -110,6 +130,8 @@ FLAGS = {
     ("gateway", "host"): "--host",
     ("gateway", "port"): "--port",
     ("gateway", "host_names"): "--host-name",
+    ("gateway", "inference_hosts"): "--inference-host",
+    ("gateway", "bases"): "--base",
     ("trainer", "device"): "--device",
     ("trainer", "threads"): "--threads",
     ("trainer", "bin_tokens"): "--bin-tokens",
@@ -196,7 +218,8 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     torch = given(arguments, device="device", threads="threads")
     trainer = torch | given(arguments, backend="trainer_backend", processes="trainer_processes")
     trainer |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
-    gateway = given(arguments, host="host", port="port", count="gateways", host_names="host_name")
+    gateway = given(arguments, host="host", port="port", count="gateways", host_names="host_name", bases="base")
+    gateway |= given(arguments, inference_hosts="inference_host")
     engines = plain["engines"].items()
     return {
         **plain,

@@ -52,6 +52,8 @@ async def _verify(source: Source, arguments: argparse.Namespace) -> None:
     for position in verified.other_fold:
         say(f"  the snapshot at event {position:,} was made by another version and was not compared")
     say(f"  {verified.calls:,} calls of open episodes, the pool and the outstanding batch match their references")
+    if verified.bodies:
+        say(f"  {verified.bodies:,} bodies and results of training operations match their references")
 
 
 async def _compact(source: Source, arguments: argparse.Namespace) -> None:

@@ -8,10 +8,13 @@ from bombus.config.flags import Flag
 
 PROCESSES_MAX = 64
 GPU_MAX = 1023
+BASES_MAX = 64
 Count = Annotated[int, Field(ge=0, le=PROCESSES_MAX)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
 Threads = Annotated[int, Field(ge=0, le=1024)]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")]
+InferenceHost = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,253}(:\d{1,5})?$")]
+BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,139}=[^\x00-\x1f\x7f]{1,4096}$")]
 Gpus = Annotated[
     tuple[Annotated[int, Field(ge=0, le=GPU_MAX)], ...],
     Field(max_length=PROCESSES_MAX, description="numbers of GPUs, such as [0, 1]"),
@@ -22,16 +25,40 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def check_bases(bases: tuple[str, ...]) -> tuple[str, ...]:
+    """Return bases, each as `NAME=PATH`. Raises `ValueError` where two have the same name."""
+    names = [base.partition("=")[0] for base in bases]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is given twice, and a name leads to one base")
+    return bases
+
+
 class GatewayPart(Part):
-    """Where clients connect. `count` processes share the port; 0: it runs on another machine.
+    """Where clients connect. `count` processes share the port; 0: it runs on another machine. `port` 0 is any that is
+    free, which `bombus up` prints.
 
     A gateway without a client key answers requests for localhost, for its own address, and for `host_names`.
+    Clients of training operations may have inference servers of their own, which get their weights, on
+    `inference_hosts`.
+    `bases` are names by which [training clients](training.md) ask for models that jobs call `model.path`.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    port: int = Field(default=10086, ge=1, le=65_535)
+    port: int = Field(default=10086, ge=0, le=65_535)
     count: Count = 1
     host_names: tuple[HostName, ...] = Field(default=(), description="names of hosts, such as [hive.lan]")
+    inference_hosts: tuple[InferenceHost, ...] = Field(
+        default=(), description="hosts, with a port or without, such as [gpu-1, 10.0.0.7:30000]"
+    )
+    bases: tuple[BaseName, ...] = Field(
+        default=(), max_length=BASES_MAX, description="NAME=PATH, such as [meta-llama/Llama-3.2-1B=smollm2]"
+    )
+
+    @field_validator("bases")
+    @classmethod
+    def _bases_have_names_of_their_own(cls, bases: tuple[str, ...]) -> tuple[str, ...]:
+        return check_bases(bases)
 
 
 class LogOptions(Part):
@@ -150,22 +177,25 @@ class TrainerPart(TrainerMachineOptions, PlacedPart):
 
 _FIELDS_OF = {
     "openai": ("url", "api_key_env", "model"),
-    "vllm": ("tensor_parallel", "eager", "python", "gpu_memory_utilization"),
+    "vllm": ("tensor_parallel", "eager", "python", "gpu_memory_utilization", "max_loras", "max_lora_rank"),
 }
-_NOT_FOR_OPENAI = ("device", "devices", "share_devices", "threads", "dtype", "kv_cache_mb")
+_NOT_FOR_OPENAI = ("device", "devices", "share_devices", "threads", "dtype", "kv_cache_mb", "adapters_mb")
 
 
 class InferencePart(PlacedPart):
     """Replicas of one kind, which serve the engine that they stand below; `backend` is what computes in them.
 
     `url`, `model` and `api_key_env` belong to backend openai; `tensor_parallel`, `eager` (no compilation), `python` (an
-    interpreter with your own vLLM) and `gpu_memory_utilization` belong to backend vllm.
+    interpreter with your own vLLM), `gpu_memory_utilization`, `max_loras` and `max_lora_rank` belong to backend vllm.
 
     Each replica gets `tensor_parallel` of `devices`, in their order, and `device` is then cuda; where neither is given
     it is cpu. `share_devices` lets other parts use the same GPUs. `max_model_len` is in tokens; it and `dtype` are the
     job's where they are not given. `max_running` is the number of sequences at once. `kv_cache_mb` is memory for keys
     and values; 0: the backend's own default, which for vLLM on GPUs is the share `gpu_memory_utilization` of their
     memory (0: vLLM's own default). `api_key_env` names the environment variable that holds the server's key.
+
+    `adapters_mb` is room for LoRA adapters beside the engine's own policy, which samples of a run of operations have;
+    0: none. vLLM has up to `max_loras` of them in one batch, of ranks up to `max_lora_rank`.
     """
 
     backend: Literal["torch", "vllm", "openai"] = "torch"
@@ -177,6 +207,9 @@ class InferencePart(PlacedPart):
     max_model_len: int = Field(default=0, ge=0, le=1 << 23)
     max_running: int = Field(default=128, ge=1, le=4096)
     kv_cache_mb: int = Field(default=0, ge=0, le=1 << 22)
+    adapters_mb: int = Field(default=1024, ge=0, le=1 << 22)
+    max_loras: int = Field(default=4, ge=1, le=1024)
+    max_lora_rank: int = Field(default=64, ge=1, le=512)
     tensor_parallel: int = Field(default=1, ge=1, le=PROCESSES_MAX)
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1)
     eager: bool = False

@@ -84,16 +84,33 @@ IGNORED: dict[str, str] = {
     "sync_inference_method": "`bombus inference --backend` decides this",
 }
 
+# What would have to exist for it, and what to do instead.
+_INSTEAD = "data_parallel_shard_size shards every weight over more processes"
+_SHORTER = "lower max_tokens_per_bin, or set enable_gradient_checkpointing"
+_STAGES = (
+    "which would take a model in stages, a schedule of micro-batches between them, and checkpoints and exports that "
+    f"join them; {_INSTEAD}"
+)
+_EXPERTS = (
+    "which would take an exchange of tokens between the processes in each layer, and an export that joins their "
+    f"experts; {_INSTEAD}"
+)
+_MATRICES = f"which would take a plan of how each family's matrices are cut; {_INSTEAD}"
+_HEADS = (
+    "which would take an attention that exchanges heads for parts of a sequence (verl's needs flash-attn), and an "
+    f"output layer that finds its terms in each part; {_SHORTER}"
+)
+_RING = f"which would take an attention that passes keys and values from process to process; {_SHORTER}"
 _EMPTY = (None, "")
 LIMITED: dict[str, Only] = {
     "data_parallel_replicate_size": Only((1,), "backend verl shards over all of its processes; raise the shard size"),
-    "expert_parallel_size": Only((1,), "no backend splits experts over processes"),
-    "pipeline_parallel_size": Only((1,), "no backend splits layers over processes"),
-    "pipeline_parallel_virtual_stages": Only((1,), "no backend splits layers over processes"),
-    "tensor_parallel_size": Only((1,), "no backend splits matrices over processes"),
-    "lm_head_tensor_parallel_size": Only((1,), "no backend splits matrices over processes"),
-    "ulysses_parallel_size": Only((1,), "no backend splits a sequence over processes"),
-    "ringattn_parallel_size": Only((1,), "no backend splits a sequence over processes"),
+    "expert_parallel_size": Only((1,), f"no backend splits experts over processes, {_EXPERTS}"),
+    "pipeline_parallel_size": Only((1,), f"no backend splits layers over processes, {_STAGES}"),
+    "pipeline_parallel_virtual_stages": Only((1,), f"no backend splits layers over processes, {_STAGES}"),
+    "tensor_parallel_size": Only((1,), f"no backend splits matrices over processes, {_MATRICES}"),
+    "lm_head_tensor_parallel_size": Only((1,), f"no backend splits matrices over processes, {_MATRICES}"),
+    "ulysses_parallel_size": Only((1,), f"no backend splits a sequence over processes, {_HEADS}"),
+    "ringattn_parallel_size": Only((1,), f"no backend splits a sequence over processes, {_RING}"),
     "enable_activation_offload": Only((False,), "activations stay on the device; use enable_gradient_checkpointing"),
     "enable_fp8_training": Only((False,), "weights are trained in float32"),
     "enable_qarl": Only((False,), "weights are trained in float32"),

@@ -121,7 +121,7 @@ def _(event: ev.ModelRead) -> str:
 
 @_text.register
 def _(event: ev.RollingStarted) -> str:
-    return f"rolling on version {event.version}"
+    return f"rolling on version {event.version}" if event.version >= 0 else "rolling, before the first version"
 
 
 @_text.register
@@ -142,7 +142,8 @@ def _(event: ev.SyncAgreed) -> str:
 @_text.register
 def _(event: ev.EpisodeClaimed) -> str:
     task = f", task {event.task_hint}" if event.task_hint else ""
-    return f"{event.client} claimed {_some(event.episodes)} ({event.type}{task})"
+    weights = "" if event.sampler is None else f", from {event.sampler.checkpoint or 'the base'}"
+    return f"{event.client} claimed {_some(event.episodes)} ({event.type}{task}{weights})"
 
 
 @_text.register
@@ -173,6 +174,11 @@ def _(event: ev.EpisodeAborted) -> str:
 def _(event: ev.GroupDropped) -> str:
     what = f"{_count(len(event.episodes), 'episode')} of {_count(len(event.tasks), 'task')}"
     return f"{what} dropped untrained: {event.reason}"
+
+
+@_text.register
+def _(event: ev.EpisodesTaken) -> str:
+    return f"{event.client} took {_some(event.episodes)}"
 
 
 @_text.register
@@ -361,3 +367,23 @@ def _(event: ev.TrajectoriesReleased) -> str:
 @_text.register
 def _(event: ev.OperationsReleased) -> str:
     return f"operations before {event.below} are not needed any more"
+
+
+@_text.register
+def _(event: ev.EndpointAdded) -> str:
+    return f"the inference server at {event.host}:{event.port} gets weights that are put in sync"
+
+
+@_text.register
+def _(event: ev.EndpointRemoved) -> str:
+    return f"the inference server at {event.host}:{event.port} gets no more weights"
+
+
+@_text.register
+def _(event: ev.RestAsked) -> str:
+    return f"the trainer of run {event.run} is to " + ("free its memory" if event.asleep else "go on")
+
+
+@_text.register
+def _(event: ev.RestReached) -> str:
+    return f"the trainer of run {event.run} " + ("sleeps" if event.asleep else "is awake, with all of its models")

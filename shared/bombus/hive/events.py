@@ -35,6 +35,7 @@ class DropReason(StrEnum):
     NO_SIGNAL = "no_signal"
     STALE = "stale"
     OVERFLOW = "overflow"
+    UNTAKEN = "untaken"  # of a run of operations: its client did not take it in time
 
 
 class RunKind(StrEnum):
@@ -95,6 +96,7 @@ class Tenancy(msgspec.Struct, frozen=True, kw_only=True):
     run_idle_s: float = 300.0  # after which a run without a model ends
     checkpoints_max: int = 1000
     executions_max: int = 3  # of one operation, whose trainers end before it has a result
+    episodes_s: float = 86_400.0  # for which an ended episode waits to be taken
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,10 +271,21 @@ class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync
     client: str
 
 
+class SamplerWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the calls of an episode sample from in a run of operations: an adapter, or the base where all are "".
+
+    `checkpoint` is its `MODEL/USE/NAME`, `address` the hash of its file of weights, which is in `folder`.
+    """
+
+    checkpoint: str = ""
+    address: str = ""
+    folder: str = ""
+
+
 class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
     """One claim was granted: one episode or a whole group. `version` is the policy version at the claim.
 
-    `owner` is the name of the client's key, "" where it has none.
+    `owner` is the name of the client's key, "" where it has none. Only in a run of operations is there a `sampler`.
     """
 
     run: int
@@ -284,6 +297,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     version: int = 0
     task_hint: str = ""
     owner: str = ""
+    sampler: SamplerWeights | None = None
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -348,6 +362,14 @@ class GroupDropped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="gr
     run: int
     reason: DropReason
     tasks: tuple[str, ...]
+    episodes: tuple[str, ...]
+
+
+class EpisodesTaken(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episodes.taken"):
+    """Ended episodes of a run of operations left the pool: their client has their tokens."""
+
+    run: int
+    client: str
     episodes: tuple[str, ...]
 
 
@@ -689,6 +711,34 @@ class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     expired: bool = False
 
 
+class EndpointAdded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint.added"):
+    """An inference server elsewhere gets the weights that a client of training operations puts in sync."""
+
+    host: str
+    port: int
+    world_size: int = 1
+
+
+class EndpointRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint.removed"):
+    host: str
+    port: int
+
+
+class RestAsked(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rest.asked"):
+    """The trainer of a run of operations is to free its memory (`asleep`), or to go on. What comes meanwhile waits."""
+
+    run: int
+    asleep: bool = False
+
+
+class RestReached(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rest.reached"):
+    """The trainer has freed its memory (`asleep`), or has all of its models again, as they were."""
+
+    run: int
+    trainer_epoch: int
+    asleep: bool = False
+
+
 class ModelFloor(msgspec.Struct, frozen=True, array_like=True):
     """The sequence of `ops` before which nothing of a model is needed."""
 
@@ -851,6 +901,7 @@ AnyEvent = (
     | EpisodeEnded
     | EpisodeAborted
     | GroupDropped
+    | EpisodesTaken
     | PoolCleared
     | BatchReady
     | TrainerOpened
@@ -874,6 +925,10 @@ AnyEvent = (
     | ModelCovered
     | WeightsKept
     | WeightsRemoved
+    | EndpointAdded
+    | EndpointRemoved
+    | RestAsked
+    | RestReached
     | OperationsReleased
     | TrainerRegistered
     | BatchesBegun

@@ -34,6 +34,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     engine: str = HIVE
 
 
+BASE_SAMPLER = "base"  # instead of a saved model: the base of the run, without any adapter
+
+
 # ---- commands -------------------------------------------------------------------------------------------------
 
 
@@ -60,7 +63,8 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     """Claim `count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13).
 
     `owner` is the name of the key that the client has shown, if it has one. Such a key may have caps on its open
-    episodes and on its waiting claims; 0 is no cap.
+    episodes and on its waiting claims; 0 is no cap. In a run of operations `sampler` names the saved model that their
+    calls sample from, by its `MODEL/USE/NAME`, or is `BASE_SAMPLER`.
     """
 
     claim: str
@@ -74,6 +78,7 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     owner: str = ""
     open_max: int = 0
     waiting_max: int = 0
+    sampler: str = ""
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -101,6 +106,13 @@ class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort")
     episodes: tuple[str, ...]
     infra: bool = False
     detail: str = ""
+
+
+class Take(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take"):
+    """Let ended episodes of a run of operations go: their client has their tokens. Those that are gone are skipped."""
+
+    client: str
+    episodes: tuple[str, ...]
 
 
 class AgreeSync(Message, frozen=True, kw_only=True, omit_defaults=True, tag="agree_sync"):
@@ -160,6 +172,27 @@ class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     model: str
     use: str
     name: str
+
+
+class AddEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="add_endpoint"):
+    """Give the weights that are put in sync to this inference server too. One that is there already is changed."""
+
+    host: str
+    port: int
+    world_size: int = 1
+
+
+class RemoveEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_endpoint"):
+    """Give no more weights to this inference server. One that is not there is removed already."""
+
+    host: str
+    port: int
+
+
+class AskRest(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ask_rest"):
+    """Let the trainer of a run of operations free its memory, or with `asleep` false take it again and go on."""
+
+    asleep: bool = False
 
 
 class RetainWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="retain_weights"):
@@ -378,6 +411,14 @@ class TrainerServes(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     trainer_epoch: int
 
 
+class TrainerRests(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.rests"):
+    """A trainer has freed its memory (`asleep`), or has all of its models again."""
+
+    run: int
+    trainer_epoch: int
+    asleep: bool = False
+
+
 class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.done"):
     """A trainer has executed an operation, and its result is durable. As a command it is answered once that is decided.
 
@@ -489,12 +530,16 @@ AnyMessage = (
     | Claim
     | End
     | Abort
+    | Take
     | AgreeSync
     | Lookup
     | OpenSession
     | CloseSession
     | Operate
     | RemoveWeights
+    | AddEndpoint
+    | RemoveEndpoint
+    | AskRest
     | RetainWeights
     | RegisterTrainer
     | JoinEnvironment
@@ -520,6 +565,7 @@ AnyMessage = (
     | WeightsSaved
     | EngineBroke
     | TrainerServes
+    | TrainerRests
     | OperationDone
     | OperationBegins
     | ModelAway

@@ -21,7 +21,7 @@ from bombus.hive.tenants.state import Tenants
 from bombus.hive.trajectories import state as scored
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 5  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 6  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -58,6 +58,7 @@ class Episode(msgspec.Struct, kw_only=True):
     calls_from: int = 0  # none of its calls is before this sequence of the `calls` stream (see retention.py)
     last_call_ns: int = 0
     owner: str = ""  # the name of its client's key
+    sampler: ev.SamplerWeights | None = None  # what its calls sample from, in a run of operations
 
     def complete_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
@@ -68,7 +69,7 @@ class Episode(msgspec.Struct, kw_only=True):
 
 
 class Completed(msgspec.Struct, kw_only=True, frozen=True):
-    """An ended training episode that waits in the pool."""
+    """An ended training episode that waits in the pool. `sampler` is the saved model that it has sampled from."""
 
     episode: str
     task: str
@@ -80,6 +81,7 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
     bytes: int
     ended_ns: int
     calls_from: int = 0
+    sampler: str = ""
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True):
@@ -127,6 +129,7 @@ class Counters(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     calls_masked: int = 0
+    taken: int = 0  # by clients of training operations
 
 
 class EngineState(msgspec.Struct, kw_only=True):
@@ -138,6 +141,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     suspended: str = ""  # why the run waits for its operator, "" while it goes on
     until_served: bool = False  # a suspended run goes on by itself once a replica serves `weights`
     suspensions: int = 0  # of this run, over or not
+    rest_wanted: bool = False  # the trainer of a run of operations is to free its memory
+    asleep: bool = False  # it has done so
     resumed_ns: int = 0  # when its operator resumed the run last
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
@@ -220,7 +225,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     @property
     def granting(self) -> bool:
         """Return whether claims can be granted now."""
-        return self.phase == Phase.ROLLING and not self.suspended and self.run_kind == RunKind.EPISODES
+        return self.phase == Phase.ROLLING and not self.suspended
 
     @property
     def waits_for_operator(self) -> bool:
@@ -234,7 +239,7 @@ class EngineState(msgspec.Struct, kw_only=True):
         One of operations waits for it to boot, and for what waits.
         """
         if self.serves_operations:
-            return self.phase == Phase.BOOTING or self.tenants.waiting > 0
+            return self.phase == Phase.BOOTING or (self.tenants.waiting > 0 and not self.rest_wanted)
         if self.takes_trajectories:
             return False
         return self.batch is not None or self.version < max(self.step, 0)
@@ -454,7 +459,7 @@ def _end_run(engine: EngineState, at_ns: int, why: str) -> None:
     if engine.run_kind == RunKind.TRAJECTORIES:
         scored.end_run(engine.trajectories)
     engine.stage = engine.suspended = ""
-    engine.until_served = False
+    engine.until_served = engine.rest_wanted = engine.asleep = False
     _enter(engine, Phase.OFFLINE, at_ns)
 
 
@@ -546,6 +551,7 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
             task_hint=event.task_hint,
             owner=event.owner,
             calls_from=engine.newest_call,
+            sampler=event.sampler,
         )
     engine.claims[event.claim] = event.episodes
     engine.next_episode += len(event.episodes)
@@ -591,12 +597,13 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
     is_eval = event.type == EpisodeType.EVAL
     for outcome in event.outcomes:
         episode = _close(engine, outcome.episode, Closed(event.client, outcome.digest))
-        if is_eval:
+        if is_eval and (episode is None or episode.sampler is None):
             stats = engine.evals.setdefault(event.version, EvalStats())
             stats.episodes += 1
             stats.reward_sum += outcome.reward
             stats.successes += bool(outcome.is_success)
             trim(engine.evals, EVALS_KEPT)
+        if is_eval:
             continue
         before = _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
         calls = ended_calls(outcome, episode) or (before.calls if before is not None else ())
@@ -612,6 +619,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             bytes=size,
             ended_ns=event.at_ns,
             calls_from=next((each.calls_from for each in (episode, before) if each is not None), 0),
+            sampler="" if episode is None or episode.sampler is None else episode.sampler.checkpoint,
         )
         engine.by_task.setdefault(outcome.task, []).append(outcome.episode)
         engine.pool_bytes += size
@@ -653,6 +661,11 @@ def _leave_pool(engine: EngineState, episode_id: str) -> Completed | None:
 @_on(ev.GroupDropped)
 def _group_dropped(engine: EngineState, event: ev.GroupDropped) -> None:
     engine.counters.dropped += sum(_leave_pool(engine, episode) is not None for episode in event.episodes)
+
+
+@_on(ev.EpisodesTaken)
+def _episodes_taken(engine: EngineState, event: ev.EpisodesTaken) -> None:
+    engine.counters.taken += sum(_leave_pool(engine, episode) is not None for episode in event.episodes)
 
 
 @_on(ev.PoolCleared)
@@ -878,3 +891,23 @@ def _batch_delivered(engine: EngineState, event: ev.BatchDelivered) -> None:
 @_on(ev.GroupsReset)
 def _groups_reset(engine: EngineState, event: ev.GroupsReset) -> None:
     scored.reset(engine.trajectories)
+
+
+@_on(ev.EndpointAdded)
+def _endpoint_added(engine: EngineState, event: ev.EndpointAdded) -> None:
+    engine.tenants.endpoints[tenancy.endpoint_id(event.host, event.port)] = event
+
+
+@_on(ev.EndpointRemoved)
+def _endpoint_removed(engine: EngineState, event: ev.EndpointRemoved) -> None:
+    engine.tenants.endpoints.pop(tenancy.endpoint_id(event.host, event.port), None)
+
+
+@_on(ev.RestAsked)
+def _rest_asked(engine: EngineState, event: ev.RestAsked) -> None:
+    engine.rest_wanted = event.asleep
+
+
+@_on(ev.RestReached)
+def _rest_reached(engine: EngineState, event: ev.RestReached) -> None:
+    engine.asleep = event.asleep

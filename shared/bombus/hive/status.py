@@ -12,7 +12,7 @@ from bombus.hive.collection import Measure, measures
 from bombus.hive.events import AdapterShape, ConversationFormat, EpisodeType, Method, RunKind, TrainerStalled
 from bombus.hive.pacing import Pace, last_chances, pace
 from bombus.hive.state import EngineState, Episode, Hive, Phase, Replica
-from bombus.hive.tenants.state import TenantModel
+from bombus.hive.tenants.state import TenantModel, mean_loss
 
 BAR_CELLS = 24
 EPISODES_SHOWN = 12  # in the plain text; the data has all of them
@@ -93,6 +93,10 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     executed: int
     covered: int  # the last operation that need not be executed again
     idle_s: float  # since an operation was accepted or executed
+    last_op: str = ""  # that was executed
+    last_failed: bool = False
+    scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
+    stepped: dict[str, float] = {}  # and of the newest optim_step
 
 
 class OperationsStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +140,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     disagreement: str = ""  # between gateways that read the model of the run in different ways
     run_kind: RunKind = RunKind.EPISODES
     operations: OperationsStatus | None = None  # None: there never was one
+    taken: int = 0  # ended episodes of a run of operations that their clients have taken
 
 
 class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,7 +206,9 @@ def _phase_detail(engine: EngineState, now_ns: int) -> str:
 def _rolling_detail(engine: EngineState, now_ns: int) -> str:
     if engine.serves_operations:
         models, waiting = len(engine.tenants.open_models), engine.tenants.waiting
-        return f"serving {_counted(models, 'model')}, {_counted(waiting, 'operation')} waiting"
+        asleep = "asleep until /wake_up, " if engine.rest_wanted else ""
+        episodes = f", {_counted(len(engine.open), 'episode')} running" if engine.open else ""
+        return f"{asleep}serving {_counted(models, 'model')}, {_counted(waiting, 'operation')} waiting{episodes}"
     waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
     text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
     if engine.batch:
@@ -317,6 +324,10 @@ def _model_status(engine: EngineState, model: TenantModel, now_ns: int) -> Model
         executed=model.executed,
         covered=model.covered,
         idle_s=seconds_between(model.last_ns, now_ns),
+        last_op=model.last_op,
+        last_failed=model.last_failed,
+        scored=model.scored,
+        stepped=model.stepped,
     )
 
 
@@ -380,6 +391,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         disagreement=disagreement_of(formats),
         run_kind=engine.run_kind,
         operations=_operations(engine, now_ns),
+        taken=engine.counters.taken,
     )
 
 
@@ -517,9 +529,29 @@ def _operation_lines(found: OperationsStatus | None) -> list[str]:
             f"  {one_line(row.model):<28} {adapter:<12} step {row.step:>6} {row.waiting:>5} waiting "
             f"{row.executed:>7} executed, idle {duration(row.idle_s)}"
         )
+        if figures := _figures(row):
+            lines.append(f"    {figures}")
     if len(found.models) > EPISODES_SHOWN:
         lines.append(f"  and {len(found.models) - EPISODES_SHOWN} more")
     return lines
+
+
+def _figures(row: ModelStatus) -> str:
+    """Return what the newest operations of a model have computed."""
+    parts = [f"{row.last_op} failed" if row.last_failed else ""]
+    if (loss := mean_loss(row.scored)) is not None:
+        parts.append(f"loss {loss:.6g} for each of {row.scored['tokens']:.0f} tokens")
+    if "grad_norm" in row.stepped:
+        parts.append(f"gradient's norm {row.stepped['grad_norm']:.6g}")
+    return ", ".join(filter(None, parts))
+
+
+def _taken_lines(status: EngineStatus) -> list[str]:
+    """Return what a run of operations has of episodes, nothing where it never had any."""
+    if not (status.open_episodes or status.pool_episodes or status.taken):
+        return []
+    ended = f"{status.pool_episodes} ended that wait to be taken ({byte_size(status.pool_bytes)}), {status.taken} taken"
+    return [f"episodes: {len(status.open_episodes)} running, {ended}", *_episode_lines(status.open_episodes)]
 
 
 def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
@@ -561,6 +593,8 @@ def _engine_text(status: EngineStatus, now_ns: int) -> str:
     lines = _head_lines(status) + _operation_lines(status.operations)
     if status.run_kind == RunKind.EPISODES:
         lines += _collection_lines(status)
+    else:
+        lines += _taken_lines(status)
     return "\n".join(lines + _replica_lines(status.replicas) + _training_lines(status, now_ns))
 
 

@@ -148,6 +148,8 @@ def services(layout: Layout, nats: str) -> list[Service]:
     engines = [argument for name in cluster.engines for argument in ("--engine", name)]
     listening = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
     listening += [argument for name in cluster.gateway.host_names for argument in ("--host-name", name)]
+    listening += [argument for host in cluster.gateway.inference_hosts for argument in ("--inference-host", host)]
+    listening += [argument for base in cluster.gateway.bases for argument in ("--base", base)]
     listening += ["--trusted-network"] if layout.trusted_network else []
     keys = layout.keys.environment()  # the other processes run models and need no keys
     return found + [
@@ -215,11 +217,18 @@ def _replica(part: InferencePart, engine: str) -> list[str]:
     arguments += ["--device", part.device, "--threads", str(part.threads)]
     arguments += ["--dtype", part.dtype] if part.dtype else []
     arguments += ["--kv-cache-mb", str(part.kv_cache_mb)] if part.kv_cache_mb else []
+    arguments += _adapters(part)
     arguments += ["--vllm-eager"] if part.eager else []
     arguments += ["--vllm-python", str(Path(part.python).absolute())] if part.python else []
     share = part.gpu_memory_utilization
     arguments += ["--gpu-memory-utilization", f"{share:g}"] if share else []
     return arguments + (["--tensor-parallel", str(part.tensor_parallel)] if part.tensor_parallel > 1 else [])
+
+
+def _adapters(part: InferencePart) -> list[str]:
+    flags = {"adapters_mb": "--adapters-mb", "max_loras": "--vllm-max-loras", "max_lora_rank": "--vllm-max-lora-rank"}
+    given = [name for name in flags if name in part.model_fields_set]
+    return [word for name in given for word in (flags[name], str(getattr(part, name)))]
 
 
 def _numbered(count: int) -> list[str]:

@@ -14,6 +14,8 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.follow import Follower
 from bombus.bus_address import without_login
@@ -101,16 +103,32 @@ class Supervisor:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.cluster = layout.cluster
-        self.url = f"http://{layout.cluster.gateway.host}:{layout.cluster.gateway.port}"
         self._server: EmbeddedServer | None = None
         self._children: list[Child] = []
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"http://{self.cluster.gateway.host}:{self.cluster.gateway.port}"
 
     async def run(self) -> None:
         """Start everything, announce when it is ready, and keep it running; stop everything when cancelled."""
         private_folder(self.layout.data_dir)
         gateway = self.cluster.gateway
-        with hold_port(gateway.host, gateway.port) if gateway.count else contextlib.nullcontext():
+        if not gateway.count:
             await self._run()
+            return
+        with hold_port(gateway.host, gateway.port) as port:
+            if port != gateway.port:
+                log.info("port 0 is any that is free: clients connect to port %d", port)
+                self._listen_at(port)
+            await self._run()
+
+    def _listen_at(self, port: int) -> None:
+        """Give the gateways the port that was found free."""
+        gateway = self.cluster.gateway.model_copy(update={"port": port})
+        self.cluster = self.cluster.model_copy(update={"gateway": gateway})
+        self.layout = msgspec.structs.replace(self.layout, cluster=self.cluster)
 
     async def _run(self) -> None:
         nats = self.cluster.nats or await self._start_server()
@@ -203,14 +221,17 @@ class Supervisor:
 
 
 @contextlib.contextmanager
-def hold_port(host: str, port: int) -> Iterator[None]:
-    """Keep the gateways' port while gateways restart. Raises `Refused` when another process has it."""
+def hold_port(host: str, port: int) -> Iterator[int]:
+    """Keep the gateways' port while gateways restart, and yield it: for 0 one that is free.
+
+    Raises `Refused` when another process has it.
+    """
     with listen(host, port) as probe:
         family = probe.family
     with socket.socket(family, socket.SOCK_STREAM) as held:  # it never listens, so it gets no connections
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
-        yield
+        yield held.getsockname()[1]
 
 
 def _is_ready(host: str, port: int) -> bool:

@@ -125,13 +125,15 @@ class AbortEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="abort_epoch", t
 class SaveWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="save_weights", tag_field="kind"):
     """Save the model under a name, or where that is "" under the time at which the log took the operation.
 
-    `ttl_s` is how long it is kept; 0 is for ever.
+    `ttl_s` is how long it is kept; 0 is for ever. `merged` is for others (`EXTERNAL`): the whole model with its
+    adapter in it, in place of the adapter alone.
     """
 
     checkpoint: CheckpointKind
     name: str
     overwrite: bool = False
     ttl_s: float = 0.0
+    merged: bool = False
 
 
 class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="load_weights", tag_field="kind"):

@@ -91,7 +91,7 @@ class _Tracer:
                 self._run_of(event).steps.append(self._sealed(event, entry.seq))
             case ev.StepCompleted() | ev.WeightsReady():
                 self._complete(event)
-            case ev.GroupDropped():
+            case ev.GroupDropped() | ev.EpisodesTaken():
                 for name in event.episodes:
                     self._ended.pop(name, None)
             case ev.PoolCleared():

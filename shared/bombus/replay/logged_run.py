@@ -25,7 +25,8 @@ class LoggedRun(msgspec.Struct, kw_only=True):
     that is kept.
 
     `begun` says where it began, "" where it had no checkpoint to begin at, and `first` is its step there. `started_ns`
-    is 0 for a run that started before a compacted log's first event.
+    is 0 for a run that started before a compacted log's first event. One that `serves` training operations has neither
+    batches nor versions after the first.
     """
 
     engine: str
@@ -35,6 +36,7 @@ class LoggedRun(msgspec.Struct, kw_only=True):
     started_ns: int = 0
     begun: str = ""
     first: int = 0
+    serves: bool = False
     steps: dict[int, LoggedStep] = {}
     checkpoints: dict[int, ev.StepCompleted] = {}
     versions: dict[int, ev.WeightsReady] = {}
@@ -42,6 +44,11 @@ class LoggedRun(msgspec.Struct, kw_only=True):
     def step(self, number: int) -> LoggedStep:
         """Return a step. Raises `NotOnLog`."""
         found = self.steps.get(number)
+        if self.serves:
+            raise NotOnLog(
+                f"run {self.run} of engine {self.engine} served training operations and made no batches: `bombus "
+                "replay timeline --model ID` shows what was done with a model"
+            )
         if found is None:
             have = f"it has {min(self.steps)} to {max(self.steps)}" if self.steps else "no batch was sealed in it"
             raise NotOnLog(f"run {self.run} of engine {self.engine} has no batch for step {number} on this log; {have}")
@@ -72,6 +79,7 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
         elif isinstance(event, ev.EngineStarted) and (config := configured.get(event.engine)) is not None:
             logged = _started(config, event.run)
             logged.started_ns, logged.begun = event.at_ns, where_begun(event)
+            logged.serves = event.run_kind == ev.RunKind.OPERATIONS
             if event.begins is not None:
                 logged.first = event.begins.step
                 _note(logged, entry.seq, step_of(event.engine, event.begins))
@@ -89,6 +97,7 @@ def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
             continue
         logged = _started(engine.active, engine.run)
         logged.begun = "" if engine.started is None else where_begun(engine.started)
+        logged.serves = engine.run_kind == ev.RunKind.OPERATIONS
         logged.first = engine.begun
         for step in engine.steps:
             if step.batch.run == engine.run:  # and not that of the checkpoint at which the run began

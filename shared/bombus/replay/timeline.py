@@ -27,6 +27,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: str = ""
     episode: str = ""
+    model: str = ""
     kinds: frozenset[str] = frozenset()
     since_ns: int = 0
     until_ns: int = 1 << 63
@@ -41,7 +42,28 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if self.kinds and kind_of(event) not in self.kinds:
             return None
+        if self.model and not is_of_model(event, self.model):
+            return None
         return about(event, self.episode) if self.episode else event
+
+
+def is_of_model(event: AnyEvent, model: str) -> bool:
+    """Return whether an event is about a model of a client of training operations, or episodes that play with it."""
+    match event:
+        case (
+            ev.ModelOpened()
+            | ev.ModelClosed()
+            | ev.OperationAccepted()
+            | ev.OperationCompleted()
+            | ev.ModelCovered()
+            | ev.WeightsKept()
+            | ev.WeightsRemoved()
+        ):
+            return event.model == model
+        case ev.EpisodeClaimed(sampler=ev.SamplerWeights(checkpoint=checkpoint)):
+            return checkpoint.partition("/")[0] == model
+        case _:
+            return False
 
 
 def about(event: AnyEvent, episode: str) -> AnyEvent | None:
@@ -57,7 +79,7 @@ def about(event: AnyEvent, episode: str) -> AnyEvent | None:
             return msgspec.structs.replace(event, outcomes=outcomes) if outcomes else None
         case ev.EpisodeAborted() if episode in event.episodes:
             return msgspec.structs.replace(event, episodes=(episode,))
-        case ev.GroupDropped() if episode in event.episodes:
+        case ev.GroupDropped() | ev.EpisodesTaken() if episode in event.episodes:
             return event
         case ev.BatchReady() if any(member.episode == episode for group in event.groups for member in group.episodes):
             return event
@@ -91,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     parser.add_argument("--engine", default="", metavar="NAME", help="only events of this engine (and of the hive)")
     parser.add_argument("--episode", default="", metavar="ID", help="only events about this episode")
+    parser.add_argument("--model", default="", metavar="ID", help="only events about this model of a training client")
     parser.add_argument(
         "--kind",
         nargs="+",
@@ -160,6 +183,7 @@ async def _filter(source: Source, arguments: argparse.Namespace) -> Filter:
     return Filter(
         engine=arguments.engine,
         episode=without_secret(arguments.episode),
+        model=arguments.model,
         kinds=frozenset(arguments.kind),
         after=arguments.after,
         **times,

@@ -4,10 +4,12 @@ import msgspec
 
 from bombus.bus import EPOCH, INBOX, BlobMissing, Bus, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
+from bombus.bus.large.parts import Parts
 from bombus.bus.snapshots import KEPT, Snapshot
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive.records import decode_record
 from bombus.hive.state import FOLD, Hive, evolve
+from bombus.hive.tenants.order import why_out_of_order
 from bombus.replay.export import calls_held_by
 from bombus.replay.source import ReadProgress, check_not_compacted
 
@@ -17,7 +19,8 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 class Verified(msgspec.Struct, frozen=True):
     """Events `first` to `last` were folded. `agreed` has the positions of the snapshots that agree with the fold,
-    `other_fold` of those that another version made, which were not compared."""
+    `other_fold` of those that another version made, which were not compared. `bodies` are those of operations, and
+    results."""
 
     first: int
     last: int
@@ -25,15 +28,16 @@ class Verified(msgspec.Struct, frozen=True):
     agreed: tuple[int, ...]
     other_fold: tuple[int, ...]
     calls: int
+    bodies: int = 0
 
 
 async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) -> Verified:
     """Fold from the first event that is kept, compare each snapshot on the way, and read the calls still needed.
 
     Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch or an inbox position that
-    goes backwards, a snapshot that cannot be read or is not the fold of the events before it, or a call of an open
-    episode, the pool or the outstanding batch that does not match its reference. Raises `NotOnLog` when the log was
-    compacted meanwhile.
+    goes backwards, an operation out of its order, a snapshot that cannot be read or is not the fold of the events
+    before it, or a call of an open episode, the pool or the outstanding batch, or the body or the result of an
+    operation, that does not match its reference. Raises `NotOnLog` when the log was compacted meanwhile.
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
@@ -60,7 +64,18 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
             decode_record(stored.data, ref)
     other = tuple(position for position, snapshot in waiting.items() if snapshot.fold != FOLD)
     agreed = tuple(position for position in waiting if position not in other)
-    return Verified(first, end, check.epochs, agreed, other, len(refs))
+    return Verified(first, end, check.epochs, agreed, other, len(refs), await _read_bodies(bus, check.hive))
+
+
+async def _read_bodies(bus: Bus, hive: Hive) -> int:
+    """Read the bodies and results of operations that somebody may still need. Raises `LogCorrupted`."""
+    parts, count = Parts(bus), 0
+    for engine in hive.engines.values():
+        for model in engine.tenants.models.values():
+            for ref in model.needed():
+                await parts.fetch(ref)
+                count += 1
+    return count
 
 
 async def _kept_snapshots(bus: Bus, begins_at: int) -> list[Snapshot]:
@@ -90,6 +105,8 @@ class LogCheck:
         if stored.seq != self.position + 1:
             raise LogCorrupted(f"event {self.position + 1} is missing: the next one is {stored.seq}")
         event = read_event(stored)
+        if why := why_out_of_order(self.hive, event):
+            raise LogCorrupted(f"event {stored.seq} cannot be: {why}")
         evolve(self.hive, event)
         self.position = stored.seq
         epoch, answered = int(stored.headers[EPOCH]), int(stored.headers[INBOX])

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import httpx
 
 from bombus import telemetry
+from bombus.config.algorithms import Estimator
+from bombus.datums.episodes import EpisodeDatum
 from bombus.sdk import running, transport
 from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
 from bombus.sdk.errors import SwarmError
@@ -99,7 +101,7 @@ class AsyncSwarmClient:
 
     # ---- episodes ---------------------------------------------------------------------------------------------
 
-    async def begin_episode(
+    async def begin_episode(  # noqa: PLR0913 - AgentJet's arguments, and ours as keywords
         self,
         discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
@@ -107,10 +109,11 @@ class AsyncSwarmClient:
         *,
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
+        sampler: str = "",
     ) -> tuple[str, Credentials]:
         return await self._run(
             self._core.begin_episode(
-                discard_episode_timeout, episode_type, throttle_policy, max_wait_s, max_episode_time
+                discard_episode_timeout, episode_type, throttle_policy, max_wait_s, max_episode_time, sampler
             )
         )
 
@@ -123,9 +126,12 @@ class AsyncSwarmClient:
         task_id: str = "",
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
+        sampler: str = "",
     ) -> list[Credentials]:
         return await self._run(
-            self._core.begin_episodes(n, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time)
+            self._core.begin_episodes(
+                n, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time, sampler
+            )
         )
 
     async def end_episode(self, task: Task, episode_uuid: str, workflow_output: WorkflowOutput) -> None:
@@ -142,6 +148,12 @@ class AsyncSwarmClient:
 
     async def can_continue_episode(self, episode_uuid: str) -> bool:
         return await self._run(self._core.can_continue_episode(episode_uuid))
+
+    async def take_datums(
+        self, episode_uuids: Sequence[str] | None = None, *, estimator: Estimator | str = Estimator.DR_GRPO
+    ) -> list[EpisodeDatum]:
+        """See `SwarmClient.take_datums`."""
+        return await self._run(self._core.take_datums(episode_uuids, estimator))
 
     async def touch_episodes(self, episode_uuids: Sequence[str]) -> list[str]:
         return await self._run(self._core.touch_episodes(episode_uuids))
@@ -240,7 +252,7 @@ class AsyncSwarmClient:
                     group.create_task(attempt(index))
         return running.all_or_raise(results, failures)
 
-    async def run_group(
+    async def run_group(  # noqa: PLR0913 - the public signature
         self,
         task: Task,
         func: running.AsyncAgent,
@@ -248,8 +260,11 @@ class AsyncSwarmClient:
         *,
         discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
+        sampler: str = "",
     ) -> list[WorkflowOutput | None]:
-        claimed = await self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id)
+        claimed = await self.begin_episodes(
+            n, discard_episode_timeout, episode_type, task_id=task.task_id, sampler=sampler
+        )
         outcome = running.GroupOutcome(task, claimed)
 
         async def attempt(index: int) -> None:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import httpx
 
 from bombus import telemetry
+from bombus.config.algorithms import Estimator
+from bombus.datums.episodes import EpisodeDatum
 from bombus.sdk import running, threads, transport
 from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
 from bombus.sdk.errors import SwarmError
@@ -114,7 +116,7 @@ class SwarmClient:
 
     # ---- episodes ---------------------------------------------------------------------------------------------
 
-    def begin_episode(
+    def begin_episode(  # noqa: PLR0913 - AgentJet's arguments, and ours as keywords
         self,
         discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
@@ -122,16 +124,20 @@ class SwarmClient:
         *,
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
+        sampler: str = "",
     ) -> tuple[str, Credentials]:
         """Claim an episode, waiting until there is one. Returns its id and the credentials that an agent needs.
 
         The server aborts it after `discard_episode_timeout` seconds without a call or a touch, by default 240 or two
         steps of the engine, whichever is longer. After `max_episode_time` seconds (default: twice that) `end_episode`
         aborts it instead of ending it. Raises `EngineOffline`, and `NoEpisode` after `max_wait_s`.
+
+        Where you train yourself (docs/training.md), `sampler` is the path of the saved model that the episode plays
+        with, as `save_weights_for_sampler` returned it, or `base`; `take_datums` returns what it has to teach.
         """
         episode, credentials = self._run(
             self._core.begin_episode(
-                discard_episode_timeout, episode_type, throttle_policy, max_wait_s, max_episode_time
+                discard_episode_timeout, episode_type, throttle_policy, max_wait_s, max_episode_time, sampler
             )
         )
         threads.note_claimed([episode])
@@ -146,10 +152,13 @@ class SwarmClient:
         task_id: str = "",
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
+        sampler: str = "",
     ) -> list[Credentials]:
         """Claim `n` episodes in one request, all or none. See `begin_episode`."""
         claimed = self._run(
-            self._core.begin_episodes(n, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time)
+            self._core.begin_episodes(
+                n, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time, sampler
+            )
         )
         threads.note_claimed([one.episode_uuid for one in claimed])
         return claimed
@@ -172,6 +181,16 @@ class SwarmClient:
     def can_continue_episode(self, episode_uuid: str) -> bool:
         """Return whether this client still holds the episode."""
         return self._run(self._core.can_continue_episode(episode_uuid))
+
+    def take_datums(
+        self, episode_uuids: Sequence[str] | None = None, *, estimator: Estimator | str = Estimator.DR_GRPO
+    ) -> list[EpisodeDatum]:
+        """Return the tokens of ended episodes of a run of training operations as data for a loss, and let them go.
+
+        By default those are all that this client has begun with a `sampler`, has ended, and has not taken before. Each
+        is compared with the others of its task that are taken with it, by default as its reward less their mean.
+        """
+        return self._run(self._core.take_datums(episode_uuids, estimator))
 
     def touch_episodes(self, episode_uuids: Sequence[str]) -> list[str]:
         """Keep these episodes from going idle. Returns those that are over."""
@@ -308,6 +327,7 @@ class SwarmClient:
         discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         max_workers: int | None = None,
+        sampler: str = "",
     ) -> list[WorkflowOutput | None]:
         """Run `n` episodes of one task: claim them in one request, run them at once, and end them in one request.
 
@@ -315,7 +335,7 @@ class SwarmClient:
         (for an `InfraError`, as an infrastructure failure) and is None in the result. Raises `EpisodesFailed` when all
         of them fail.
         """
-        claimed = self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id)
+        claimed = self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id, sampler=sampler)
         outcome = running.GroupOutcome(task, claimed)
 
         def attempt(index: int) -> None:

@@ -17,7 +17,10 @@ from urllib.parse import quote, urlsplit
 import msgspec
 from pydantic import BaseModel
 
+from bombus.config.algorithms import Estimator
+from bombus.datums.episodes import EndedEpisode, EpisodeDatum, datums_of, read_ended
 from bombus.errors import Code
+from bombus.hive.bounded import trim
 from bombus.hive.episodes import without_secret
 from bombus.hive.steps import IDLE_S
 from bombus.sdk.errors import (
@@ -57,6 +60,8 @@ START_TIMEOUT_S = 600.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 10.0
 LIFETIMES = 2.0  # by default an episode may last this many times its idle limit
 BEGUN_MAX = 100_000
+READ_AT_ONCE = 256  # ended episodes: the server answers with as many of them as fit
+TAKEN_AT_ONCE = 1024
 
 AWAY = (502, 503, 504)
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -126,6 +131,7 @@ class ClientCore:
         self.missed_at = -math.inf  # when the server last gave no reply, or one that it is not there for now
         self._suspended = ""  # the reason that this client has warned of
         self._begun: dict[str, float] = {}  # by episode: when its time is over
+        self._sampled: dict[str, bool] = {}  # whether this client has ended them: episodes begun with a sampler
         self._started_tasks: list[str] = []  # that this client has begun, for throttling
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -185,6 +191,7 @@ class ClientCore:
         task_id: str = "",
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
+        sampler: str = "",
     ) -> ClientOperation[list[Credentials]]:
         """Claim `count` episodes, all or none, waiting as long as it takes or for `max_wait_s`.
 
@@ -198,6 +205,8 @@ class ClientCore:
             "episode_type": episode_type,
             "task_id": task_id,
         }
+        if sampler:
+            body["sampler"] = sampler
         if discard_episode_timeout is not None:
             body["discard_episode_timeout"] = float(discard_episode_timeout)
         try:
@@ -208,7 +217,12 @@ class ClientCore:
             yield from self._give_back(body)
             raise
         idle_s = discard_episode_timeout or float(reply.get("discard_episode_timeout", IDLE_S))
-        return self._credentials(reply, max_episode_time or LIFETIMES * idle_s)
+        claimed = self._credentials(reply, max_episode_time or LIFETIMES * idle_s)
+        if sampler and episode_type == "train":
+            with self._lock:
+                self._sampled.update(dict.fromkeys((one.episode_uuid for one in claimed), False))
+                trim(self._sampled, BEGUN_MAX)
+        return claimed
 
     def _granted(self, body: dict[str, Any], max_wait_s: float | None) -> ClientOperation[dict[str, Any]]:
         """Send a claim until it is granted, and return the reply. `body` has the id and the waits of the last one."""
@@ -266,20 +280,21 @@ class ClientCore:
                 del self._begun[next(iter(self._begun))]
         return claimed
 
-    def begin_episode(
+    def begin_episode(  # noqa: PLR0913 - those of `SwarmClient.begin_episode`
         self,
         discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         throttle_policy: ThrottlePolicy | None = None,
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
+        sampler: str = "",
     ) -> ClientOperation[tuple[str, Credentials]]:
         task_id = ""
         if throttle_policy is not None and episode_type == "train":
             task_id = throttle_policy.current_task_id
             yield from self._throttled(throttle_policy)
         claimed = yield from self.begin_episodes(
-            1, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time
+            1, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time, sampler
         )
         return claimed[0].episode_uuid, claimed[0]
 
@@ -314,6 +329,8 @@ class ClientCore:
         with self._lock:
             for _, episode, _ in ends:
                 self._begun.pop(episode, None)
+                if episode in self._sampled and episode not in late:
+                    self._sampled[episode] = True
 
     def _is_late(self, episode: str) -> bool:
         with self._lock:
@@ -349,6 +366,55 @@ class ClientCore:
             "infra": infra,
             "detail": detail[:1000],
         }
+
+    # ---- what was learnt --------------------------------------------------------------------------------------
+
+    def take_datums(
+        self, episodes: Sequence[str] | None = None, estimator: Estimator | str = Estimator.DR_GRPO
+    ) -> ClientOperation[list[EpisodeDatum]]:
+        """See `SwarmClient.take_datums`."""
+        compared = Estimator(estimator)
+        datums_of((), compared)  # an estimator that cannot be used is refused before anything is taken
+        with self._lock:
+            ours = [episode for episode, ended in self._sampled.items() if ended]
+        found, lost = yield from self._read_ended(ours if episodes is None else list(episodes))
+        datums = datums_of(found, compared)
+        names = [*(each.episode_uuid for each in found), *lost]
+        for first in range(0, len(names), TAKEN_AT_ONCE):
+            body = {"client_uuid": self.client_uuid, "episode_uuids": names[first : first + TAKEN_AT_ONCE]}
+            try:
+                yield from self._request("POST", "/take_ended_episodes", body)
+            except SwarmError as error:  # their tokens are here: what is left there goes by itself
+                log.warning("episodes whose data were read stay on the server until their time is over: %s", error)
+        with self._lock:
+            for name in ours if episodes is None else episodes:
+                self._sampled.pop(name, None)
+        return datums
+
+    def _read_ended(self, episodes: list[str]) -> ClientOperation[tuple[list[EndedEpisode], list[str]]]:
+        """Read ended episodes, in as many requests as it takes, and return them, and those whose calls are lost.
+
+        What gives no data is said with a warning.
+        """
+        found: list[EndedEpisode] = []
+        lost: list[str] = []
+        left = episodes
+        while left:
+            asked, later = left[:READ_AT_ONCE], left[READ_AT_ONCE:]
+            body = {"client_uuid": self.client_uuid, "episode_uuids": asked}
+            reply = yield from self._request("POST", "/read_ended_episodes", body, START_TIMEOUT_S)
+            try:
+                found += read_ended(reply["episodes"])
+                missing, rest = {**dict.fromkeys(reply["gone"], "it is gone"), **reply["lost"]}, list(reply["left"])
+                lost += reply["lost"]
+            except (msgspec.MsgspecError, KeyError, TypeError) as error:
+                raise ServerFault(f"The server's reply does not have ended episodes: {error}") from error
+            if len(rest) >= len(asked):
+                raise ServerFault("The server leaves all episodes for another request.")
+            for episode, why in missing.items():
+                log.warning("episode %s gives no data: %s", without_secret(episode), why)
+            left = rest + later
+        return found, lost
 
     def touch_episodes(self, episodes: Sequence[str]) -> ClientOperation[list[str]]:
         """Keep episodes from going idle. Returns those that are over."""

@@ -132,7 +132,23 @@ class TenantHive:
                 for model, queued in self._waiting()[:1]:
                     await self._execute(model, queued, opened.epoch)
 
+    async def rest(self) -> None:
+        """Sleep and wake up at once when that is asked for."""
+        while True:
+            await self.follower.wait_for(lambda _: self.engine.rest_wanted and not self.engine.asleep)
+            await self._say_rest(asleep=True)
+            await self.follower.wait_for(lambda _: self.engine.asleep and not self.engine.rest_wanted)
+            await self._say_rest(asleep=False)
+
+    async def _say_rest(self, asleep: bool) -> None:
+        run, epoch = self.engine.run, self.engine.trainer_epoch
+        rests = inbox.TrainerRests(id=new_id(), engine=ENGINE, run=run, trainer_epoch=epoch, asleep=asleep)
+        await self.bus.inbox.send(rests)
+        await self.follower.wait_for(lambda _: self.engine.asleep == asleep)
+
     def _waiting(self) -> list[tuple[TenantModel, Queued]]:
+        if self.engine.rest_wanted:
+            return []
         found = [
             (model, queued)
             for model in self.engine.tenants.open_models
@@ -185,7 +201,7 @@ async def tenant_hive(bus: Bus, **settings: Any) -> AsyncIterator[TenantHive]:
     running = [asyncio.create_task(coordinator.lead()), asyncio.create_task(hive.follower.run())]
     try:
         await asyncio.wait_for(coordinator.leading.wait(), PATIENCE_S)
-        running.append(asyncio.create_task(hive.train()))
+        running += [asyncio.create_task(hive.train()), asyncio.create_task(hive.rest())]
         async with gateway_of(bus, **settings) as (gateway, url):
             hive.gateway, hive.url = gateway, url
             yield hive

@@ -12,7 +12,17 @@ from bombus.config.job import RunConfig
 from bombus.hive import inbox
 from bombus.hive.state import Phase
 from bombus.host.hive_keys import HiveKeys
-from bombus.operations import Category, CreateModel, Failed, ForwardBackward, Operation, OptimStep, Rejected, Result
+from bombus.operations import (
+    Category,
+    CreateModel,
+    EndModel,
+    Failed,
+    ForwardBackward,
+    Operation,
+    OptimStep,
+    Rejected,
+    Result,
+)
 from bombus_gateway.training.messages import FORWARD_BACKWARD_OUTPUT
 from tests.gateway.openai_hive import ENGINE, gateway_of, new_id
 from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results, tenant_hive
@@ -180,6 +190,19 @@ async def test_xorls_client_numbers_per_object_and_a_repeat_within_seconds_is_on
     assert (await ask(client, "list_checkpoints", model_id="mine"))["checkpoints"] == []
 
 
+async def test_operations_of_a_model_that_has_anothers_name_are_no_repeats_of_the_others(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    for _ in range(2):
+        made = await ask(client, "create_model", model_id="mine", base_model=BASE, lora_config={"rank": 4})
+        await xorl_result(client, made)
+        stepped = await ask(client, "optim_step", model_id="mine", seq_id=1, adam_params={"learning_rate": 1e-4})
+        assert "metrics" in await xorl_result(client, stepped)
+        assert (await ask(client, "kill_session", model_id="mine", save_checkpoint=False))["success"]
+    executed = [type(each) for _, each in hive.executed]
+    assert executed == 2 * [CreateModel, OptimStep, EndModel]
+
+
 async def test_killing_a_session_ends_its_model_and_answers_when_it_has_ended(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:
@@ -259,3 +282,14 @@ async def test_where_there_is_an_admin_key_only_who_has_it_gives_the_engine_a_jo
             assert hive.engine.configured is None
             assert "model_id" in await create_on(operator, BASE)
             assert "model_id" in await create_on(stranger, BASE)
+
+
+async def test_a_base_that_the_operator_gave_a_name_needs_no_admin_key(hive: TenantHive, bus: Bus) -> None:
+    keys = HiveKeys(admin="the-admin-key-0123456789", client="the-client-key-0123456789")
+    async with gateway_of(bus, keys=keys, bases=(f"org/known={BASE}",)) as (_, url):
+        headers = {"x-api-key": keys.client}
+        async with httpx.AsyncClient(base_url=f"{url}/api/v1", timeout=60.0, headers=headers) as stranger:
+            assert "has no job yet" in (await create_on(stranger, "org/other"))["error"]
+            assert "model_id" in await create_on(stranger, "org/known")
+    assert hive.engine.configured is not None
+    assert hive.engine.configured.model == BASE

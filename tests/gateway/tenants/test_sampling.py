@@ -205,6 +205,15 @@ async def test_a_checkpoint_is_loaded_where_it_is_missing_and_then_asked_again(
     assert hive.replica.adapters, "a replica that has dropped it is sent it again"
 
 
+async def test_a_sampler_is_told_by_the_checkpoint_for_samplers_where_another_has_the_same_weights(
+    client: httpx.AsyncClient, model: str
+) -> None:
+    await result(client, await ask(client, "save_weights", model_id=model, seq_id=1, path="same"))
+    path = (await saved(client, model, 2, path="same"))["path"]
+    sampler = await begin(client, model, model_path=path)
+    assert (await client.get(f"samplers/{sampler}")).json()["model_path"] == path
+
+
 async def test_a_checkpoint_that_a_replica_cannot_load_fails_the_sample_in_its_words(
     client: httpx.AsyncClient, model: str
 ) -> None:

@@ -64,7 +64,7 @@ def saved(kind: CheckpointKind) -> CheckpointSaved:
         (
             STEP,
             StepTaken(step=3, divisor=2.0, grad_norm=0.5, metrics={"learning_rate": 1e-4}),
-            {"metrics": {"step": 3.0, "divisor": 2.0, "grad_norm": 0.5, "learning_rate": 1e-4}, "info": {}},
+            {"metrics": {"optimizer_step": 3.0, "divisor": 2.0, "grad_norm": 0.5, "learning_rate": 1e-4}, "info": {}},
             {"metrics": {"step": 3.0, "divisor": 2.0, "grad_norm": 0.5, "learning_rate": 1e-4}, "info": {}},
         ),
         (

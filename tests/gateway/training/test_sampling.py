@@ -120,7 +120,7 @@ def test_the_first_token_of_a_prompt_is_never_scored(more: dict[str, object], sc
         (body({}, [1], prompt_logprobs=True, prompt_logprobs_last_n=1), "prompt_logprobs_last_n is 1"),
         (body({}, [1], prompt_alt_tokens_k=2), "prompt_alt_tokens_k is not offered here: leave it out"),
         (body({}, [1], target_prompt_logprobs={"data": []}), "target_prompt_logprobs is not offered"),
-        (body({}, [1], record_stability_info=True), "record_stability_info is not offered"),
+        (body({}, [1], record_stability_info=True), "train with another loss (in a recipe loss_fn=)"),
     ],
 )
 def test_what_cannot_be_sampled_fails_in_words(given: bytes, why: str) -> None:

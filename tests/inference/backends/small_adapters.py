@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, AdapterConfig, adapter_names
+from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import LowRank
-from bombus_inference.backends.torch.adapters.store import LoadedAdapter
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SCALE = 2.0

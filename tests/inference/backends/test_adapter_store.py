@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from bombus.errors import Code, Refused
+from bombus_inference.backends.adapter_store import AdapterStore
+from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import LowRank
-from bombus_inference.backends.torch.adapters.store import AdapterStore, LoadedAdapter
 
 BYTES = 4 * (2 * 8 + 8 * 2)  # of an adapter of rank 2 on one layer of 8 by 8
 
@@ -14,14 +15,14 @@ def adapter(scale: float = 1.0) -> LoadedAdapter:
     return LoadedAdapter({"layer": LowRank(torch.zeros(2, 8), torch.zeros(8, 2))}, scale)
 
 
-def store_of(*addresses: str, room: int) -> AdapterStore:
-    store = AdapterStore(room * BYTES)
+def store_of(*addresses: str, room: int) -> AdapterStore[LoadedAdapter]:
+    store = AdapterStore[LoadedAdapter](room * BYTES)
     for address in addresses:
         store.put(address, adapter())
     return store
 
 
-def addresses(store: AdapterStore) -> list[str]:
+def addresses(store: AdapterStore[LoadedAdapter]) -> list[str]:
     return [address for address, _ in store.items()]
 
 
@@ -66,7 +67,7 @@ def test_when_all_are_in_use_another_is_refused_and_nothing_is_dropped() -> None
 
 def test_one_larger_than_all_the_room_is_refused_with_the_flag_that_makes_more() -> None:
     with pytest.raises(Refused, match="--adapters-mb") as refused:
-        AdapterStore(BYTES - 1).put("a", adapter())
+        AdapterStore[LoadedAdapter](BYTES - 1).put("a", adapter())
     assert refused.value.code == Code.TOO_LARGE
 
 

@@ -8,19 +8,22 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from bombus.errors import EngineFault
+from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.events import EngineStopped
 from bombus.hive.inbox import ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
+from bombus.hive.records import pack_tokens
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import BackendClient, ignore_stage
+from tests.inference.backends.small_adapters import address_of, random_adapter, write_adapter
 from tests.inference.backends.small_engines import llama, request
 from tests.inference.test_choice import replica
 from tests.inference.test_service import FakeCoordinator, ask, coordinator, ready, started, weights
@@ -97,6 +100,65 @@ async def test_an_answer_that_is_open_during_a_change_of_weights_has_two_spans(s
         assert made.versions == [0] * 6 + [1] * 6
     assert await stage.serves(1)
     assert stage.backend.pid == pid
+
+
+async def test_a_prompt_is_scored_by_one_version_or_the_call_is_tried_elsewhere(stage: Stage) -> None:
+    scores = msgspec.structs.replace(request([5, 9, 3], max_tokens=0), prompt_logprobs=True)
+    made = await stage.client.ask(stage.backend, scores)
+    assert (made.prompt_logprobs[1:], made.prompt_version) == ([-9.0, -3.0], 0)
+    crossing = stage.client.add(stage.backend, msgspec.structs.replace(scores, prompt=pack_tokens([7, 9])))
+    await stage.backend.load(stage.policy(1), ignore_stage)
+    fault = (await stage.client.finished(crossing)).fault
+    assert fault is not None
+    assert fault.retry
+    assert "the weights changed while tokens were scored" in fault.why
+
+
+async def test_adapters_are_served_in_a_run_of_operations_alone(stage: Stage) -> None:
+    with pytest.raises(Refused, match="vLLM in a run of operations") as refused:
+        await stage.backend.load_adapter(address_of(1), stage.folder)
+    assert refused.value.code == Code.UNSUPPORTED
+    asked = msgspec.structs.replace(request([5]), adapter=address_of(1))
+    assert (await stage.client.refused(stage.backend, asked)).code == "unsupported"
+
+
+async def test_a_child_that_died_has_no_adapters_and_the_next_one_loads_them_again(stage: Stage) -> None:
+    policy = replace(stage.policy(0, run=2), beside=True)
+    await stage.backend.load(policy, ignore_stage)
+    factors = random_adapter(llama(0), 1)
+    address = write_adapter(stage.folder / "adapter", factors)
+    assert await stage.backend.load_adapter(address, stage.folder / "adapter")
+    assert [each.address for each in await stage.backend.adapters()] == [address]
+    assert stage.backend.pid is not None
+    os.kill(stage.backend.pid, signal.SIGKILL)
+    async with asyncio.timeout(PATIENCE_S):
+        await stage.backend.lost.wait()
+    with pytest.raises(Refused, match="no weights yet"):
+        await stage.backend.load_adapter(address, stage.folder / "adapter")
+    await stage.backend.load(policy, ignore_stage)
+    asked = msgspec.structs.replace(request([5], run=2), adapter=address)
+    assert (await stage.client.refused(stage.backend, asked)).code == "unknown_model"
+    assert await stage.backend.load_adapter(address, stage.folder / "adapter")
+    assert len((await stage.client.ask(stage.backend, asked)).only.tokens) == 12
+
+
+async def test_weights_that_change_under_adapters_start_a_child_without_them(stage: Stage) -> None:
+    """An adapter stays on the model that the run began with, which is gone then."""
+    await stage.backend.load(replace(stage.policy(0, run=2), beside=True), ignore_stage)
+    pid = stage.backend.pid
+    await stage.backend.load(replace(stage.policy(1, run=2), beside=True), ignore_stage)
+    assert await stage.serves(1, run=2)
+    assert stage.backend.pid != pid
+    with pytest.raises(Refused, match="no adapters beside"):
+        await stage.backend.load_adapter(address_of(1), stage.folder)
+
+
+async def test_a_model_on_which_vllm_serves_no_adapters_is_served_without_them(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    await stage.backend.load(replace(stage.policy(0, "plain", run=2), beside=True), ignore_stage)
+    assert await stage.serves(0, run=2)
+    assert "starts without adapters beside the policy" in caplog.text
 
 
 async def test_weights_that_fail_to_load_end_the_child_and_the_next_ones_start_another(stage: Stage) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from bombus.errors import Code, Refused
-from bombus.hive.generation import CallShape, Constraint
+from bombus.hive.generation import CallShape, Constraint, Generate
 from bombus_inference.backends.answers import ChoiceDelta
 from bombus_inference.backends.http_calls import BackendFailed
 from bombus_inference.backends.limits import Limits
@@ -87,9 +87,15 @@ def test_spans_are_one_version_for_each_token() -> None:
     assert versions_of([VersionSpan("7/3", 0, 2), VersionSpan("7/4", 2, 3)], 7) == [3, 3, 4]
 
 
+def parameters_of(generate: Generate) -> dict[str, Any]:
+    """Return the sampling parameters that are sent for a request with prompt [4] and at most 8 tokens in all."""
+    parameters: dict[str, Any] = json.loads(request_body(generate, [4], 8, "policy", stream=False))["sampling_params"]
+    return parameters
+
+
 def test_a_request_sets_every_sampling_parameter() -> None:
     generate = request([4, 5], n=2, max_tokens=9, seed=1, top_k=3, stop=(7,), top_logprobs=2, stream=True)
-    body = json.loads(request_body(generate, [4, 5], 8, "adapter"))
+    body = json.loads(request_body(generate, [4, 5], 8, "adapter", stream=True))
     assert body["token_ids"] == [4, 5]
     assert body["model"] == "adapter"
     assert body["stream"]
@@ -103,12 +109,12 @@ def test_a_request_sets_every_sampling_parameter() -> None:
         "logprobs": 3,
     }
     assert {name: body["sampling_params"][name] for name in expected} == expected
-    assert "seed" not in json.loads(request_body(request([4], seed=None), [4], 8, "policy"))["sampling_params"]
+    assert "seed" not in parameters_of(request([4], seed=None))
 
 
 def test_wishes_are_sent_by_their_names_and_only_where_there_are_any() -> None:
     names = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
-    plain = json.loads(request_body(request([4]), [4], 8, "policy"))["sampling_params"]
+    plain = parameters_of(request([4]))
     assert names.isdisjoint(plain)
     wishes: dict[str, Any] = {
         "min_p": 0.1,
@@ -116,7 +122,9 @@ def test_wishes_are_sent_by_their_names_and_only_where_there_are_any() -> None:
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.2,
     }
-    body = json.loads(request_body(request([4], logit_bias={7: -3.0}, **wishes), [4], 8, "policy"))["sampling_params"]
+    body = json.loads(request_body(request([4], logit_bias={7: -3.0}, **wishes), [4], 8, "policy", stream=False))[
+        "sampling_params"
+    ]
     assert {name: body[name] for name in names} == wishes | {"logit_bias": {"7": -3.0}}
 
 
@@ -199,10 +207,9 @@ def test_reasoning_comes_first_and_may_be_left_out_unless_it_has_begun(opens: st
 
 
 def test_only_a_request_with_a_constraint_has_structured_outputs() -> None:
-    assert "structured_outputs" not in json.loads(request_body(request([4]), [4], 8, "policy"))["sampling_params"]
+    assert "structured_outputs" not in parameters_of(request([4]))
     held = msgspec.structs.replace(request([4]), constraint=Constraint(schema="{}"))
-    body = json.loads(request_body(held, [4], 8, "policy"))
-    assert body["sampling_params"]["structured_outputs"] == {"json": "{}"}
+    assert parameters_of(held)["structured_outputs"] == {"json": "{}"}
 
 
 def test_a_replica_that_cannot_constrain_refuses_rather_than_answer_freely() -> None:

@@ -1,10 +1,10 @@
 """A double of vLLM's server process: vLLM's API on a unix socket, with fixed tokens and true versions.
 
 It uses the standard library alone, and samples 1, 2, 3, ... A request whose prompt begins with 7 stops half-way until
-the weights have changed. The name of the weights' folder selects a failure: with `broken...` loading fails, with
-`dead...` the process does not start, with `strange...` it does so only without a tokenizer, with `sick...` the
-weights load and the engine dies, and with `without_ids`, `without_logprobs`, `without_versions` or `without_routes`
-it is a vLLM that lacks these.
+the weights have changed; one that scores such a prompt answers then. The name of the weights' folder selects a failure:
+with `broken...` loading fails, with `dead...` the process does not start, with `strange...` it does so only without a
+tokenizer, with `plain...` only without LoRA, with `sick...` the weights load and the engine dies, and with
+`without_ids`, `without_logprobs`, `without_versions` or `without_routes` it is a vLLM that lacks these.
 """
 
 import http.server
@@ -70,6 +70,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _generate(self, body: dict[str, Any]) -> None:
         count = body["sampling_params"]["max_tokens"]
         began = WEIGHTS.label
+        if "prompt_logprobs" in body["sampling_params"]:
+            self._score(body["token_ids"])
+            return
         WEIGHTS.running += 1
         if body.get("stream"):
             self.send_response(200)
@@ -90,6 +93,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             self._answer(200, json.dumps({"choices": [choice(range(count), labels, True)]}).encode())
+
+    def _score(self, tokens: list[int]) -> None:
+        """Give each token a logprob that is minus its id."""
+        began = WEIGHTS.label
+        if tokens[0] == 7:
+            with WEIGHTS.changed:
+                WEIGHTS.changed.wait_for(lambda: WEIGHTS.label != began and not WEIGHTS.paused)
+        scores = [None, *({str(token): {"logprob": -float(token), "rank": 1}} for token in tokens[1:])]
+        self._answer(200, json.dumps({"choices": [], "prompt_logprobs": scores}).encode())
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -121,6 +133,8 @@ def main(words: list[str]) -> None:
         raise RuntimeError("no such model")
     if model.startswith("strange") and "--skip-tokenizer-init" not in words:
         raise RuntimeError("this tokenizer needs code of its own")
+    if model.startswith("plain") and "--enable-lora" in words:
+        raise RuntimeError("PlainForCausalLM does not support LoRA yet")
     if model.startswith("without_"):
         WEIGHTS.lacks = model.removeprefix("without_").partition("-")[0]
     Server(words[words.index("--uds") + 1], Handler).serve_forever()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from bombus.config.algorithms import Correction, Estimator, KlEstimator, Loss
-from bombus_trainer.algorithms.advantages import call_advantages, group_advantages, whitening
+from bombus.datums.advantages import call_advantages, group_advantages
+from bombus_trainer.algorithms.advantages import whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
 from bombus_trainer.algorithms.kl import KL_ESTIMATES, kl_k1, kl_k2, kl_k3
 from bombus_trainer.algorithms.losses import (

@@ -9,7 +9,7 @@ import torch
 
 from bombus.config.algorithms import Aggregation, Correction, Estimator, KlEstimator, Loss, Overlong
 from bombus.config.trainer import TrainerConfig
-from bombus_trainer.algorithms.advantages import group_advantages
+from bombus.datums.advantages import group_advantages
 from bombus_trainer.algorithms.corrections import CorrectionRule, sampler_correction
 from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.algorithms.losses import SURROGATES

@@ -2,6 +2,7 @@
 
 import json
 import math
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -429,8 +430,16 @@ def test_a_checkpoint_of_several_files_is_verified_file_by_file(tmp_path: Path) 
 
 def test_a_checkpoint_says_which_backend_and_how_many_ranks_can_go_on_from_it(folder: Path, tmp_path: Path) -> None:
     saved = checkpoint.save_files(tmp_path, facts(1), "verl", 2, lambda draft: {})
+    assert checkpoint.verify_files(Path(saved.path), saved.digest, "verl", 4, lambda name: True)
+    manifest = json.loads((Path(saved.path) / "manifest.json").read_bytes())
+    del manifest["reshards"]  # as it was before any number of ranks could
+    body = json.dumps(manifest).encode()
+    (Path(saved.path) / "manifest.json").write_bytes(body)
+    before = sha256(body).hexdigest()
+    assert not checkpoint.verify_files(Path(saved.path), before, "verl", 2, lambda name: True)
     with pytest.raises(EngineFault, match="written by 2 ranks, and this trainer has 4: start it with 2"):
-        checkpoint.verify_files(Path(saved.path), saved.digest, "verl", 4, lambda name: True)
+        checkpoint.verify_files(Path(saved.path), before, "verl", 4, lambda name: True)
+    saved = checkpoint.save_files(tmp_path, facts(2), "verl", 2, lambda draft: {})
     with pytest.raises(EngineFault, match="is the verl backend's: it cannot go on with torch"):
         Executor(folder, tiny_settings()).restore(Path(saved.path), saved.digest)
 

@@ -158,6 +158,27 @@ def test_an_external_checkpoint_names_its_base_and_needs_nothing_else(base: Path
     assert loaded(made, "a", "a/external/out", with_optimizer=False) == 0
 
 
+def test_transformers_reads_an_adapter_that_was_merged_for_others_and_computes_the_same(
+    base: Path, tmp_path: Path
+) -> None:
+    made = executor(base, tmp_path)
+    created(made, "m", SPEC)
+    train(made, "m", 0, 1, 2)
+    scoring = forward_backward(datum([5, 6, 7, 8]), forward_only=True)
+    found = logprobs(scored(made, "m", scoring))
+    saved = made.execute("m", SaveWeights(checkpoint=CheckpointKind.EXTERNAL, name="whole", merged=True))
+    assert isinstance(saved, CheckpointSaved), saved
+    model = AutoModelForCausalLM.from_pretrained(saved.folder, dtype=torch.float32)
+    with torch.no_grad():
+        lines = torch.log_softmax(model(torch.tensor([[5, 6, 7, 8]])).logits[0], -1)
+    assert found == pytest.approx(lines[torch.arange(4), [6, 7, 8, 0]].tolist(), abs=1e-5)
+    assert (Path(saved.folder) / "tokenizer.json").is_file()
+    assert made.checkpoint_facts("m/external/whole").adapter is None
+    assert logprobs(scored(made, "m", scoring)) == found, "the model itself is as it was"
+    refused = failed(made, "m", SaveWeights(checkpoint=SAMPLER, name="whole", merged=True))
+    assert refused.category is Category.USER
+
+
 def test_transformers_reads_a_model_of_all_weights(base: Path, tmp_path: Path) -> None:
     made = executor(base, tmp_path)
     created(made, "full", None)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import EpisodeType
-from bombus.hive.inbox import Claim, Granted
+from bombus.hive.inbox import BASE_SAMPLER, Claim, Granted
 from bombus.hive.pacing import pace, served
 from bombus.hive.state import EngineState, Phase, episode_id
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Decision, Decisions, refusal
@@ -14,6 +14,7 @@ from bombus_coordinator.rules.waiting import Waiting, over_cap, share_of
 
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
 WAIT_S_MAX = 60.0
+NAME_SHOWN = 300
 NONE_AVAILABLE = "No available episodes to claim."
 
 
@@ -100,12 +101,12 @@ def check(engine: EngineState, claim: Claim) -> None:
 
 
 def check_run_kind(engine: EngineState) -> None:
-    """Raise `Refused` for a command about episodes when the run has none, and never will."""
+    """Raise `Refused` for a command about batches when the run makes none, and never will."""
     if engine.serves_operations:
         raise Refused(
             Code.UNSUPPORTED,
-            f"Run {engine.run} of engine {engine.name} serves training operations and has no episodes. Claim them from "
-            "another engine, or stop this one and start it with a job.",
+            f"Run {engine.run} of engine {engine.name} serves training operations and makes no batches: whoever sends "
+            "the operations takes the episodes.",
         )
     if engine.takes_trajectories:
         raise Refused(
@@ -113,6 +114,54 @@ def check_run_kind(engine: EngineState) -> None:
             f"Run {engine.run} of engine {engine.name} takes scored trajectories and has no episodes. Claim them from "
             "another engine, or stop this one and start it with a job.",
         )
+
+
+def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
+    """Return what the episodes of a claim sample from; None where they play with the policy that the run trains.
+
+    Raises `Refused` where the run is of another kind, and for a saved model that nothing can be sampled from.
+    """
+    if not engine.serves_operations:
+        check_run_kind(engine)
+        if claim.sampler:
+            raise _no_sampler(engine)
+        return None
+    if not claim.sampler:
+        raise Refused(
+            Code.UNSUPPORTED,
+            f"Run {engine.run} of engine {engine.name} serves training operations: say which of its saved models the "
+            f"episodes sample from (`sampler`, the path that save_weights_for_sampler returned, or {BASE_SAMPLER}). "
+            "For a job, claim from another engine, or stop this one first.",
+        )
+    if claim.sampler == BASE_SAMPLER:
+        return ev.SamplerWeights()
+    named = claim.sampler[:NAME_SHOWN]
+    kept = engine.tenants.kept.get(claim.sampler)
+    if kept is None:
+        raise Refused(Code.UNKNOWN_MODEL, f"There is no saved model {named} here, or not any longer: save one.")
+    if kept.noted.adapter is None:
+        raise Refused(
+            Code.UNSUPPORTED,
+            f"{named} has all weights of its model, and episodes sample from adapters (rank 1 or more).",
+        )
+    assert engine.started is not None
+    if kept.noted.base not in (engine.started.base, "" if engine.active is None else engine.active.model):
+        raise Refused(
+            Code.UNKNOWN_MODEL,
+            f"{named} is an adapter on {kept.noted.base}, and engine {engine.name} runs {engine.started.base} now.",
+        )
+    return ev.SamplerWeights(checkpoint=claim.sampler, address=kept.noted.saved.address, folder=kept.noted.saved.folder)
+
+
+def _no_sampler(engine: EngineState) -> Refused:
+    if engine.phase == Phase.OFFLINE:
+        why = f"Engine {engine.name} is not running, so nothing can be sampled: create a model, which starts it."
+        return Refused(Code.WRONG_PHASE, why)
+    return Refused(
+        Code.UNSUPPORTED,
+        f"Run {engine.run} of engine {engine.name} trains the model that its episodes play with: leave sampler out, or "
+        "claim from an engine whose run serves training operations.",
+    )
 
 
 def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
@@ -141,7 +190,7 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
     if granted is not None:
         yield Decision(replies=(CommandReply(message.id, granted),))
         return
-    check_run_kind(engine)
+    sampler_of(engine, message)
     if live.refusing:
         raise no_room(live)
     if engine.phase == Phase.OFFLINE:
@@ -189,10 +238,14 @@ def grant(engine: EngineState, live: Live) -> Decisions:
 
 
 def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[str]) -> Decision:
-    """Return the grant of a claim, as the answer to these commands."""
+    """Return the grant of a claim, as the answer to these commands; a refusal where its sampler was removed."""
+    try:
+        sampler = sampler_of(engine, claim)
+    except Refused as refused:
+        return Decision(replies=tuple(CommandReply(command, refusal(refused)) for command in commands))
     version = served(engine)
     if version is None:  # its calls will wait for a replica
-        version = engine.version
+        version = max(engine.version, 0)
     episodes = tuple(episode_id(engine.name, engine.run, engine.next_episode + index) for index in range(claim.count))
     granted = Granted(
         run=engine.run,
@@ -215,6 +268,7 @@ def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[s
         version=version,
         task_hint=claim.task_hint,
         owner=claim.owner,
+        sampler=sampler,
     )
     return Decision(events=(claimed,), replies=tuple(CommandReply(command, granted) for command in commands))
 

@@ -8,8 +8,8 @@ from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.bounded import portions
 from bombus.hive.episodes import REWARD_MAX
-from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome
-from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup
+from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome, RunKind
+from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup, Take
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Episode
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Decision, Decisions
@@ -191,6 +191,24 @@ def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
     ids = tuple(episode.id for episode in still_open)
     events = aborted(engine, live, ids, reason, message.detail[:1000]) if ids else ()
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
+
+
+def take(engine: EngineState, live: Live, message: Take) -> Decisions:
+    """Let ended episodes of a run of operations leave the pool. Those that have left it already are skipped.
+
+    This holds after the run, too. Raises `Refused` for the episodes of others, and of a run that trains them itself.
+    """
+    if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
+        raise Refused(Code.MALFORMED, f"At most {EPISODES_PER_COMMAND_MAX} episodes can be taken at once.")
+    if engine.run_kind != RunKind.OPERATIONS:
+        raise Refused(Code.UNSUPPORTED, f"Engine {engine.name} trains the episodes of run {engine.run} itself.")
+    ended = [engine.pool[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.pool]
+    if any(each.client != message.client for each in ended):
+        raise Refused(Code.NOT_YOUR_EPISODE, "An episode can be taken only by the client that claimed it.")
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    ids = tuple(each.episode for each in ended)
+    taken = ev.EpisodesTaken(at_ns=live.now_ns, engine=engine.name, run=engine.run, client=message.client, episodes=ids)
+    yield Decision(events=(taken,) if ids else (), replies=reply)
 
 
 def lookup(engine: EngineState, live: Live, message: Lookup) -> Decisions:

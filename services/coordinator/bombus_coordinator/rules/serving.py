@@ -2,10 +2,10 @@
 
 from bombus.hive import events as ev
 from bombus.hive.events import ModelFloor
-from bombus.hive.inbox import OperationsStored, TrainerServes
+from bombus.hive.inbox import AskRest, Done, OperationsStored, TrainerRests, TrainerServes
 from bombus.hive.state import BOOTED, EngineState, Hive, Phase
 from bombus.hive.tenants.state import TenantModel
-from bombus_coordinator.rules.decision import Decision, Decisions
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live, ns
 
 FLOORS_MAX = 1000  # in one event
@@ -20,9 +20,39 @@ def trainer_serves(engine: EngineState, live: Live, message: TrainerServes) -> D
     yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
 
 
+def ask_rest(engine: EngineState, live: Live, message: AskRest) -> Decisions:
+    """Let the trainer free its memory, or go on. A repeat changes nothing."""
+    what = "put the trainer to sleep" if message.asleep else "wake the trainer up"
+    if not engine.serves_operations:
+        raise wrong_phase(what, engine.phase, f"Engine {engine.name} serves no training operations: create a model.")
+    if message.asleep and engine.phase == Phase.BOOTING:
+        raise wrong_phase(what, engine.phase, "Its trainer still loads the base: ask again once a model is created.")
+    if message.asleep and engine.suspended:
+        raise wrong_phase(what, engine.phase, f"The run is suspended, and takes no memory: {engine.suspended}")
+    asked = ev.RestAsked(at_ns=live.now_ns, engine=engine.name, run=engine.run, asleep=message.asleep)
+    events = () if engine.rest_wanted == message.asleep else (asked,)
+    yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
+
+
+def trainer_rests(engine: EngineState, live: Live, message: TrainerRests) -> Decisions:
+    """Note that the current trainer has freed its memory, or has its models again."""
+    if message.run != engine.run or not engine.serves_operations or message.trainer_epoch != engine.trainer_epoch:
+        return
+    if not engine.trainer or engine.asleep == message.asleep:
+        return
+    reached = ev.RestReached(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        trainer_epoch=message.trainer_epoch,
+        asleep=message.asleep,
+    )
+    yield Decision(events=(reached,))
+
+
 def end_idle_run(engine: EngineState, live: Live) -> Decisions:
-    """End a run that has had no model for a while."""
-    if not engine.serves_operations or engine.suspended or engine.tenants.open_models:
+    """End a run that has had no model for a while. Episodes that still play with what its models left keep it."""
+    if not engine.serves_operations or engine.suspended or engine.tenants.open_models or engine.open:
         return
     since_ns = live.since(max(engine.phase_since_ns, engine.tenants.model_closed_ns))
     if since_ns + ns(engine.collection.tenancy.run_idle_s) <= live.now_ns:

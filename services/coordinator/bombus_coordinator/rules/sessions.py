@@ -242,8 +242,15 @@ def _kept(engine: EngineState, message: RetainWeights | PublishWeights) -> KeptW
 
 
 def expire_weights(engine: EngineState, live: Live) -> Decisions:
-    for each in list(engine.tenants.kept.values()):
-        if each.until_ns and each.until_ns <= live.now_ns:
+    """Remove saved models whose time is over, but none that an open episode samples from."""
+    over = [
+        (name, each) for name, each in engine.tenants.kept.items() if each.until_ns and each.until_ns <= live.now_ns
+    ]
+    if not over:
+        return
+    used = {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
+    for name, each in over:
+        if name not in used:
             saved = each.noted.saved
             removed = ev.WeightsRemoved(
                 at_ns=live.now_ns,

@@ -42,6 +42,8 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling(engine: EngineState, live: Live) -> Decisions:
+    if engine.serves_operations:
+        yield from _drop_untaken(engine, live)
     if engine.run_kind != RunKind.EPISODES:
         return
     if engine.collection.max_staleness > 0:
@@ -93,6 +95,29 @@ def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
                 ),
             )
         )
+
+
+def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
+    """Drop the episodes of a run of operations that nobody takes: the oldest, beyond the pool's limits and their time.
+
+    The pool is in order of completion.
+    """
+    rules = engine.collection
+    limit_ns = live.now_ns - ns(rules.tenancy.episodes_s)
+    over, size = len(engine.pool) - rules.max_pool_episodes, engine.pool_bytes
+    late: list[str] = []
+    excess: list[str] = []
+    for number, (episode, completed) in enumerate(engine.pool.items()):
+        if completed.ended_ns <= limit_ns:
+            late.append(episode)
+        elif number < over or size > rules.max_pool_bytes:
+            excess.append(episode)
+        else:
+            break
+        size -= completed.bytes
+    for reason, episodes in ((DropReason.UNTAKEN, late), (DropReason.OVERFLOW, excess)):
+        if episodes:
+            yield Decision(events=_dropped(engine, live, reason, episodes))
 
 
 def _dropped(

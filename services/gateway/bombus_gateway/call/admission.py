@@ -8,7 +8,7 @@ import msgspec
 from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import Code, Refused
-from bombus.hive.events import EpisodeType
+from bombus.hive.events import EpisodeType, SamplerWeights
 from bombus.hive.generation import Constraint
 from bombus.hive.records import CallRef, LengthLimit, SamplingParams
 from bombus.hive.state import EngineState, Hive, Phase
@@ -42,7 +42,8 @@ class Room:
 class Admitted:
     """What a call works with: its engine, the engine's job, the job's text model, and its open episode.
 
-    `constrains`: whether some replica of the engine can hold answers to a form.
+    `constrains`: whether some replica of the engine can hold answers to a form. In a run of operations the episode's
+    `sampler` is what its calls sample from.
     """
 
     engine: EngineState
@@ -51,6 +52,7 @@ class Admitted:
     episode: str
     type: EpisodeType
     constrains: bool = False
+    sampler: SamplerWeights | None = None
 
     @property
     def recorded(self) -> Sequence[CallRef]:
@@ -184,7 +186,7 @@ class Admission:
         check_variables(request.completion, job)
         model = await self._models.text_model(engine)
         constrains = any(replica.constrains for replica in engine.usable.values())
-        return Admitted(engine, job, model, claims.episode, episode.type, constrains)
+        return Admitted(engine, job, model, claims.episode, episode.type, constrains, episode.sampler)
 
     async def _engine(self, claims: KeyClaims) -> EngineState:
         """Return the engine of an open episode, waiting a moment for an episode that was claimed just now."""

@@ -14,7 +14,7 @@ from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.hive.bounded import trim
-from bombus.hive.events import NotedCall
+from bombus.hive.events import NotedCall, SamplerWeights
 from bombus.hive.generation import Fault, Finished, Frame, Generate, PromptScores, Tokens
 from bombus.hive.inbox import CallRecorded
 from bombus.hive.records import (
@@ -37,7 +37,13 @@ from bombus_gateway.call.models import EngineModels
 from bombus_gateway.call.planning import CallPlan, plan_call, plan_prompt
 from bombus_gateway.call.replica_client import Generation, ReplicaClient, ReplicaGone
 from bombus_gateway.call.request import CallRequest
-from bombus_gateway.call.upstream import ATTEMPTS_MAX, Upstream
+from bombus_gateway.call.upstream import (
+    ATTEMPTS_MAX,
+    LOADS_MAX,
+    AdapterMissing,
+    Upstream,
+    dropped_too_often,
+)
 from bombus_gateway.call.workers import Workers
 from bombus_gateway.context import Gateway
 from bombus_gateway.heartbeats import Heartbeats
@@ -123,7 +129,7 @@ class Calls:
             self._check_episode_bytes(conversation, request.claims.episode)
             request = await self.earlier.continued(request)
             plan = await self._planned(request, admitted, conversation)
-            call = Call(self, request, plan, admitted.engine, attempt)
+            call = Call(self, request, plan, admitted.engine, attempt, admitted.sampler)
             async with self._kept_open(call):
                 yield call
 
@@ -246,6 +252,7 @@ class Call:
     plan: CallPlan
     engine: EngineState
     attempt: RequestAttempt
+    sampler: SamplerWeights | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     completions: list[Completion] = field(default_factory=list)
     cached_tokens: int = 0
@@ -289,26 +296,32 @@ class Call:
     async def deltas(self) -> AsyncIterator[list[tuple[Completion, CompletionDelta]]]:
         """Generate, and yield what may go out as it arrives.
 
-        A replica that fails is replaced by another one unless something was yielded to a client that streams. Raises
-        `Refused` NO_REPLICA, `ReplicaGone` when it is too late for another replica, `HungUp` after `hang_up`.
+        A replica that fails is replaced by another one unless something was yielded to a client that streams, and one
+        that lacks the call's adapter loads it. Raises `Refused` NO_REPLICA, `ReplicaGone` when it is too late for
+        another replica, `HungUp` after `hang_up`.
         """
-        for attempt in range(1, ATTEMPTS_MAX + 1):
+        failures = loads = 0
+        while True:
             streamed = False
             try:
                 async for deltas in self._generated():
                     streamed = streamed or (self.request.completion.stream and bool(deltas))
                     yield deltas
                 return
+            except AdapterMissing as missing:
+                loads += 1
+                failures += not await self._loaded(missing.replica, loads)
             except ReplicaGone as error:
                 if self._hung_up:
                     raise HungUp(self.id) from None
                 self.calls.upstream.failed(self.replica, str(error))
                 if streamed:
                     raise
-                if attempt == ATTEMPTS_MAX:
+                failures += 1
+                if failures >= ATTEMPTS_MAX:
                     raise Refused(Code.NO_REPLICA, f"{error}; try again in a moment.") from error
-                self._release_replica()
-                self._start_over()
+            self._release_replica()
+            self._start_over()
 
     def hang_up(self) -> None:
         """Stop generating: the client is gone."""
@@ -402,17 +415,42 @@ class Call:
             episode=request.claims.episode,
             traceparent=request.traceparent,
             constraint=self.plan.constraint,
+            adapter="" if self.sampler is None else self.sampler.address,
+            plain_logprobs=self.sampler is not None,
         )
         self._generation, self.replica = await self.calls.upstream.start(generate)
         while not all(completion.done for completion in self.completions):
             if self._hung_up:
                 self._generation.abort("the client hung up")
-            frames = await self._generation.frames()
+            frames = await self._frames(self._generation)
             if not frames:
                 raise ReplicaGone("the replica's answer ended too early")
             if not self.first_token_ns:
                 self.first_token_ns = time.time_ns()
             yield [delta for frame in frames if (delta := self._feed(frame)) is not None]
+
+    async def _frames(self, generation: Generation) -> list[Frame]:
+        try:
+            return await generation.frames()
+        except Refused as refusal:
+            if refusal.code == Code.UNKNOWN_MODEL and self.sampler is not None and self.sampler.address:
+                raise AdapterMissing(self.replica) from None
+            raise
+
+    async def _loaded(self, replica: str, loads: int) -> bool:
+        """Load the call's adapter on a replica for the `loads`th time. Returns whether the replica was there.
+
+        Raises `Refused` where it cannot be loaded, or is dropped again and again.
+        """
+        assert self.sampler is not None
+        if loads > LOADS_MAX:
+            raise dropped_too_often(self.sampler.checkpoint)
+        try:
+            await self.calls.upstream.load_adapter(self.engine.name, replica, self.sampler.address, self.sampler.folder)
+        except ReplicaGone as error:
+            self.calls.upstream.failed(replica, str(error))
+            return False
+        return True
 
     def _feed(self, frame: Frame) -> tuple[Completion, CompletionDelta] | None:
         """Feed a frame to its completion, which stop strings may have ended before the replica does."""

@@ -7,7 +7,7 @@ from collections import Counter
 from hashlib import blake2b
 
 from bombus.bus.follow import Follower
-from bombus.errors import Code, Refused
+from bombus.errors import BombusError, Code, Refused
 from bombus.hive.generation import Generate
 from bombus.hive.pacing import fitting
 from bombus.hive.state import EngineState, Hive, Replica
@@ -16,11 +16,20 @@ from bombus_gateway.call.replica_client import Generation, ReplicaClient, Replic
 log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
+LOADS_MAX = 8  # times that the adapter of one request is loaded, where replicas drop it again for others
 REPLICA_WAIT_S = 5.0  # for a replica with the right weights
 AVOID_S = 2.0  # for this long a replica that failed is used only when there is no other
 LEFT_S = 20.0  # a replica that leaves the hive in good order has finished its calls by then
 CHECK_S = 1.0
 BUSIER_BY = 8  # how many more calls the episode's home may have than the least busy replica
+
+
+class AdapterMissing(BombusError):
+    """Raised when a replica does not have the adapter that it was asked for."""
+
+    def __init__(self, replica: str) -> None:
+        super().__init__(replica)
+        self.replica = replica
 
 
 class Upstream:
@@ -33,6 +42,7 @@ class Upstream:
         self._avoid: dict[str, float] = {}
         self._open: dict[Generation, tuple[str, str]] = {}  # (engine, replica)
         self._missing_since: dict[tuple[str, str], float] = {}  # since when a replica with open calls is missing
+        self._loads: dict[tuple[str, str], asyncio.Lock] = {}  # by replica's URL and adapter: one loads for all
 
     async def run(self) -> None:
         """Abort the calls of replicas that have left the hive, until cancelled.
@@ -75,6 +85,23 @@ class Upstream:
             return generation, name
         raise Refused(Code.NO_REPLICA, f"{why}; try again in a moment")
 
+    async def load_adapter(self, engine: str, replica: str, address: str, folder: str) -> None:
+        """Load an adapter on a replica that has said that it lacks it.
+
+        Raises `Refused` with the replica's reason, or `ReplicaGone`.
+        """
+        found = self._follower.hive.engine(engine).replicas.get(replica)
+        if found is None:
+            raise ReplicaGone(f"replica {replica} has left the hive")
+        key = found.url, address
+        lock = self._loads.setdefault(key, asyncio.Lock())
+        try:
+            async with lock:
+                await self._client.load_adapter(found.url, address, folder)
+        finally:
+            if not lock.locked():
+                self._loads.pop(key, None)
+
     def finished(self, generation: Generation) -> None:
         self._discount(self._open.pop(generation)[1])
 
@@ -114,6 +141,14 @@ class Upstream:
         now = time.monotonic()
         reachable = {name: found for name, found in candidates.items() if self._avoid.get(name, 0.0) < now}
         return best(reachable or candidates, self._running, episode)
+
+
+def dropped_too_often(adapter: str) -> Refused:
+    return Refused(
+        Code.OVERLOADED,
+        f"Replicas dropped adapter {adapter} for others {LOADS_MAX} times: give them more room (--adapters-mb), or "
+        "sample from fewer at once.",
+    )
 
 
 def able(engine: EngineState, request: Generate) -> dict[str, Replica]:

@@ -153,6 +153,34 @@ class TouchedAnswer(BaseModel):
     used: dict[str, UsedAnswer]
 
 
+class LearntLineAnswer(BaseModel):
+    """A line of an episode up to its last token that is learnt, in base64: int32, float32, int32 and bytes."""
+
+    tokens: str
+    logprobs: str
+    calls: str
+    mask: str
+
+
+class EndedEpisodeAnswer(BaseModel):
+    episode_uuid: str
+    task_id: str
+    reward: float
+    calls: int
+    lines: list[LearntLineAnswer]
+    sampler: str
+    call_rewards: list[float] | None
+
+
+class EndedEpisodesAnswer(BaseModel):
+    """Ended episodes; those that are `left` for another request, those that are `gone`, and why some are `lost`."""
+
+    episodes: list[EndedEpisodeAnswer]
+    left: list[str]
+    gone: list[str]
+    lost: dict[str, str]
+
+
 class BufferedEpisode(BaseModel):
     """An open episode, without its id, its client's id and its key."""
 
@@ -276,6 +304,8 @@ ANSWERS: dict[str, Any] = {
     "/end_episodes": SuccessAnswer,
     "/abort_episodes": SuccessAnswer,
     "/touch_episodes": TouchedAnswer,
+    "/read_ended_episodes": EndedEpisodesAnswer,
+    "/take_ended_episodes": SuccessAnswer,
 }
 
 # What any route of the door may answer instead, by status. Bugs, which are 500, are not described.

@@ -111,7 +111,10 @@ class CompareTrainConfig(OwnBody):
 
 
 class ClaimEpisodes(OwnBody):
-    """Claims `count` episodes, all or none. A claim that is repeated under its `claim_id` gets the same episodes."""
+    """Claims `count` episodes, all or none. A claim that is repeated under its `claim_id` gets the same episodes.
+
+    In a run of training operations `sampler` is the path of the saved model that their calls sample from, or `base`.
+    """
 
     client_uuid: Identifier
     claim_id: Identifier
@@ -122,6 +125,7 @@ class ClaimEpisodes(OwnBody):
     # So far, under this claim_id: the longest wait is served first.
     waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     task_id: TaskId = ""
+    sampler: Annotated[str, Field(max_length=limits.SAMPLER_CHARACTERS)] = ""
 
 
 class OwnWorkflowOutputBody(OwnBody, WorkflowOutputBody):
@@ -151,6 +155,16 @@ class AbortEpisodes(OwnBody):
 
 
 class TouchEpisodes(OwnBody):
+    client_uuid: Identifier
+    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
+
+
+class ReadEndedEpisodes(OwnBody):
+    client_uuid: Identifier
+    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
+
+
+class TakeEndedEpisodes(OwnBody):
     client_uuid: Identifier
     episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
 

@@ -23,6 +23,7 @@ from bombus_gateway.call.admission import check_storage
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import parse, read_raw, throttle_policy
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
+from bombus_gateway.training.paths import read_path
 
 CLAIM_SLICE_S = 2.0
 CLAIM_ANSWER_S = 10.0  # beyond the slice, for another coordinator to take over
@@ -41,6 +42,11 @@ class Confirmed(JsonResponse):
             return
         await super().__call__(scope, receive, send)
         self._confirm()
+
+
+def sampler_of(text: str) -> str:
+    """Return how a claim names what its episodes sample from. Raises `Refused` for what is not a path of one."""
+    return text if text in ("", inbox.BASE_SAMPLER) else str(read_path(text))
 
 
 class ClaimRoutes:
@@ -92,6 +98,7 @@ class ClaimRoutes:
             type=EpisodeType(body.episode_type),
             discard_timeout_s=self._idle_limit_s(request, body.discard_episode_timeout),
             task_hint=body.task_id,
+            sampler=sampler_of(body.sampler),
         )
         outcome = await self._claim(request, claim, body.wait_s, body.waited_s)
         reply = {"success": False, "client_uuid": body.client_uuid, "claim_id": body.claim_id, "episodes": []}

@@ -22,6 +22,7 @@ from bombus_gateway.swarm.answers import ANSWERS, REFUSALS
 from bombus_gateway.swarm.bodies import parse, read_raw, result_of
 from bombus_gateway.swarm.claims import ClaimRoutes
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
+from bombus_gateway.swarm.ended import EndedEpisodes
 from bombus_gateway.swarm.engine import EngineRoutes
 from bombus_gateway.swarm.replay import replay_call
 
@@ -36,6 +37,7 @@ def swarm_router(gateway: Gateway, engine: str) -> APIRouter:
     """Return all swarm routes of one engine, to be mounted under its prefix."""
     context = EngineContext(gateway, engine)
     engine_routes, claims, episodes = EngineRoutes(context), ClaimRoutes(context), EpisodeRoutes(context)
+    ended = EndedEpisodes(context)
     settings = gateway.settings
     guards = {access: Depends(Guard(access, settings.keys, settings.public_url)) for access in Access}
     ready = Depends(context.ready)
@@ -62,6 +64,8 @@ def swarm_router(gateway: Gateway, engine: str) -> APIRouter:
         (Access.CLIENT, "POST", "/end_episodes", episodes.end_episodes, bodies.EndEpisodes),
         (Access.CLIENT, "POST", "/abort_episodes", episodes.abort_episodes, bodies.AbortEpisodes),
         (Access.CLIENT, "POST", "/touch_episodes", episodes.touch_episodes, bodies.TouchEpisodes),
+        (Access.CLIENT, "POST", "/read_ended_episodes", ended.read, bodies.ReadEndedEpisodes),
+        (Access.CLIENT, "POST", "/take_ended_episodes", ended.take, bodies.TakeEndedEpisodes),
     )
     for access, method, path, handler, body in routes:
         documented = {"requestBody": _documented(body)} if body is not None else None

@@ -180,7 +180,8 @@ class OperationDesk:
         if model is None or not before:
             return f"{stem}1"
         newest = before[-1]
-        is_recent = time.time_ns() - newest.accepted_ns <= REPEAT_S * 1e9
+        of_this_model = newest.number >= model.begun  # and not of one that had its name before
+        is_recent = of_this_model and time.time_ns() - newest.accepted_ns <= REPEAT_S * 1e9
         is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
         is_next = newest.number == model.numbers
         if is_recent and is_next and not is_new_model and newest.body is not None and newest.body.digest == body_digest:
@@ -234,7 +235,7 @@ class OperationDesk:
     async def _found(self, name: str) -> Queued | None:
         """Return an operation. One of a model that is known may be news that this gateway has not read yet."""
         if self.tenants.operation(name) is None and name.rpartition(":")[0] in self.tenants.models:
-            await self._until(lambda: self.tenants.operation(name) is not None, NEWS_S)
+            await self.until(lambda: self.tenants.operation(name) is not None, NEWS_S)
         return self.tenants.operation(name)
 
     async def _is_over(self, name: str, hold_s: float) -> bool:
@@ -242,9 +243,10 @@ class OperationDesk:
             queued = self.tenants.operation(name)
             return queued is None or not queued.waits
 
-        return await self._until(over, hold_s)
+        return await self.until(over, hold_s)
 
-    async def _until(self, holds: Callable[[], bool], limit_s: float) -> bool:
+    async def until(self, holds: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until it holds of the state. Returns whether it does within the limit."""
         try:
             await self._gateway.follower.wait_for(lambda _: holds(), limit_s)
         except TimeoutError:
@@ -255,6 +257,8 @@ class OperationDesk:
         engine = self.state
         if engine.suspended:
             return Waits(f"The run is suspended: {engine.suspended}", "paused_capacity")
+        if engine.rest_wanted:
+            return Waits("The trainer sleeps, until somebody calls /wake_up.", "paused_capacity")
         if engine.phase == Phase.BOOTING:
             base = "" if engine.started is None else engine.started.base
             return Waits(f"The trainer is loading {base}.", "paused_capacity")

@@ -6,8 +6,9 @@ from bombus.config.job import RunConfig
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.state import TenantModel
 from bombus.operations import CreateModel, EndModel, Failed
+from bombus_gateway.tenants.bases import base_names, job_of
 from bombus_gateway.tenants.desk import OperationDesk
-from bombus_gateway.tenants.sessions import Sessions, base_names, job_of
+from bombus_gateway.tenants.sessions import Sessions
 from bombus_gateway.training.models import AdapterDefaults
 from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
 

@@ -1,5 +1,6 @@
 """Models and checkpoints as the clients list them, from the folded state."""
 
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -12,6 +13,8 @@ from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
 from bombus_gateway.training.paths import CheckpointPath
 
 PAGE_MAX = 1000
+SYNCED = "synced-"  # begins the names of what was saved to put servers in sync, followed by the time
+_SYNCED = re.compile(SYNCED + r"\d{8}-\d{6}-\d{3}")
 
 _T = TypeVar("_T")
 
@@ -27,6 +30,18 @@ def found_checkpoint(tenants: Tenants, path: CheckpointPath) -> KeptWeights:
     if kept is None:
         raise Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {path.id} of {path.model}, or not any longer.")
     return kept
+
+
+def synced_weights(tenants: Tenants, kind: CheckpointKind, model: str = "") -> list[KeptWeights]:
+    """Return what was saved to put servers in sync, of one model or of all of xorl's, the newest last."""
+    return [
+        kept
+        for kept in tenants.kept.values()
+        if kept.noted.saved.use == kind
+        and model in ("", kept.noted.model)
+        and not is_tinkers(kept.noted.model)
+        and _SYNCED.fullmatch(kept.noted.saved.name)
+    ]
 
 
 def found_model(tenants: Tenants, name: str) -> TenantModel:

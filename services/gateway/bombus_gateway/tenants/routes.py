@@ -22,8 +22,10 @@ from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.tenants.bases import Bases
 from bombus_gateway.tenants.bodies import answered, in_json, names_in, read_body
 from bombus_gateway.tenants.desk import HOLD_S, OperationDesk, Waits
+from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
 from bombus_gateway.tenants.full_weights import RegisteredModel, adapter_defaults
 from bombus_gateway.tenants.listings import (
     checkpoints_of,
@@ -39,7 +41,7 @@ from bombus_gateway.tenants.rest.routes import RestRoutes
 from bombus_gateway.tenants.rest.searching import session_entry
 from bombus_gateway.tenants.sampling.futures import SampleFutures
 from bombus_gateway.tenants.sampling.routes import SamplingRoutes
-from bombus_gateway.tenants.sessions import XORL_IDLE_S, Sessions, base_names
+from bombus_gateway.tenants.sessions import XORL_IDLE_S, Sessions
 from bombus_gateway.training.checkpoints import read_load, read_save, read_weights_info
 from bombus_gateway.training.data.forward_backward import read_forward_backward
 from bombus_gateway.training.data.json_data import read_json_data
@@ -69,8 +71,9 @@ _asked = msgspec.json.Decoder(_Asked)
 
 def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
     """Return the routes of training clients of one engine, to be mounted under its prefix."""
-    sampling = SamplingRoutes(calls, engine)
-    routes = TrainingRoutes(gateway, engine, sampling.futures)
+    bases = Bases(gateway.settings.bases)
+    sampling = SamplingRoutes(calls, engine, bases)
+    routes = TrainingRoutes(gateway, engine, sampling.futures, bases)
     guard = Depends(Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url))
     router = APIRouter(prefix="/api/v1", dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
     table: tuple[tuple[str, str, RouteHandler], ...] = (
@@ -114,18 +117,25 @@ def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
     root = APIRouter(dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
     root.add_api_route("/generate", sampling.generate, methods=["POST"])
     root.include_router(router)
+    routes.endpoints.add_to(root)
+    control = Depends(Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url))
+    controlling = APIRouter(dependencies=[control, Depends(routes.ready)], include_in_schema=False)
+    routes.endpoints.add_control_to(controlling)
     everyone = APIRouter(include_in_schema=False)
     routes.rest.add_links_to(everyone)
     everyone.include_router(root)
+    everyone.include_router(controlling)
     return everyone
 
 
 class TrainingRoutes:
-    def __init__(self, gateway: Gateway, engine: str, samples: SampleFutures) -> None:
+    def __init__(self, gateway: Gateway, engine: str, samples: SampleFutures, bases: Bases) -> None:
         self._gateway = gateway
+        self._bases = bases
         self._desk = OperationDesk(gateway, engine)
         self._sessions = Sessions(gateway, self._desk)
         self._samples = samples
+        self.endpoints = EndpointRoutes(gateway, self._desk)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self._control = Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url)
         self.rest = RestRoutes(gateway, self._desk)
@@ -155,17 +165,17 @@ class TrainingRoutes:
         return in_json({"status": "ok", "engine_running": engine.phase != Phase.OFFLINE, **counts})
 
     async def capabilities(self, request: Request) -> Response:
-        names = base_names(self._desk.state)
+        names = self._bases.names_of(self._desk.state)
         known = {"max_context_length": self._context(), "trainable": True, "sampleable": bool(self._desk.state.loaded)}
         return in_json({"supported_models": [{"model_name": name, **known} for name in names]})
 
-    def _context(self) -> int:
-        """Return the longest sequence, as the job or the replicas limit it."""
+    def _context(self) -> int | None:
+        """Return the longest sequence, as the job or the replicas limit it; None where there is neither."""
         engine = self._desk.state
         job = engine.active or engine.configured
         lengths = [replica.sequence_tokens for replica in engine.usable.values() if replica.sequence_tokens]
         configured = [] if job is None else [RunConfig.from_json(job.config).rollout.max_model_len]
-        return min([*lengths, *configured], default=0)
+        return min([*lengths, *configured], default=None)
 
     async def create_session(self, request: Request) -> Response:
         body = await read_body(request)
@@ -305,8 +315,9 @@ class TrainingRoutes:
         operation, base = submission.operation, ""
         if isinstance(operation, CreateModel):
             try:
-                wanted = operation.base or self._base_of(operation.checkpoint)
-                base = await self._sessions.base(wanted, self._may_configure(request))
+                wanted = self._bases.path_of(operation.base) or self._base_of(operation.checkpoint)
+                may_configure = self._bases.leads_to(wanted) or self._may_configure(request)
+                base = await self._sessions.base(wanted, may_configure)
                 operation = msgspec.structs.replace(operation, base=base)
             except Refused as refusal:
                 operation = Failed(error=refusal.why, category=Category.USER)
@@ -332,12 +343,13 @@ class TrainingRoutes:
     async def get_info(self, request: Request) -> Response:
         given = decode_body(_asked, await read_body(request))
         model = found_model(self._desk.tenants, given.model_id or DEFAULT_MODEL)
+        name = self._bases.name_of(model.base)
         answer = {
             "type": "get_info",
             "model_id": model.name,
-            "model_name": model.base,
+            "model_name": name,
             "optimizer_config": {"type": "adamw"},
-            "model_data": {"model_name": model.base, "tokenizer_id": self._tokenizer(model.base)},
+            "model_data": {"model_name": name, "tokenizer_id": self._tokenizer(model.base)},
         }
         return in_json(answer | lora_fields(model.adapter))
 
@@ -352,18 +364,19 @@ class TrainingRoutes:
         body = await read_body(request)
         given = decode_body(_asked, body)
         if given.model_id and not names_in(body) & {"tinker_path", "xorl_path"}:
-            return in_json(model_entry(found_model(self._desk.tenants, given.model_id)))
+            return in_json(self._bases.with_names(model_entry(found_model(self._desk.tenants, given.model_id))))
         path = read_weights_info(body)
-        return in_json(weights_entry(found_checkpoint(self._desk.tenants, path)))
+        return in_json(self._bases.with_names(weights_entry(found_checkpoint(self._desk.tenants, path))))
 
     async def training_runs(self, request: Request) -> Response:
         tenants = self._desk.tenants
         runs, cursor = page(tenants.models.values(), request.query_params)
-        return in_json({"training_runs": [run_entry(tenants, model) for model in runs], "cursor": cursor})
+        entries = [self._bases.with_names(run_entry(tenants, model)) for model in runs]
+        return in_json({"training_runs": entries, "cursor": cursor})
 
     async def training_run(self, request: Request) -> Response:
         tenants = self._desk.tenants
-        return in_json(run_entry(tenants, found_model(tenants, request.path_params["model"])))
+        return in_json(self._bases.with_names(run_entry(tenants, found_model(tenants, request.path_params["model"]))))
 
     async def run_checkpoints(self, request: Request) -> Response:
         return in_json({"checkpoints": checkpoints_of(self._desk.tenants, request.path_params["model"])})

@@ -13,6 +13,7 @@ from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.tenants.bases import base_names
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.training.dialects import TrainingDialect
 from bombus_gateway.training.submission import DEFAULT_MODEL
@@ -152,14 +153,3 @@ def _other_base(engine: EngineState, wanted: str, may_configure: bool) -> str:
     if not may_configure:
         return f"{why} Whoever has the hive's admin key can configure it with a job whose model.path names that base."
     return f"{why} Use the base of that job, or configure the engine with a job whose model.path names yours."
-
-
-def base_names(engine: EngineState) -> tuple[str, ...]:
-    """Return the names of the base that an engine serves, or would serve: its job's first, then its own."""
-    job = job_of(engine)
-    return () if job is None else (job.model, engine.name)
-
-
-def job_of(engine: EngineState) -> EngineConfigured | None:
-    """Return the job that an engine runs, or would run."""
-    return engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured

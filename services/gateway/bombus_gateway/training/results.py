@@ -61,7 +61,9 @@ def _content(
         case ModelReady():
             return _model_ready(dialect, submission)
         case StepTaken():
-            metrics = {"step": float(result.step), "divisor": result.divisor, "grad_norm": result.grad_norm}
+            # Tinker's recipes log these beside a `step` of their own.
+            count = "optimizer_step" if dialect == TrainingDialect.TINKER else "step"
+            metrics = {count: float(result.step), "divisor": result.divisor, "grad_norm": result.grad_norm}
             return {"metrics": metrics | result.metrics, "info": {}}
         case EpochAborted():
             aborted = {"step": result.step, "forward_backward_step": result.operations}

@@ -166,10 +166,14 @@ def _refuse_the_rest(given: _Sample) -> None:
     for name, is_wanted in (
         ("target_prompt_logprobs", is_given(given.target_prompt_logprobs)),
         ("prompt_alt_tokens_k", given.prompt_alt_tokens_k > 0),
-        ("record_stability_info", bool(given.record_stability_info)),
     ):
         if is_wanted:
             raise Refused(Code.UNSUPPORTED, f"{name} is not offered here: leave it out.")
+    if given.record_stability_info:
+        why = "record_stability_info is not offered here, nor the loss stable_reinforce, which needs it"
+        raise Refused(
+            Code.UNSUPPORTED, f"{why}: train with another loss (in a recipe loss_fn=), such as importance_sampling."
+        )
 
 
 def _prompt(given: _Prompt) -> bytes:

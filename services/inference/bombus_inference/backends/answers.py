@@ -1,13 +1,14 @@
-"""Turns the answers of a server into frames: tokens, their logprobs, and spans of policy versions.
+"""Turns the answers of a server into frames: tokens, their logprobs, spans of policy versions, and scores of prompts.
 
 Pure: no connection and no clock. An answer that cannot be right is an error here; nothing is guessed.
 """
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bombus.hive.generation import Finished, Frame, Generate, Tokens
+from bombus.hive.generation import SCORES_A_FRAME_MAX, Finished, Frame, Generate, PromptScores, Tokens
 from bombus.hive.records import FinishReason, pack_logprobs, pack_tokens
 from bombus_inference.backends.http_calls import BackendFailed
 from bombus_inference.backends.protocol import TopLogprobs
@@ -126,3 +127,23 @@ def most_likely(tokens: Sequence[tuple[int, float]], count: int) -> TopLogprobs:
     """Return the `count` most likely tokens, without those that have no probability."""
     possible = [pair for pair in tokens if pair[1] > NO_PROBABILITY]
     return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])
+
+
+def score_frames(
+    logprobs: "array[float]", top_tokens: "array[int]", top_logprobs: "array[float]", width: int, version: int
+) -> list[PromptScores]:
+    """Return the frames with the scores of a prompt: `logprobs` for each token, and `width` alternatives for each."""
+    frames = []
+    for start in range(0, len(logprobs), SCORES_A_FRAME_MAX):
+        end = start + SCORES_A_FRAME_MAX
+        frames.append(
+            PromptScores(
+                start=start,
+                version=version,
+                logprobs=logprobs[start:end].tobytes(),
+                width=width,
+                top_tokens=top_tokens[start * width : end * width].tobytes(),
+                top_logprobs=top_logprobs[start * width : end * width].tobytes(),
+            )
+        )
+    return frames

@@ -15,7 +15,8 @@ REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # beyond these, logits may leave f
 BIAS_MAX = 100.0  # OpenAI's; vLLM takes more for this much
 BIASED_TOKENS_MAX = 1024
 NO_ADAPTERS = (
-    "this replica serves no adapters beside its own policy; the torch backend does, with --adapters-mb above 0"
+    "this replica serves no adapters beside its own policy; with --adapters-mb above 0 the torch backend does, and "
+    "vLLM in a run of operations"
 )
 
 
@@ -42,11 +43,14 @@ class Limits:
         if request.constraint is not None and not self.constrains:
             raise Refused(Code.UNSUPPORTED, "this replica cannot hold answers to a form; vLLM with a tokenizer can")
         if request.prompt_logprobs and not self.scores:
-            raise Refused(Code.UNSUPPORTED, "this replica does not score prompts; the torch backend does")
-        if request.plain_logprobs and not (self.scores or _samples_plainly(request.sampling)):
+            raise Refused(
+                Code.UNSUPPORTED,
+                "this replica does not score prompts; the torch backend does, and vLLM with whole weights",
+            )
+        if request.plain_logprobs and not (self.scores or samples_plainly(request)):
             why = (
                 "this replica has logprobs at temperature 1 only of what is sampled at temperature 1, without bias, "
-                "penalties and truncation; the torch backend has them of anything"
+                "penalties and truncation; the torch backend has them of anything, and vLLM with whole weights"
             )
             raise Refused(Code.UNSUPPORTED, why)
         if request.adapter and not self.adapters:
@@ -115,11 +119,13 @@ class Limits:
                 raise Refused(Code.MALFORMED, why)
 
 
-def _samples_plainly(sampling: SamplingParams) -> bool:
+def samples_plainly(request: Generate) -> bool:
     """Return whether the distribution that is sampled from is the model's own."""
-    return sampling == SamplingParams(
+    sampling = request.sampling
+    plain = SamplingParams(
         max_tokens=sampling.max_tokens,
         seed=sampling.seed,
         stop_token_ids=sampling.stop_token_ids,
         top_logprobs=sampling.top_logprobs,
     )
+    return sampling == plain and request.constraint is None

@@ -51,7 +51,8 @@ class Policy:
 
     `max_model_len` (tokens) and `dtype` are the job's. `delta` is the file that turns version `base` into this one, if
     it was published as a delta. With an `adapter`, a folder in peft's layout, the policy is that adapter on top of the
-    model in `folder`; only backends that load adapters are given one.
+    model in `folder`; only backends that load adapters are given one. `beside` says that adapters may be asked for
+    beside the policy, which stays as it is: a run of operations.
     """
 
     folder: Path
@@ -62,6 +63,7 @@ class Policy:
     base: int = -1
     adapter: Path | None = None
     dtype: str = "auto"
+    beside: bool = False
 
 
 def with_precision(settings: ComputeSettings, policy: Policy) -> ComputeSettings:

@@ -1,104 +1,11 @@
-"""Advantages of the episodes of a batch, from their rewards alone."""
+"""Advantages over a whole batch. Those within a group are in `bombus.datums.advantages`."""
 
-from collections.abc import Sequence
 from math import sqrt
-from typing import assert_never
 
 import numpy as np
 
-from bombus.config.algorithms import Estimator
+from bombus.datums.advantages import EPSILON
 from bombus_trainer.data.sequences import Floats
-
-EPSILON = 1e-6  # rewards that differ by less count as equal
-
-
-def group_advantages(
-    rewards: Sequence[float],
-    lengths: Sequence[int],
-    estimator: Estimator = Estimator.GRPO,
-    normalise_std: bool = True,
-) -> list[float]:
-    """Compute one advantage for each of n samples of a group, from its reward r_i and its sampled tokens l_i.
-
-    - GRPO (Shao et al. 2024, arXiv:2402.03300): r_i - mean(r), over the sample standard deviation (n - 1) if
-      `normalise_std`.
-    - Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): r_i - mean(r).
-    - RLOO (Ahmadian et al. 2024, arXiv:2402.14740): r_i - the mean of the others.
-    - OPO (Hao et al. 2025, arXiv:2505.23585): r_i - sum(l r) / sum(l).
-    - REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): r_i, and with baseline r_i - mean(r). Both still have to be
-      normalised over the whole batch, see `whitening`.
-
-    A group of one, or of equal rewards, has nothing to compare: its advantages are 0, except for REINFORCE++ without
-    baseline.
-    """
-    count = len(rewards)
-    if estimator is Estimator.REINFORCE_PLUS_PLUS:
-        return list(rewards)
-    if count < 2 or max(rewards) - min(rewards) < EPSILON:
-        return [0.0] * count
-    mean = sum(rewards) / count
-    centred = [reward - mean for reward in rewards]
-    match estimator:
-        case Estimator.GRPO:
-            return _over_deviation(centred) if normalise_std else centred
-        case Estimator.DR_GRPO | Estimator.REINFORCE_PLUS_PLUS_BASELINE:
-            return centred
-        case Estimator.RLOO:
-            return [value * count / (count - 1) for value in centred]
-        case Estimator.OPO:
-            weighted = sum(reward * length for reward, length in zip(rewards, lengths, strict=True))
-            baseline = weighted / max(sum(lengths), 1)
-            return [reward - baseline for reward in rewards]
-        case _:
-            assert_never(estimator)
-
-
-def _over_deviation(centred: Sequence[float]) -> list[float]:
-    """Divide by the sample standard deviation (n - 1)."""
-    std = sqrt(sum(value * value for value in centred) / (len(centred) - 1))
-    return [value / (std + EPSILON) for value in centred]
-
-
-def call_advantages(
-    rewards: Sequence[float],
-    call_rewards: Sequence[Sequence[float] | None],
-    lengths: Sequence[Sequence[int]],
-    estimator: Estimator = Estimator.GRPO,
-    normalise_std: bool = True,
-) -> list[list[float]]:
-    """Compute one advantage for each call of each episode of a group; `lengths` are the calls' sampled tokens.
-
-    Without call rewards every call has its episode's advantage. If any episode has them, a call is compared with the
-    calls at the same turn of the group's other episodes: turns differ in what they can earn, and with one baseline for
-    all of them an easy turn would be rewarded, and a hard one punished, whatever was sampled. A turn that only one
-    episode reached has nothing to compare: 0. An episode without call rewards then gives its reward to each of its
-    calls. This holds for every estimator. REINFORCE++ without baseline does not compare within a group: there a call's
-    reward replaces its episode's among all tokens of the batch.
-
-    Raises `ValueError` when an episode has not one reward for each of its calls.
-    """
-    for given, calls in zip(call_rewards, lengths, strict=True):
-        if given is not None and len(given) != len(calls):
-            raise ValueError(f"{len(given)} call rewards for {len(calls)} calls")
-    if all(given is None for given in call_rewards):
-        whole = group_advantages(rewards, [sum(calls) for calls in lengths], estimator, normalise_std)
-        return [[advantage] * len(calls) for advantage, calls in zip(whole, lengths, strict=True)]
-    spread = [
-        list(given) if given is not None else [reward] * len(calls)
-        for reward, given, calls in zip(rewards, call_rewards, lengths, strict=True)
-    ]
-    found = [[0.0] * len(episode) for episode in spread]
-    for turn in range(max(map(len, spread))):
-        there = [index for index, episode in enumerate(spread) if turn < len(episode)]
-        advantages = group_advantages(
-            [spread[index][turn] for index in there],
-            [lengths[index][turn] for index in there],
-            estimator,
-            normalise_std,
-        )
-        for index, advantage in zip(there, advantages, strict=True):
-            found[index][turn] = advantage
-    return found
 
 
 def whitening(values_N: Floats) -> tuple[float, float]:

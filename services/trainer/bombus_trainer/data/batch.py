@@ -8,9 +8,10 @@ from typing import assert_never
 import numpy as np
 
 from bombus.config.algorithms import Aggregation
+from bombus.datums.advantages import call_advantages
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord
-from bombus_trainer.algorithms.advantages import call_advantages, whitening
+from bombus_trainer.algorithms.advantages import whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
 from bombus_trainer.algorithms.overlong import is_masked, penalties, was_cut
 from bombus_trainer.data.packing import Terms, TrainingItem

@@ -1,35 +1,12 @@
 """Read the calls of a batch back from the log. What cannot be read costs its episode, not the batch (R6)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from bombus.bus import Bus
+from bombus.datums.reading import CallReader, ancestors, read_calls
 from bombus.errors import LogCorrupted
 from bombus.hive.events import BatchEpisode, BatchReady
-from bombus.hive.records import CallRecord, CallRef, decode_record
+from bombus.hive.records import CallRecord, CallRef
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
-
-ANCESTORS_MAX = 4096
-
-
-class CallReader(Protocol):
-    """A source of call records: the bus, or a log that was kept (`bombus.replay.source.Source`)."""
-
-    async def records(self, refs: Sequence[CallRef]) -> Sequence[CallRecord]:
-        """Return the records of these references, in their order, each checked. Raises `LogCorrupted`."""
-        ...
-
-
-class BusCallReader:
-    """Reads the calls of a running hive."""
-
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-
-    async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
-        stored = await self._bus.get_many(self._bus.subjects.calls_stream, [ref.seq for ref in refs])
-        return [decode_record(message.data, ref) for ref, message in zip(refs, stored, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -51,7 +28,7 @@ async def read_batch(
     """
     try:
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
-        known = await _read(calls, refs)
+        known = await read_calls(calls, refs)
     except LogCorrupted:
         known = {}  # one of them is bad: read episode by episode to find which
     groups: list[EpisodeGroup] = []
@@ -83,30 +60,12 @@ def _age(episode: EpisodeCalls, step: int) -> int:
 
 async def _episode(calls: CallReader, episode: BatchEpisode, known: dict[CallRef, CallRecord]) -> EpisodeCalls:
     missing = [ref for ref in episode.calls if ref not in known]
-    found = known | await _read(calls, missing) if missing else known
+    found = known | await read_calls(calls, missing) if missing else known
     records = tuple(found[ref] for ref in episode.calls)
     return EpisodeCalls(
         episode=episode.episode,
         reward=episode.reward,
         records=records,
         call_rewards=episode.call_rewards,
-        context=await _ancestors(calls, records),
+        context=await ancestors(calls, records),
     )
-
-
-async def _ancestors(calls: CallReader, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
-    """Read parents that do not belong to the episode (cut off, or late), and their parents."""
-    have = {record.id for record in records}
-    context: list[CallRecord] = []
-    frontier: Sequence[CallRecord] = records
-    while wanted := {record.parent for record in frontier if record.parent and record.parent.id not in have}:
-        if len(context) + len(wanted) > ANCESTORS_MAX:
-            raise LogCorrupted(f"an episode has more than {ANCESTORS_MAX} parents that are not its own calls")
-        frontier = list((await _read(calls, sorted(wanted, key=lambda ref: ref.seq))).values())
-        context += frontier
-        have |= {record.id for record in frontier}
-    return tuple(context)
-
-
-async def _read(calls: CallReader, refs: Sequence[CallRef]) -> dict[CallRef, CallRecord]:
-    return dict(zip(refs, await calls.records(refs), strict=True))

@@ -56,7 +56,10 @@ class Seal(msgspec.Struct, frozen=True):
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Format 1 is one file of tensors, format 2 the files of a backend's `ranks` processes, by their relative path."""
+    """Format 1 is one file of tensors, format 2 the files of a backend's `ranks` processes, by their relative path.
+
+    `reshards`: any number of ranks can read them.
+    """
 
     format: int
     facts: Facts
@@ -64,6 +67,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     state_sha256: str = ""
     backend: str = "torch"
     ranks: int = 1
+    reshards: bool = False
     files: dict[str, Seal] = {}
 
 
@@ -94,10 +98,14 @@ def save(root: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Saved:
 def save_files(
     root: Path, facts: Facts, backend: str, ranks: int, write: Callable[[Path], Mapping[str, Seal]]
 ) -> Saved:
-    """Save a checkpoint as `save` does, from files that `write` writes durably, returning the seal of each."""
+    """Save a checkpoint as `save` does, from files that `write` writes durably, returning the seal of each.
+
+    Any number of ranks of the backend can read them.
+    """
 
     def fill(draft: Path) -> _Manifest:
-        return _Manifest(format=2, facts=facts, backend=backend, ranks=ranks, files=dict(write(draft)))
+        files = dict(write(draft))
+        return _Manifest(format=2, facts=facts, backend=backend, ranks=ranks, reshards=True, files=files)
 
     return _save(root, facts, fill)
 
@@ -140,11 +148,11 @@ def load(path: Path, digest: str) -> Checkpoint:
         raise CheckpointLost(f"the checkpoint {path} cannot be read: {error}") from error
 
 
-def verify_files(path: Path, digest: str, backend: str, ranks: int, is_ours: Callable[[str], bool]) -> None:
+def verify_files(path: Path, digest: str, backend: str, ranks: int, is_ours: Callable[[str], bool]) -> bool:
     """Check the files of a checkpoint for which `is_ours` is true against its manifest: each rank checks its own.
 
-    Raises `CheckpointLost` when one is missing or damaged, `EngineFault` when another backend or number of ranks wrote
-    them.
+    Returns whether any number of ranks can read them. Raises `CheckpointLost` when one is missing or damaged,
+    `EngineFault` when another backend wrote them, or another number of ranks those that only as many can read.
     """
     manifest = _read_manifest(path, digest)
     _check_backend(path, manifest, backend, ranks)
@@ -154,6 +162,7 @@ def verify_files(path: Path, digest: str, backend: str, ranks: int, is_ours: Cal
                 raise CheckpointLost(f"the checkpoint {path} is damaged: {name} does not match its manifest")
         except OSError as error:
             raise CheckpointLost(f"the checkpoint {path} cannot be read: {error}") from error
+    return manifest.reshards
 
 
 def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
@@ -176,7 +185,7 @@ def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
 def _check_backend(path: Path, manifest: _Manifest, backend: str, ranks: int) -> None:
     if manifest.backend != backend:
         raise EngineFault(f"the checkpoint {path} is the {manifest.backend} backend's: it cannot go on with {backend}")
-    if manifest.ranks != ranks:
+    if manifest.ranks != ranks and not manifest.reshards:
         raise EngineFault(
             f"the checkpoint {path} was written by {manifest.ranks} ranks, and this trainer has {ranks}: "
             f"start it with {manifest.ranks}"

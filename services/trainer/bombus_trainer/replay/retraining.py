@@ -6,13 +6,14 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.datums.reading import CallReader
 from bombus.errors import EngineFault, LogCorrupted
 from bombus.hive.events import BatchReady, StepCompleted, Weights
 from bombus.replay.logged_run import LoggedRun
 from bombus.replay.source import Source
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
-from bombus_trainer.data.reading import CallReader, read_batch
+from bombus_trainer.data.reading import read_batch
 from bombus_trainer.loading import load_executor
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Checkpoint

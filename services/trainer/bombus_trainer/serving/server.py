@@ -1,6 +1,5 @@
 """Serve a run of training operations: load the base, execute what waits, publish results and covers (R17)."""
 
-import gc
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -15,7 +14,7 @@ from bombus.bus.large.parts import Parts
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, EngineFault, Refused
 from bombus.faults import Point, reached
-from bombus.hive.inbox import CoverWritten, ModelAway, OperationBegins, OperationDone, TrainerServes
+from bombus.hive.inbox import CoverWritten, ModelAway, OperationBegins, OperationDone, TrainerRests, TrainerServes
 from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.state import Queued, TenantModel, Tenants
@@ -29,6 +28,7 @@ from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
 from bombus_trainer.recovery.reports import RunReports, reason_of
 from bombus_trainer.serving.base_weights import publish_base
 from bombus_trainer.serving.covers import Covers, remove_earlier
+from bombus_trainer.serving.memory import give_back
 from bombus_trainer.serving.models import ServedModels
 from bombus_trainer.serving.outcomes import metrics_of, saved_by, shape_of
 from bombus_trainer.serving.turns import Turns
@@ -70,8 +70,9 @@ class OperationServer:
         try:
             while True:
                 try:
-                    models = self._models = self._models or await self._boot()
-                    await self._serve(models)
+                    if ownership.engine.rest_wanted:
+                        await self._sleep()
+                    await self._serve(await self._awake())
                     failures = 0
                     continue
                 except (BackendLost, RunOver):
@@ -89,7 +90,48 @@ class OperationServer:
     def _let_go(self) -> None:
         """Give back the memory of all models."""
         self._models = None
-        gc.collect()
+        give_back()
+
+    # ---- sleep ----------------------------------------------------------------------------------------------------
+
+    async def _sleep(self) -> None:
+        """Write covers, free the memory of all models, and wait until the run is to go on.
+
+        A model whose cover could not be written is made again from an older one, and from what came after that.
+        """
+        ownership = self._ownership
+        if self._models is not None:
+            await self._cover_all(self._models)
+        self._let_go()
+        reached(Point.REST_FREED)
+        log.info("run %d: the trainer sleeps", ownership.run)
+        await self._say_rest(asleep=True)
+        await ownership.wait(lambda engine: not engine.rest_wanted)
+
+    async def _awake(self) -> ServedModels:
+        """Return the models of this run: made again, where they are not here."""
+        if self._models is None:
+            self._models = await self._boot()
+        if self._ownership.engine.asleep and not self._ownership.engine.rest_wanted:
+            reached(Point.REST_WOKEN)
+            await self._say_rest(asleep=False)
+        return self._models
+
+    async def _say_rest(self, asleep: bool) -> None:
+        ownership = self._ownership
+        rests = TrainerRests(
+            id=ownership.id(f"rests-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            asleep=asleep,
+        )
+        await ownership.send(rests)
+        await ownership.wait(lambda engine: engine.asleep == asleep)
+
+    async def _cover_all(self, models: ServedModels) -> None:
+        for name, _ in list(models.coverable()):
+            await self._cover(models, name)
 
     # ---- before the first operation -------------------------------------------------------------------------------
 
@@ -194,6 +236,8 @@ class OperationServer:
         ownership = self._ownership
         ownership.check()
         await self._reports.until_resumed()
+        if ownership.engine.rest_wanted:
+            return
         tenants = ownership.engine.tenants
         if models.is_gone(tenants.models):
             models.forget_ended(tenants.models)
@@ -237,7 +281,7 @@ class OperationServer:
         tenants = engine.tenants
         gone = models.is_gone(tenants.models) or bool(self._removable(models))
         waits = any(model.waiting and model.name not in self._suspended for model in tenants.open_models)
-        return waits or any(self._ends(tenants)) or gone or bool(engine.suspended)
+        return waits or any(self._ends(tenants)) or gone or bool(engine.suspended) or engine.rest_wanted
 
     async def _remove_weights(self, models: ServedModels) -> None:
         """Remove the checkpoints that the log has removed, unless there is one of the same name again.

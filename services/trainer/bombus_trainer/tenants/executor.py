@@ -320,31 +320,44 @@ class OperationExecutor:
             raise Refused(
                 Code.MALFORMED, f"ttl_s is {operation.ttl_s}: it has to be a number of seconds, or 0 for ever"
             )
+        if operation.merged and kind is not CheckpointKind.EXTERNAL:
+            raise Refused(
+                Code.MALFORMED, f"only a save for others ({CheckpointKind.EXTERNAL}) is merged, and not {kind}"
+            )
         where = CheckpointName(model, kind, operation.name)
         optimizer = self._shelf.bring(model) if kind is CheckpointKind.TRAINING else None
-        fill = partial(write_tenant, tenant=tenant, contents=self._contents(tenant, kind, optimizer))
+        contents = self._contents(tenant, kind, optimizer, operation.merged)
+        fill = partial(write_tenant, tenant=tenant, contents=contents)
         marks = TenantMarks(operation.ttl_s, name, executed)
-        return self._checkpoints.save(
-            where, operation.overwrite, name, fill, partial(self._facts, where, tenant, marks)
-        )
+        facts = partial(self._facts, where, tenant, marks, merged=operation.merged)
+        return self._checkpoints.save(where, operation.overwrite, name, fill, facts)
 
-    def _contents(self, tenant: TrainedTenant, kind: CheckpointKind, optimizer: TenantOptimizer | None) -> Contents:
-        files = load_tokenizer_files(self._folder) if tenant.spec is None else {}
-        return Contents(kind, files, hub_name(self._base_name) or str(self._folder.absolute()), optimizer)
+    def _contents(
+        self, tenant: TrainedTenant, kind: CheckpointKind, optimizer: TenantOptimizer | None, merged: bool = False
+    ) -> Contents:
+        files = load_tokenizer_files(self._folder) if tenant.spec is None or merged else {}
+        base = hub_name(self._base_name) or str(self._folder.absolute())
+        return Contents(kind, files, base, optimizer, merged=merged)
 
     def _facts(
-        self, name: CheckpointName, tenant: TrainedTenant, marks: TenantMarks, seals: dict[str, Seal]
+        self,
+        name: CheckpointName,
+        tenant: TrainedTenant,
+        marks: TenantMarks,
+        seals: dict[str, Seal],
+        merged: bool = False,
     ) -> TenantFacts:
+        weights = weights_file(tenant, merged)
         return TenantFacts(
             base=self._base_name,
             model=name.model,
             kind=name.kind,
             name=name.name,
             step=tenant.step,
-            weights=weights_file(tenant),
-            address=seals[weights_file(tenant)].sha256,
+            weights=weights,
+            address=seals[weights].sha256,
             files=seals,
-            adapter=tenant.spec,
+            adapter=None if merged else tenant.spec,
             unstepped=tenant.epoch,
             marks=marks,
         )

@@ -20,17 +20,17 @@ from bombus_trainer.tenants.checkpoints import GRADIENT, OPTIMIZER, CheckpointFo
 from bombus_trainer.tenants.tenant import TrainedTenant
 
 
-def weights_file(tenant: TrainedTenant) -> str:
+def weights_file(tenant: TrainedTenant, merged: bool = False) -> str:
     """Return the name of the file with a tenant's weights."""
-    return FULL_FILE if tenant.spec is None else ADAPTER_FILE
+    return FULL_FILE if tenant.spec is None or merged else ADAPTER_FILE
 
 
 @dataclass(frozen=True)
 class Contents:
     """What a checkpoint has beside weights. Whatever the `kind`, an inference engine can read its folder.
 
-    `files` are those of the base beside its tensors, which a model of all weights has with it. `base_model` is what
-    `from_pretrained` loads the base by.
+    `files` are those of the base beside its tensors, which a model of all weights has with it, and one whose adapter
+    is `merged` into it. `base_model` is what `from_pretrained` loads the base by.
     """
 
     kind: CheckpointKind
@@ -38,13 +38,14 @@ class Contents:
     base_model: str
     optimizer: TenantOptimizer | None = None
     gradient: bool = False
+    merged: bool = False
 
 
 def write_tenant(draft: Path, tenant: TrainedTenant, contents: Contents) -> dict[str, Seal]:
     """Write a tenant into an empty folder, durably but for small files. Returns the seals of the others."""
     files, optimizer = contents.files, contents.optimizer
     seals: dict[str, Seal] = {}
-    if tenant.spec is not None:
+    if tenant.spec is not None and not contents.merged:
         seals[ADAPTER_FILE] = _write_adapter(draft, tenant, contents)
     elif contents.kind is CheckpointKind.TRAINING:
         write_files(draft, files, torch.float32)
@@ -53,7 +54,8 @@ def write_tenant(draft: Path, tenant: TrainedTenant, contents: Contents) -> dict
     else:
         policy = tenant.base.policy
         write_files(draft, files, policy.export_dtype)
-        seals[FULL_FILE] = _write(draft / FULL_FILE, policy.dense_weights(), policy.dense_shapes())
+        with tenant.base.switched_on(tenant.adapters):
+            seals[FULL_FILE] = _write(draft / FULL_FILE, policy.dense_weights(), policy.dense_shapes())
     if optimizer is not None:
         state = optimizer.state()
         seals[OPTIMIZER] = _write(draft / OPTIMIZER, state.items(), _shapes(state))

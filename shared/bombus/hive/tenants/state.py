@@ -5,7 +5,7 @@ one that was executed is its result, for its client, and its body, for a trainer
 the checkpoint before it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ COVER_OPERATIONS = 64  # after so many, or so many bytes of them, a cover is due
 COVER_BYTES = 64 << 20
 REMOVED_KEPT = 1000  # saved models that were removed last, whose folders a trainer may still have to remove
 MODELS_KEPT = 256  # that have ended, with their results
+FORWARD_BACKWARD, OPTIM_STEP = "forward_backward", "optim_step"
 
 
 class Queued(msgspec.Struct, kw_only=True):
@@ -87,6 +88,10 @@ class TenantModel(msgspec.Struct, kw_only=True):
     last_ns: int = 0  # when an operation was accepted or executed last
     metadata: dict[str, str] = {}
     suspended: str = ""  # why its trainer cannot make it again
+    last_op: str = ""  # that was executed
+    last_failed: bool = False
+    scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
+    stepped: dict[str, float] = {}  # and of the newest optim_step
 
     @property
     def covered(self) -> int:
@@ -146,6 +151,7 @@ class Tenants(msgspec.Struct, kw_only=True):
     executed: int = 0
     failed: int = 0
     model_closed_ns: int = 0  # when a model ended last
+    endpoints: dict[str, ev.EndpointAdded] = {}  # inference servers elsewhere by `endpoint_id`, oldest first
     released: dict[str, int] = {}  # by model: sequences of `ops` before which its bodies may be purged
 
     @property
@@ -179,8 +185,18 @@ def bodies_share(limits: ev.Tenancy) -> int:
     return limits.bodies_bytes_max // limits.models_max
 
 
+def mean_loss(metrics: Mapping[str, float]) -> float | None:
+    """Return the loss of a forward_backward for each token that counted, None where none did."""
+    tokens = metrics.get("tokens", 0.0)
+    return metrics["loss"] / tokens if tokens > 0 and "loss" in metrics else None
+
+
 def kept_id(model: str, use: str, name: str) -> str:
     return f"{model}/{use}/{name}"
+
+
+def endpoint_id(host: str, port: int) -> str:
+    return f"{host}:{port}"
 
 
 # ---- the fold -------------------------------------------------------------------------------------------------
@@ -312,6 +328,11 @@ def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: i
     model.executed += 1
     model.step = event.step
     model.last_ns = event.at_ns
+    model.last_op, model.last_failed = event.op, event.failed
+    if event.op == FORWARD_BACKWARD and not event.failed:
+        model.scored = event.metrics
+    elif event.op == OPTIM_STEP and not event.failed:
+        model.stepped = event.metrics
     if event.made is not None:
         model.adapter, model.parameters = event.made.adapter, event.made.parameters
     tenants.executed += 1

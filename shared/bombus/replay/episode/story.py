@@ -13,7 +13,10 @@ from bombus.replay.tally import EpisodesSeen
 
 
 class EpisodeStory(msgspec.Struct, kw_only=True):
-    """`fate` is a clause on what happened to the episode after it ended. Times are nanoseconds since the epoch."""
+    """`fate` is a clause on what happened to the episode after it ended. Times are nanoseconds since the epoch.
+
+    In a run of training operations it played with `sampler`.
+    """
 
     id: str
     engine: str
@@ -32,6 +35,7 @@ class EpisodeStory(msgspec.Struct, kw_only=True):
     calls: dict[CallRef, NotedCall] = {}  # in the order in which they were noted
     config: ev.EngineConfigured | None = None
     tokenizer: str = ""
+    sampler: ev.SamplerWeights | None = None
 
     def belongs(self, ref: CallRef) -> bool:
         """Whether a call is one of those that the episode ended with (R7); while the episode runs, whether the call was
@@ -87,7 +91,8 @@ class _StoryReader:
         story = self._story
         if story.outcome is not None and not story.fate:
             in_pool = self._id in self._hive.engines[story.engine].pool
-            story.fate = "waits in the pool" if in_pool else "measured its policy version, and was not trained"
+            played = "its policy version" if story.sampler is None else "what it played with"
+            story.fate = "waits in the pool" if in_pool else f"measured {played}, and was not trained"
         return story
 
     def _begin(self, name: str) -> None:
@@ -107,6 +112,7 @@ class _StoryReader:
             calls={call.ref: call for call in found.calls},
             config=engine.active,
             tokenizer=engine.weights.weights.tokenizer if engine.weights is not None else "",
+            sampler=found.sampler,
         )
 
     def _note(self, story: EpisodeStory, event: AnyEvent) -> None:
@@ -117,6 +123,8 @@ class _StoryReader:
                 for outcome in event.outcomes:
                     if outcome.episode == self._id:
                         story.outcome, story.task, story.over_ns = outcome, outcome.task, event.at_ns
+            case ev.WeightsReady() if not story.tokenizer and event.run == story.run:
+                story.tokenizer = event.weights.tokenizer
             case ev.EpisodeAborted() if self._id in event.episodes:
                 story.aborted, story.over_ns = event, event.at_ns
 
@@ -129,6 +137,8 @@ def _left_the_pool(story: EpisodeStory, event: AnyEvent, seq: int) -> None:
                 group for group in event.groups if any(member.episode == story.id for member in group.episodes)
             )
             story.fate = f"trained in step {event.step} (event {seq})"
+        case ev.EpisodesTaken():
+            story.fate = f"taken by its client (event {seq})"
         case ev.GroupDropped() | ev.PoolCleared():
             story.fate = f"dropped untrained: {event.reason} (event {seq})"
         case _:

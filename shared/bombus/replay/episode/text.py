@@ -58,6 +58,8 @@ def facts(story: EpisodeStory) -> list[tuple[str, str]]:
         ),
         ("claimed", claimed),
     ]
+    if story.sampler is not None:
+        rows.append(("sampler", story.sampler.checkpoint or "the base of the run"))
     if story.outcome is not None:
         rewards = story.outcome.call_rewards
         if rewards is not None:

@@ -14,6 +14,7 @@ from bombus.hive.records import FinishReason, SamplingParams, unpack_tokens
 from bombus.hive.state import EngineState, Phase
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.replica_client import Generation, ReplicaBusy, ReplicaGone
+from bombus_gateway.call.upstream import LOADS_MAX, AdapterMissing, dropped_too_often
 from bombus_gateway.tenants.sampling.samplers import Sampler
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.stops import configured_stops
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 PAUSE_S, PAUSE_S_MAX = 0.05, 1.0  # between attempts
 FAILURES_MAX = 6  # of replicas that were asked for one answer
-LOADS_MAX = 8  # times that the adapter of one request is loaded, where replicas drop it again for others
 
 
 class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,6 @@ class SampleDrawing:
     def __init__(self, calls: Calls, engine: str) -> None:
         self._calls = calls
         self._engine = engine
-        self._loads: dict[tuple[str, str], asyncio.Lock] = {}  # by replica and adapter: one loads for all
 
     @property
     def engine(self) -> EngineState:
@@ -69,21 +68,22 @@ class SampleDrawing:
     async def _attempted(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
         """Draw samples, again where a replica is missing, is busy, fails, or does not have the adapter."""
         attempt = loads = failures = 0
+        lacking = ""  # the replica that lacks the adapter
         while True:
             try:
+                if lacking:
+                    replica, lacking = lacking, ""
+                    await self._calls.upstream.load_adapter(self._engine, replica, sampler.address, sampler.folder)
                 return await self._drawn(sampler, asked)
             except Refused as refusal:
                 if refusal.code not in (Code.NO_REPLICA, Code.BUS_DOWN):
                     raise
                 log.debug("a sample waits: %s", refusal.why)
-            except _AdapterMissing as missing:
+            except AdapterMissing as missing:
                 loads += 1
                 if loads > LOADS_MAX:
-                    why = f"Replicas dropped adapter {sampler.checkpoint} for others {LOADS_MAX} times"
-                    raise Refused(
-                        Code.OVERLOADED, f"{why}: give them more room (--adapters-mb), or sample from fewer at once."
-                    ) from None
-                await self._load(missing.url, sampler)
+                    raise dropped_too_often(str(sampler.checkpoint)) from None
+                lacking = missing.replica
                 continue
             except ReplicaBusy as busy:
                 log.debug("a sample waits: %s", busy)
@@ -120,7 +120,7 @@ class SampleDrawing:
             raise
         except Refused as refusal:
             if refusal.code == Code.UNKNOWN_MODEL and sampler.address:
-                raise _AdapterMissing(self._url(replica)) from None
+                raise AdapterMissing(replica) from None
             raise
         finally:
             generation.abort("the samples are complete, or are not wanted any more")
@@ -158,30 +158,6 @@ class SampleDrawing:
                 raise ReplicaGone("the replica's answer ended too early")
             for frame in frames:
                 collected.take(frame)
-
-    def _url(self, replica: str) -> str:
-        found = self.engine.replicas.get(replica)
-        if found is None:
-            raise ReplicaGone(f"replica {replica} has left the hive")
-        return found.url
-
-    async def _load(self, url: str, sampler: Sampler) -> None:
-        """Load a sampler's adapter on a replica. Raises `Refused` where it cannot be."""
-        lock = self._loads.setdefault((url, sampler.address), asyncio.Lock())
-        try:
-            async with lock:
-                await self._calls.client.load_adapter(url, sampler.address, sampler.folder)
-        finally:
-            if not lock.locked():
-                self._loads.pop((url, sampler.address), None)
-
-
-class _AdapterMissing(Exception):
-    """Raised when a replica does not have the adapter that it was asked for."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.url = url
 
 
 class _Collected:

@@ -12,6 +12,7 @@ from bombus.hive.tenants.state import Tenants
 from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.refusals import RETRY_AFTER
+from bombus_gateway.tenants.bases import Bases
 from bombus_gateway.tenants.bodies import in_json, names_in, read_body
 from bombus_gateway.tenants.sampling.drawing import SampleDrawing
 from bombus_gateway.tenants.sampling.futures import SampleFutures
@@ -26,8 +27,9 @@ _AskedT = TypeVar("_AskedT", GenerateRequest, VllmRequest)
 class SamplingRoutes:
     """Sampling on one engine."""
 
-    def __init__(self, calls: Calls, engine: str) -> None:
+    def __init__(self, calls: Calls, engine: str, bases: Bases) -> None:
         self._calls = calls
+        self._bases = bases
         self._drawing = SampleDrawing(calls, engine)
         self.futures = SampleFutures(self._drawing, calls.capacity)
 
@@ -43,6 +45,7 @@ class SamplingRoutes:
         asked = read_sampling_session(dialect, body)
         if dialect == TrainingDialect.TINKER:
             _check_session(self._drawing.engine.tenants, asked.id)
+        asked = msgspec.structs.replace(asked, base=self._bases.path_of(asked.base))
         name, sampler = begun_sampler(self._drawing.engine, asked)
         if dialect == TrainingDialect.TINKER:
             return in_json({"type": "create_sampling_session", "sampling_session_id": name})
@@ -53,7 +56,7 @@ class SamplingRoutes:
         name = request.path_params["sampler"]
         found = found_sampler(self._drawing.engine, name)
         path = None if found.checkpoint is None else found.checkpoint.uri(TrainingDialect.TINKER)
-        return in_json({"sampler_id": name, "base_model": found.base, "model_path": path})
+        return in_json({"sampler_id": name, "base_model": self._bases.name_of(found.base), "model_path": path})
 
     async def asample(self, request: Request) -> Response:
         body = await read_body(request)

@@ -13,8 +13,8 @@ from bombus.errors import Code, Refused
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.state import KeptWeights
 from bombus.operations import CheckpointKind
-from bombus_gateway.tenants.listings import found_checkpoint, path_of
-from bombus_gateway.tenants.sessions import base_names
+from bombus_gateway.tenants.bases import base_names
+from bombus_gateway.tenants.listings import SYNCED, found_checkpoint, path_of, synced_weights
 from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
 from bombus_gateway.training.dialects import OF_SAMPLE, is_tinkers, session_of
 from bombus_gateway.training.paths import CheckpointPath, read_path
@@ -49,10 +49,11 @@ def found_sampler(engine: EngineState, name: str) -> Sampler:
         return _of_base(engine, "")
     kept = engine.tenants.kept.values()
     if what:
-        found = (each for each in kept if len(what) == ADDRESS_CHARACTERS and each.noted.saved.address.startswith(what))
+        found = [each for each in kept if len(what) == ADDRESS_CHARACTERS and each.noted.saved.address.startswith(what)]
     else:
-        found = (each for each in kept if session_of(each.noted.model) == session and _is_unnamed(each, number))
-    first = next(found, None)
+        found = [each for each in kept if session_of(each.noted.model) == session and _is_unnamed(each, number)]
+    # Of those with equal weights, one that was saved for samplers is told as theirs.
+    first = min(found, key=lambda each: each.noted.saved.use != CheckpointKind.SAMPLER, default=None)
     if first is None:
         raise Refused(
             Code.UNKNOWN_MODEL, f"There is no sampler {name[:300]} here, or its checkpoint has been removed; make one."
@@ -65,10 +66,11 @@ def found_sampler(engine: EngineState, name: str) -> Sampler:
 def named_sampler(engine: EngineState, name: str) -> Sampler:
     """Return the weights that xorl's client calls `name`: a path, or the name of the checkpoint saved last under it.
 
-    Without a name they are the base.
+    Without a name they are what was put in sync last in this run, or else the base.
     """
     if not name:
-        return _of_base(engine, "")
+        synced = [each for each in synced_weights(engine.tenants, CheckpointKind.SAMPLER) if _is_of_run(engine, each)]
+        return _of_checkpoint(engine, synced[-1]) if synced else _of_base(engine, "")
     if "/" in name:
         return _of_checkpoint(engine, found_checkpoint(engine.tenants, read_path(name)))
     named = [
@@ -80,6 +82,10 @@ def named_sampler(engine: EngineState, name: str) -> Sampler:
     if not samplers:
         raise Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {name[:140]} here, or not any longer.")
     return _of_checkpoint(engine, samplers[-1])
+
+
+def _is_of_run(engine: EngineState, kept: KeptWeights) -> bool:
+    return engine.phase != Phase.OFFLINE and kept.noted.run == engine.run
 
 
 def _is_unnamed(kept: KeptWeights, number: str) -> bool:
@@ -115,6 +121,9 @@ def _of_checkpoint(engine: EngineState, kept: KeptWeights) -> Sampler:
     if noted.adapter is None:
         why = f"{path_of(kept).id} has all weights of its model, and only adapters are sampled from here."
         raise Refused(Code.UNSUPPORTED, f"{why} Train an adapter (rank 1 or more) to sample from it.")
+    if noted.saved.use == CheckpointKind.EXTERNAL and noted.saved.name.startswith(SYNCED):
+        why = f"{path_of(kept).id} is a whole model for inference servers elsewhere: sample from those."
+        raise Refused(Code.UNSUPPORTED, why)
     started = engine.started
     if engine.phase != Phase.OFFLINE and started is not None and noted.base not in (started.base, *base_names(engine)):
         why = f"{path_of(kept).id} is an adapter on {noted.base}, and engine {engine.name} runs {started.base} now."

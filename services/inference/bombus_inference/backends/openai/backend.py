@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 import httpx
-import msgspec
 
+from bombus.endpoints.servers import LoadFailed
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Generate
 from bombus_inference.backends.answers import FrameAssembler
@@ -148,7 +148,7 @@ class OpenAIBackend:
         self._swaps += 1
         try:
             await server.load(policy.folder.absolute(), self._label, self._settings.update_s)
-        except (BackendFailed, httpx.HTTPError, msgspec.MsgspecError) as error:
+        except (LoadFailed, httpx.HTTPError) as error:
             raise EngineFault(
                 f"{self._settings.url} could not load {policy.folder}, which it must see under the same path: "
                 f"{str(error) or type(error).__name__}"

@@ -19,6 +19,7 @@ from bombus.hive.generation import Generate
 from bombus.weights.deltas import FULL_FILE
 from bombus.weights.merging import Adapter
 from bombus.weights.models import load_model
+from bombus_inference.backends.adapter_folders import check_address
 from bombus_inference.backends.limits import NO_ADAPTERS
 from bombus_inference.backends.protocol import (
     NOTHING_LOADED,
@@ -37,7 +38,7 @@ from bombus_inference.backends.torch.adapters.own import (
     read_adapter,
     set_adapter,
 )
-from bombus_inference.backends.torch.adapters.reading import check_address, read_loaded
+from bombus_inference.backends.torch.adapters.reading import read_loaded
 from bombus_inference.backends.torch.checking import check_faithful
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import read_patches

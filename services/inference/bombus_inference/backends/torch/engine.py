@@ -15,10 +15,11 @@ from bombus.architectures.probing import context_of, refusing, sequence_limit
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Frame, Generate
+from bombus_inference.backends.adapter_store import AdapterStore
 from bombus_inference.backends.limits import CHOICES_MAX, Limits
+from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import LowRank, check_adapter
 from bombus_inference.backends.torch.adapters.serving import BASE_VERSION, ServedAdapters, tensors_of
-from bombus_inference.backends.torch.adapters.store import AdapterStore, LoadedAdapter
 from bombus_inference.backends.torch.attention import PLAN, ForwardPlan, plan_pass
 from bombus_inference.backends.torch.cache import Blocks
 from bombus_inference.backends.torch.patching import TensorPatch, apply_patches, fitting_patches
@@ -151,7 +152,7 @@ class Engine:
         )
 
     @property
-    def adapters(self) -> AdapterStore:
+    def adapters(self) -> AdapterStore[LoadedAdapter]:
         """The adapters that are loaded."""
         return self._adapters.store
 

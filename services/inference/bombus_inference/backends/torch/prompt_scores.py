@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bombus.hive.generation import SCORES_A_FRAME_MAX, PromptScores
+from bombus.hive.generation import PromptScores
+from bombus_inference.backends.answers import score_frames
 
 LOGITS_MAX = 1 << 24  # elements of the logits that are in memory at once
 
@@ -58,20 +59,7 @@ class PromptScoring:
         self.version = version
 
     def frames(self) -> list[PromptScores]:
-        width, frames = self._width, []
-        for start in range(0, len(self._prompt), SCORES_A_FRAME_MAX):
-            end = start + SCORES_A_FRAME_MAX
-            frames.append(
-                PromptScores(
-                    start=start,
-                    version=self.version,
-                    logprobs=self._logprobs[start:end].tobytes(),
-                    width=width,
-                    top_tokens=self._top_tokens[start * width : end * width].tobytes(),
-                    top_logprobs=self._top_logprobs[start * width : end * width].tobytes(),
-                )
-            )
-        return frames
+        return score_frames(self._logprobs, self._top_tokens, self._top_logprobs, self._width, self.version)
 
 
 def rows_at_once(vocabulary: int) -> int:

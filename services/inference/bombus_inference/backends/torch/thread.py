@@ -23,8 +23,8 @@ from bombus_inference.backends.protocol import (
     failure,
     refusal_fault,
 )
+from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import LowRank
-from bombus_inference.backends.torch.adapters.store import LoadedAdapter
 from bombus_inference.backends.torch.engine import NO_ADAPTER, Engine, Output, Stats
 from bombus_inference.backends.torch.patching import TensorPatch
 

@@ -1,5 +1,7 @@
 """The vllm backend: one child process per run, whose weights change in place while its requests wait.
 
+In a run of operations the weights stay, and adapters are served beside them.
+
 To change weights, pause what is running, load the files, set their label, drop every key and value that the old ones
 computed (running requests compute theirs again), and resume. No token of the new weights exists before the resume, so
 every token that has arrived by then is the old version's. For later tokens vLLM reports the version of each at the end
@@ -22,8 +24,9 @@ from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.host.environments import environment_python
 from bombus.weights.adapters import ADAPTER_FILE
 from bombus.weights.deltas import FULL_FILE
+from bombus_inference.backends.adapter_folders import check_address
 from bombus_inference.backends.answers import FrameAssembler
-from bombus_inference.backends.http_calls import JSON, BackendFailed, FrameBatches, HttpCalls, check_answer, server_sent
+from bombus_inference.backends.http_calls import JSON, BackendFailed, HttpCalls, check_answer
 from bombus_inference.backends.limits import CHOICES_MAX, NO_ADAPTERS, Limits
 from bombus_inference.backends.protocol import (
     NOTHING_LOADED,
@@ -35,6 +38,9 @@ from bombus_inference.backends.protocol import (
     ReportStage,
     with_precision,
 )
+from bombus_inference.backends.vllm.adapter_files import AdapterRules
+from bombus_inference.backends.vllm.adapters import VllmAdapters
+from bombus_inference.backends.vllm.answering import GENERATE, Answering, ServedVersion
 from bombus_inference.backends.vllm.prometheus import vllm_metrics
 from bombus_inference.backends.vllm.server import (
     ADAPTER,
@@ -42,6 +48,7 @@ from bombus_inference.backends.vllm.server import (
     NO_TOKENIZER,
     VllmServer,
     has_tokenizer,
+    serves_beside,
     vllm_arguments,
     vllm_environment,
 )
@@ -52,15 +59,11 @@ from bombus_inference.settings import ComputeSettings, VllmSettings
 
 log = logging.getLogger(__name__)
 
-GENERATE = "/inference/v1/generate"
 HEALTHY_S = 120.0  # a child that lived for so long is restarted after the shortest pause
 RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 SCRAPE_S = 5.0
 
-_NOT_COMPILED = (
-    "the engine failed at a request whose answer has a form ({}); it may not be able to hold answers to this schema"
-)
 DIED = Fault(why="the replica's vLLM died and is started again", code=Code.NO_REPLICA, retry=True)
 
 
@@ -82,6 +85,22 @@ class _Child:
     max_model_len: int
     constrains: bool
 
+    @property
+    def beside(self) -> bool:
+        """Whether it serves adapters beside the policy."""
+        return serves_beside(self.policy, self.compute)
+
+
+def _with_less(child: _Child, fault: EngineFault) -> _Child:
+    """Return what to start after a child that did not: without what it failed at. Raises the fault if that is all."""
+    if child.constrains and "tokeniz" in str(fault).lower():
+        log.warning("vLLM starts without the model's tokenizer, so answers cannot be held to a form: %s", fault)
+        return replace(child, constrains=False)
+    if child.beside and "lora" in str(fault).lower():
+        log.warning("vLLM starts without adapters beside the policy: %s", fault)
+        return replace(child, policy=replace(child.policy, beside=False))
+    raise fault
+
 
 class VllmBackend:
     """Runs one child at a time. While it starts, and after it died, nothing is served."""
@@ -90,7 +109,6 @@ class VllmBackend:
 
     def __init__(self, compute: ComputeSettings, vllm: VllmSettings, deliver: Deliver) -> None:
         self.run = 0
-        self.version = -1
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
         self._compute = compute
@@ -101,11 +119,15 @@ class VllmBackend:
         self._watching: asyncio.Task[None] | None = None
         self._shapes: Shapes = {}  # of the tensors that change
         self._base_model: Path | None = None  # the model under the adapters, if the run trains adapters
-        self._swaps = 0  # increased before anything changes
-        self._steady = asyncio.Event()  # set while no weights are being changed
-        self._steady.set()
+        self._adapters: VllmAdapters | None = None  # those beside the policy, if the child serves any
+        self._answering: Answering | None = None
+        self._served = ServedVersion()
         self._starts = 0
         self._pause_s = 0.0
+
+    @property
+    def version(self) -> int:
+        return self._served.number
 
     @property
     def pid(self) -> int | None:
@@ -123,60 +145,48 @@ class VllmBackend:
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:
-        server = self._server
-        if server is None or self.version < 0:
+        if self._answering is None or self.version < 0:
             self._calls.refuse(ticket, NOTHING_LOADED)
             return
-        self._calls.add(ticket, request, self.run, self._limits, partial(self._generate, server))
+        self._calls.add(ticket, request, self.run, self._limits, self._answering.answer)
 
     def abort(self, ticket: int) -> None:
         self._calls.abort(ticket)
 
-    async def _generate(self, server: VllmServer, request: Generate, prompt: list[int]) -> FrameBatches:
-        """Yield the frames of an answer. Raises `BackendFailed` or `Refused`."""
-        try:
-            async with contextlib.aclosing(self._frames(server, request, prompt)) as made:
-                async for frames in made:
-                    yield frames
-        except BackendFailed as error:
-            # Grammars are compiled in the engine, where some fail that were checked before: at every replica.
-            if request.constraint is not None and await server.is_healthy():
-                raise Refused(Code.UNSUPPORTED, _NOT_COMPILED.format(error)) from error
-            raise
-
-    async def _frames(self, server: VllmServer, request: Generate, prompt: list[int]) -> FrameBatches:
-        await self._steady.wait()
-        swaps, run = self._swaps, self.run
-        tokens_max = self._limits.tokens_max(request, prompt)
-        assembler = FrameAssembler(request, self.version, lambda: self._swaps == swaps, tokens_max - len(prompt))
-        body = request_body(request, prompt, tokens_max, self._model)
-        async with server.client.stream("POST", GENERATE, content=body, headers=JSON) as response:
-            await check_answer(response)
-            if not request.stream:
-                for delta in parse_deltas(await response.aread(), run, request.sampling.top_logprobs):
-                    yield assembler.take(delta)
-                return
-            async for event in server_sent(response):
-                for delta in parse_deltas(event, run, request.sampling.top_logprobs):
-                    if frames := assembler.take(delta):
-                        yield frames
-
     # ---- adapters beside the policy ---------------------------------------------------------------------------
 
     async def load_adapter(self, address: str, folder: Path) -> bool:
-        raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+        check_address(address)
+        return await self._beside().load(address, folder)
 
     async def unload_adapter(self, address: str) -> None:
-        raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+        check_address(address)
+        await self._beside().unload(address)
 
     async def adapters(self) -> list[AdapterUse]:
-        return []
+        return [] if self._adapters is None else self._adapters.listed()
+
+    def _beside(self) -> VllmAdapters:
+        """Return the adapters of the child. Raises `Refused` where there are none, or not yet."""
+        if not self._compute.adapters_bytes:
+            raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+        if self._server is None or self.version < 0:
+            raise Refused(Code.NO_REPLICA, NOTHING_LOADED.why)
+        if self._adapters is None:
+            raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+        return self._adapters
+
+    async def _ask(self, server: VllmServer, path: str, body: dict[str, object]) -> httpx.Response:
+        """Post to a child. Raises `httpx.HTTPError`, also when it has ended."""
+        if server.ended.is_set() or server.client.is_closed:
+            raise httpx.TransportError("it has ended")
+        return await server.client.post(path, json=body, timeout=self._vllm.update_s)
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
         server = self._server
-        same = self.run == policy.run and self._base_model == _base_model(policy)
+        same = self.run == policy.run and self._base_model == _base_model(policy) and self._adapters is None
         if server is not None and self.version >= 0 and same:
             await self._change(server, policy)
         else:
@@ -200,23 +210,32 @@ class VllmBackend:
         began = asyncio.get_running_loop().time()
         self._base_model = _base_model(policy)
         child = _Child(policy, compute, longest, has_tokenizer(policy))
-        try:
-            server = await self._started(child, report_stage)
-        except EngineFault as fault:
-            if not child.constrains or "tokeniz" not in str(fault).lower():
-                raise
-            log.warning("vLLM starts without the model's tokenizer, so answers cannot be held to a form: %s", fault)
-            child = replace(child, constrains=False)
-            server = await self._started(child, report_stage)
+        while True:
+            try:
+                server, adapters = await self._started(child, shapes, report_stage)
+                break
+            except EngineFault as fault:
+                child = _with_less(child, fault)
         self._starts += 1
-        self._server, self._shapes = server, shapes
+        self._server, self._shapes, self._adapters = server, shapes, adapters
         choices_max = min(CHOICES_MAX, self._compute.max_running)
-        self._limits = Limits(longest, config.vocabulary, choices_max, self._compute.max_waiting, child.constrains)
-        self.run, self.version = policy.run, policy.version
+        self._limits = Limits(
+            longest,
+            config.vocabulary,
+            choices_max,
+            self._compute.max_waiting,
+            child.constrains,
+            scores=policy.adapter is None,  # with LoRA on the output layer they end the engine
+            adapters=adapters is not None,
+        )
+        self.run, self._served.number = policy.run, policy.version
+        self._answering = Answering(server, self.run, self._model, self._limits, self._served, adapters)
         self._watching = asyncio.create_task(self._watch(server))
         log.info("vLLM started in %.1f s", asyncio.get_running_loop().time() - began, extra={"run": policy.run})
 
-    async def _started(self, child: _Child, report_stage: ReportStage) -> VllmServer:
+    async def _started(
+        self, child: _Child, shapes: Shapes, report_stage: ReportStage
+    ) -> tuple[VllmServer, VllmAdapters | None]:
         """Start a child, and generate a token with it. Raises `EngineFault`."""
         python = self._vllm.python or environment_python("vllm")
         policy, compute = child.policy, child.compute
@@ -226,12 +245,21 @@ class VllmBackend:
             command = [str(python), *words, *([] if child.constrains else [NO_TOKENIZER])]
             await server.start(command, vllm_environment(compute, self._vllm), self._vllm.start_s, report_stage)
             await self._check(server, WeightLabel(policy.run, policy.version))
+            adapters = await self._adapters_of(server, child, shapes) if child.beside else None
         except BaseException as error:
             if isinstance(error, EngineFault):
                 self._pause_s = self._longer_pause_s()
             await asyncio.shield(server.stop())
             raise
-        return server
+        return server, adapters
+
+    async def _adapters_of(self, server: VllmServer, child: _Child, shapes: Shapes) -> VllmAdapters:
+        """Return the adapters of a new child, none so far. Raises `EngineFault` if it cannot serve any."""
+        compute = child.compute
+        rules = AdapterRules(shapes, self._vllm.max_lora_rank, compute.adapters_bytes, compute.precision)
+        adapters = VllmAdapters(server.adapters, rules, partial(self._ask, server))
+        await adapters.begin()
+        return adapters
 
     async def _check(self, server: VllmServer, label: WeightLabel) -> None:
         """Generate one token in the usual way, so that a vLLM that cannot do this is found out at the start."""
@@ -239,7 +267,7 @@ class VllmBackend:
         try:
             await self._post(server, "/update_weight_version", json={"new_version": str(label)})
             response = await server.client.post(
-                GENERATE, content=request_body(request, [0], 2, self._model), headers=JSON
+                GENERATE, content=request_body(request, [0], 2, self._model, stream=False), headers=JSON
             )
             await check_answer(response)
             made = parse_deltas(response.content, label.run, 0)
@@ -260,8 +288,8 @@ class VllmBackend:
         method would change.
         """
         await asyncio.to_thread(check_same_shapes, self._shapes, _changing_file(policy))
-        self._swaps += 1
-        self._steady.clear()
+        self._served.swaps += 1
+        self._served.steady.clear()
         began = asyncio.get_running_loop().time()
         try:
             await self._post(server, "/pause?mode=keep")
@@ -274,14 +302,14 @@ class VllmBackend:
             await self._post(server, "/update_weight_version", json={"new_version": label})
             await self._post(server, "/reset_prefix_cache?reset_running_requests=true", expect=b'"success":true')
             await self._post(server, "/resume")
-            self.version = policy.version
+            self._served.number = policy.version
         except BaseException as error:
             await asyncio.shield(self._end_server(DIED))
             if isinstance(error, BackendFailed | httpx.HTTPError):
                 raise EngineFault(f"vLLM could not change to version {policy.version} in place: {error}") from error
             raise
         finally:
-            self._steady.set()
+            self._served.steady.set()
         milliseconds = round(1000 * (asyncio.get_running_loop().time() - began))
         log.info("changed weights in %d ms", milliseconds, extra={"run": policy.run, "version": policy.version})
 
@@ -307,10 +335,10 @@ class VllmBackend:
         healthy = loop.time() - began > HEALTHY_S
         self._pause_s = RESTART_S if healthy else self._longer_pause_s()
         log.error("vLLM died and is started again in %.0f s: %s", self._pause_s, server.last_words())
-        self.version = -1
+        self._served.number = -1
         self._calls.end_all(DIED)
         await server.stop()
-        self._server = None
+        self._server = self._adapters = self._answering = None
         self.lost.set()
 
     async def _until_dead(self, server: VllmServer) -> None:
@@ -330,9 +358,10 @@ class VllmBackend:
         return min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)
 
     async def _end_server(self, fault: Fault) -> None:
-        self.version = -1
+        self._served.number = -1
         self._calls.end_all(fault)
         server, self._server = self._server, None
+        self._adapters = self._answering = None
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
@@ -343,7 +372,10 @@ class VllmBackend:
     # ---- metrics ----------------------------------------------------------------------------------------------
 
     async def metrics(self) -> Mapping[str, float]:
-        own: dict[str, float] = {"swaps_total": self._swaps, "engine_starts_total": self._starts}
+        own: dict[str, float] = {"swaps_total": self._served.swaps, "engine_starts_total": self._starts}
+        if self._adapters is not None:
+            store = self._adapters.store
+            own |= {"adapters": len(store), "adapter_bytes": store.bytes, "adapter_evictions_total": store.evictions}
         server = self._server
         if server is None:
             return own

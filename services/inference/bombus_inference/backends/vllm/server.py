@@ -24,10 +24,13 @@ from bombus.errors import EngineFault, Refused
 from bombus.host.hardware import gpu_environment
 from bombus.host.hive_keys import KEY_VARIABLES
 from bombus.weights.adapters import VLLM_RANKS, read_adapter_config
+from bombus.weights.deltas import FULL_FILE
 from bombus.weights.models import cache_folder
 from bombus_inference.backends.limits import TOP_LOGPROBS_MAX
 from bombus_inference.backends.protocol import Policy, ReportStage
 from bombus_inference.backends.vllm import keeper as vllm_keeper
+from bombus_inference.backends.vllm.adapter_files import adaptable_layers
+from bombus_inference.model_files import read_shapes
 from bombus_inference.settings import ComputeSettings, VllmSettings
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,8 @@ REPORT_EVERY_S = 10.0
 STOP_S = vllm_keeper.GRACE_S + 5.0
 REASON_CHARS_MAX = 400
 MODEL, ADAPTER = "policy", "adapter"  # their names in vLLM
+ADAPTERS_IN_MEMORY = 4  # times as many as one batch may have; others are read again when they are asked for
+PASS_TOKENS = 512
 NO_TOKENIZER = "--skip-tokenizer-init"  # an argument for it, with which it cannot hold answers to a form
 EXTENSION = Path(__file__).with_name("adapter_swap.py")
 # With our values the child would import our packages instead of its own.
@@ -54,13 +59,19 @@ def has_tokenizer(policy: Policy) -> bool:
     return (policy.folder / "tokenizer.json").exists()
 
 
+def serves_beside(policy: Policy, compute: ComputeSettings) -> bool:
+    """Return whether adapters are served beside the policy, which then is the model that they are on."""
+    return policy.beside and policy.version == 0 and policy.adapter is None and compute.adapters_bytes > 0
+
+
 def vllm_arguments(
     policy: Policy, socket: Path, compute: ComputeSettings, vllm: VllmSettings, max_model_len: int
 ) -> list[str]:
     """Return the arguments with which a Python starts vLLM's server for a policy.
 
     It samples exactly as requested and reports the logprobs of what it samples from. The policy's adapter, if it has
-    one, is named `ADAPTER` and can be replaced by `adapter_swap`. Raises `EngineFault` if vLLM cannot take it.
+    one, is named `ADAPTER` and can be replaced by `adapter_swap`; others are loaded later if they are served beside
+    the policy. Raises `EngineFault` if vLLM cannot take the policy's.
     """
     arguments = ["-m", "vllm.entrypoints.openai.api_server"]
     options: dict[str, object] = {
@@ -77,6 +88,7 @@ def vllm_arguments(
         # The first request that needs one decides for all, and others than this one do not know what we send.
         "structured-outputs-config": '{"backend": "xgrammar"}',
     }
+    several: dict[str, list[str]] = {}
     if compute.kv_cache_bytes is not None or compute.device == "cpu":  # on a GPU it finds out itself how much is free
         options["kv-cache-memory-bytes"] = compute.cache_bytes
     if vllm.gpu_memory_utilization is not None:
@@ -88,11 +100,25 @@ def vllm_arguments(
             "lora-modules": f"{ADAPTER}={policy.adapter}",
             "worker-extension-cls": f"{EXTENSION.stem}.AdapterSwap",
         }
+    beside = serves_beside(policy, compute)
+    if beside:
+        options |= {
+            "max-lora-rank": _lora_rank_max(vllm.max_lora_rank),
+            "max-loras": vllm.max_loras + 1,  # with that of zeros, which the policy is
+            "max-cpu-loras": ADAPTERS_IN_MEMORY * vllm.max_loras + 1,
+        }
+        # Not the output layer: with LoRA on that, the scores of a prompt end the engine (vLLM 0.32).
+        targets = {layer.rpartition(".")[2] for layer in adaptable_layers(read_shapes(policy.folder / FULL_FILE))}
+        several["lora-target-modules"] = sorted(targets)
+        if compute.device == "cpu":  # there it copies the adapter of each token of a pass
+            options["max-num-batched-tokens"] = max(PASS_TOKENS, compute.max_running)
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
+    for name, values in several.items():
+        arguments += [f"--{name}", *values]
     flags = ["enable-scale-out", "enable-prefix-caching", "enable-prompt-tokens-details"]
     flags += ["disable-uvicorn-access-log", *(["enforce-eager"] if vllm.eager else [])]
-    flags += ["enable-lora"] if policy.adapter is not None else []
+    flags += ["enable-lora"] if policy.adapter is not None or beside else []
     return arguments + [f"--{flag}" for flag in flags]
 
 
@@ -108,7 +134,7 @@ def _lora_rank_max(rank: int) -> int:
 
 
 def vllm_environment(compute: ComputeSettings, vllm: VllmSettings) -> dict[str, str]:
-    """Return the child's environment: development routes on, no usage reports, inner ports on this machine alone.
+    """Return the child's environment: routes that change weights, no usage reports, inner ports on this machine.
 
     On `cuda:N` it gets GPU N and, if several share the model, those that follow. Raises `EngineFault` if they are not
     available.
@@ -116,6 +142,7 @@ def vllm_environment(compute: ComputeSettings, vllm: VllmSettings) -> dict[str, 
     variables = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     variables |= {
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -146,6 +173,7 @@ class VllmServer:
         self.ended = asyncio.Event()
         self._folder = Path(tempfile.mkdtemp(prefix="bombus-vllm-"))
         self.socket = self._folder / "engine.sock"
+        self.adapters = self._folder / "adapters"
         transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=httpx.Limits(max_connections=None))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None)
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
@@ -182,6 +210,7 @@ class VllmServer:
         modules = self._folder / "modules"
         modules.mkdir()
         shutil.copy(EXTENSION, modules)
+        self.adapters.mkdir()
         variables = {**variables, "PYTHONPATH": str(modules), "TMPDIR": str(self._folder)}
         # Not a pipe of asyncio's: with that, the process counts as ended only once all its children have closed it.
         ours, theirs = os.pipe()

@@ -45,7 +45,7 @@ _chunks = msgspec.json.Decoder(VllmChunk)
 _encoder = msgspec.json.Encoder()
 
 
-def request_body(request: Generate, prompt: list[int], tokens_max: int, model: str) -> bytes:
+def request_body(request: Generate, prompt: list[int], tokens_max: int, model: str, stream: bool) -> bytes:
     """Return the request's body. `tokens_max` is the limit of prompt and completion together.
 
     `model` is vLLM's name of the model, or of an adapter.
@@ -69,7 +69,7 @@ def request_body(request: Generate, prompt: list[int], tokens_max: int, model: s
     if sampling.seed is not None:
         parameters["seed"] = sampling.seed
     body: dict[str, object] = {"model": model, "token_ids": prompt, "sampling_params": parameters}
-    if request.stream:
+    if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     return _encoder.encode(body)
 

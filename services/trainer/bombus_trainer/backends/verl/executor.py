@@ -24,6 +24,7 @@ from bombus_trainer.backends.torch.model import LOSS_TERMS, ScoredTerms, export_
 from bombus_trainer.backends.torch.optim import learning_rate
 from bombus_trainer.backends.torch.transfer import to_device
 from bombus_trainer.backends.verl import engine as verl_engine
+from bombus_trainer.backends.verl.state import load_state, save_state, writer_of
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, mini_batches, prepare, staleness
 from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.data.sequences import Floats
@@ -38,7 +39,7 @@ from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
 NAME = "verl"
-STATE = "verl"  # the folder of verl's own files in a checkpoint
+STATE = "verl"  # the folder of the ranks' files in a checkpoint
 
 
 class VerlExecutor:
@@ -221,13 +222,13 @@ class VerlExecutor:
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        """See `TrainerBackend.save`: verl's own files, one of each kind for each rank, with our manifest."""
+        """See `TrainerBackend.save`: each rank's part of model and optimizer, with our manifest."""
 
         def write(draft: Path) -> dict[str, checkpoint.Seal]:
-            directory: str = self._ranks.share(str(draft / STATE))
-            self._engine.save_checkpoint(directory, global_step=facts.step)
+            directory = Path(self._ranks.share(str(draft / STATE)))
+            save_state(directory, self._engine.module, self._engine.optimizer)
             seals: dict[str, checkpoint.Seal] = {}
-            for each in self._ranks.gather(checkpoint.seal_files(Path(directory).parent, self._is_ours)):
+            for each in self._ranks.gather(checkpoint.seal_files(directory.parent, self._is_ours)):
                 seals |= each
             return seals
 
@@ -238,22 +239,27 @@ class VerlExecutor:
         return self._ranks.share(saved)
 
     def _is_ours(self, name: str) -> bool:
-        """Return whether this rank writes and reads that file. The leader also has those of all ranks."""
-        stem = name.removesuffix(".pt")
-        rank = stem.rpartition("_rank_")[2] if "_rank_" in stem else "0"
-        return rank == str(self._ranks.rank)
+        """Return whether this rank seals and checks that file: those that it wrote, and those of ranks beyond ours."""
+        return writer_of(name) % self._ranks.size == self._ranks.rank
 
     def restore(self, path: Path, digest: str) -> None:
-        """See `TrainerBackend.restore`. It takes as many ranks as wrote it; each checks its files before reading."""
+        """See `TrainerBackend.restore`. Any number of ranks may have written it; each file is checked by one of ours.
+
+        Files of verl's own, which were written before, are read by as many ranks as wrote them.
+        """
         problem: EngineFault | None = None
+        reshards = False
         try:
-            checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_ours)
+            reshards = checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_ours)
         except EngineFault as error:
             problem = error
         for found in self._ranks.gather(problem):  # the same on all ranks, before their next exchange
             if found is not None:
                 raise found
-        self._engine.load_checkpoint(str(path / STATE), del_local_after_load=False)
+        if reshards:
+            load_state(path / STATE, self._engine.module, self._engine.optimizer)
+        else:
+            self._engine.load_checkpoint(str(path / STATE), del_local_after_load=False)
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
         if part == ModelPart.ADAPTER:

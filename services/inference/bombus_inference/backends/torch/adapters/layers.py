@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import replace_layer
-from bombus_inference.backends.torch.adapters.store import LoadedAdapter
 
 SPARE_COLUMNS = 128  # of adapters that are not in a pass and stay for the next one, since a change copies all columns
 NO_ADAPTER_ROW, UNUSED_COLUMN = -1, -2

@@ -7,11 +7,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bombus.weights.models import persistent_buffers
+from bombus_inference.backends.adapter_store import AdapterStore
 from bombus_inference.backends.torch.adapters.base import AdapterBase
 from bombus_inference.backends.torch.adapters.fitting import adaptable_layers, check_fits
 from bombus_inference.backends.torch.adapters.layers import AdapterColumns
+from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import AdaptedLinear, LowRank, set_adapter
-from bombus_inference.backends.torch.adapters.store import AdapterStore, LoadedAdapter
 
 BASE_VERSION = 0  # of the weights that adapters are on: the model that the run began with
 
@@ -20,7 +21,7 @@ class ServedAdapters:
     """The adapters of one engine, whose model begins with the weights of `version`."""
 
     def __init__(self, model: PreTrainedModel, bytes_max: int, version: int) -> None:
-        self.store = AdapterStore(bytes_max)
+        self.store = AdapterStore[LoadedAdapter](bytes_max)
         self._model = model
         self._columns = AdapterColumns(model)
         self._adaptable: dict[str, tuple[int, int]] | None = None  # found with the first adapter

@@ -1,51 +1,46 @@
-"""Keeps track of which adapters are loaded, how much memory they take, and which of them to drop. Pure accounting."""
+"""Keeps track of which adapters are loaded, how much room they take, and which of them to drop. Pure accounting."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from bombus.errors import Code, Refused
-from bombus_inference.backends.torch.adapters.own import LowRank
 
 
-@dataclass(slots=True, eq=False)
-class LoadedAdapter:
-    """An adapter by the names of its layers. `rank` is the greatest of theirs.
+class AdapterEntry(Protocol):
+    """What is counted of an adapter. `uses` is the number of open requests that are answered with it."""
 
-    `uses` is the number of open requests that are answered with it.
-    """
+    uses: int
 
-    layers: Mapping[str, LowRank]
-    scale: float
-    rank: int = field(init=False)
-    bytes: int = field(init=False)
-    uses: int = 0
+    @property
+    def scale(self) -> float: ...
 
-    def __post_init__(self) -> None:
-        self.rank = max(len(low_rank.low_a) for low_rank in self.layers.values())
-        self.bytes = sum(side.nbytes for low_rank in self.layers.values() for side in (low_rank.low_a, low_rank.low_b))
+    @property
+    def bytes(self) -> int: ...
 
 
-class AdapterStore:
+E = TypeVar("E", bound=AdapterEntry)
+
+
+class AdapterStore(Generic[E]):
     """Adapters by address, at most `bytes_max` of them. The least recently used that no request uses goes first."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes = 0
         self.evictions = 0
-        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the least recently used first
+        self._loaded: OrderedDict[str, E] = OrderedDict()  # the least recently used first
 
     def __len__(self) -> int:
         return len(self._loaded)
 
-    def items(self) -> list[tuple[str, LoadedAdapter]]:
+    def items(self) -> list[tuple[str, E]]:
         """Return the addresses and adapters, the least recently used first."""
         return list(self._loaded.items())
 
-    def find(self, address: str) -> LoadedAdapter | None:
+    def find(self, address: str) -> E | None:
         return self._loaded.get(address)
 
-    def put(self, address: str, adapter: LoadedAdapter) -> list[str] | None:
+    def put(self, address: str, adapter: E) -> list[str] | None:
         """Add an adapter. Return the addresses of those dropped for it; None if it was there already.
 
         Raises `Refused`, having changed nothing, when there is no room, or for another scale of the same tensors.

@@ -1,0 +1,47 @@
+"""The inference servers elsewhere that get the weights of training clients. Gateways decide whose hosts they are on."""
+
+import re
+
+from bombus.errors import Code, Refused
+from bombus.hive import events as ev
+from bombus.hive.inbox import AddEndpoint, Done, RemoveEndpoint
+from bombus.hive.state import EngineState
+from bombus.hive.tenants.state import endpoint_id
+from bombus_coordinator.rules.claims import no_room
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
+from bombus_coordinator.rules.live import Live
+
+ENDPOINTS_MAX = 64  # of one engine
+WORLD_MAX = 4096
+_HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}\Z")
+
+
+def add(engine: EngineState, live: Live, message: AddEndpoint) -> Decisions:
+    """Add an endpoint. One that is there as it is changes nothing."""
+    if not _HOST.match(message.host) or not 1 <= message.port <= 65_535:
+        raise Refused(Code.MALFORMED, f"{message.host[:40]!r}, port {message.port}, is not the address of a server.")
+    if not 1 <= message.world_size <= WORLD_MAX:
+        raise Refused(Code.MALFORMED, f"world_size is {message.world_size}, and has to be 1 to {WORLD_MAX}.")
+    endpoints = engine.tenants.endpoints
+    name = endpoint_id(message.host, message.port)
+    added = ev.EndpointAdded(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        host=message.host,
+        port=message.port,
+        world_size=message.world_size,
+    )
+    before = endpoints.get(name)
+    is_new = before is None or before.world_size != message.world_size
+    if is_new and live.refusing:
+        raise no_room(live)
+    if before is None and len(endpoints) >= ENDPOINTS_MAX:
+        raise Refused(Code.QUOTA, f"Engine {engine.name} has {ENDPOINTS_MAX} inference endpoints: remove one first.")
+    yield Decision(events=(added,) if is_new else (), replies=(CommandReply(message.id, Done(run=engine.run)),))
+
+
+def remove(engine: EngineState, live: Live, message: RemoveEndpoint) -> Decisions:
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    removed = ev.EndpointRemoved(at_ns=live.now_ns, engine=engine.name, host=message.host, port=message.port)
+    is_there = endpoint_id(message.host, message.port) in engine.tenants.endpoints
+    yield Decision(events=(removed,) if is_there else (), replies=reply)

@@ -1,0 +1,51 @@
+"""Bases by the names that training clients know, which the operator gives them: `--base NAME=PATH`.
+
+The log has paths alone: what a name leads to can be changed, and models that exist keep their base.
+"""
+
+from collections.abc import Sequence
+
+from bombus.hive.events import EngineConfigured
+from bombus.hive.state import EngineState, Phase
+
+
+class Bases:
+    """The names of one gateway."""
+
+    def __init__(self, named: Sequence[str]) -> None:
+        self._paths = dict(each.split("=", 1) for each in named)
+
+    def path_of(self, name: str) -> str:
+        """Return the base that a client means, which is the name itself where the operator gave it no other."""
+        return self._paths.get(name, name)
+
+    def name_of(self, path: str) -> str:
+        """Return what clients call a base: the first of its names, or itself."""
+        return next((name for name, each in self._paths.items() if each == path), path)
+
+    def leads_to(self, path: str) -> bool:
+        """Return whether the operator gave this base a name, so that its clients may have models on it."""
+        return path in self._paths.values()
+
+    def names_of(self, engine: EngineState) -> list[str]:
+        """Return the names of all bases on which a model could be made on an engine now."""
+        served = base_names(engine)
+        is_free = engine.phase == Phase.OFFLINE
+        return list(
+            dict.fromkeys([*(name for name, path in self._paths.items() if is_free or path in served), *served])
+        )
+
+    def with_names(self, entry: dict[str, object]) -> dict[str, object]:
+        """Return an entry of a list with the client's name of its `base_model`."""
+        return entry | {"base_model": self.name_of(str(entry["base_model"]))}
+
+
+def base_names(engine: EngineState) -> tuple[str, ...]:
+    """Return the names of the base that an engine serves, or would serve: its job's first, then its own."""
+    job = job_of(engine)
+    return () if job is None else (job.model, engine.name)
+
+
+def job_of(engine: EngineState) -> EngineConfigured | None:
+    """Return the job that an engine runs, or would run."""
+    return engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured

@@ -1,0 +1,172 @@
+"""The routes of xorl's clients about inference servers: register them, put weights in sync, and let the trainer sleep.
+
+They answer at once, without a future. What cannot be done is `success: false` with a sentence, and no error of HTTP.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, Request, Response
+
+from bombus.errors import Refused
+from bombus.hive import inbox
+from bombus.hive.events import EndpointAdded
+from bombus.hive.state import EngineState
+from bombus.hive.tenants.state import endpoint_id
+from bombus_gateway.context import Gateway
+from bombus_gateway.tenants.bodies import in_json, read_body
+from bombus_gateway.tenants.desk import OperationDesk
+from bombus_gateway.tenants.endpoints.servers import Target, check_allowed, looked_at
+from bombus_gateway.tenants.endpoints.syncing import WeightSync
+from bombus_gateway.training.endpoints import Endpoint, SyncRequest, read_endpoint, read_new_endpoint, read_sync
+
+REST_S = 900.0  # for what the trainer is doing to end, covers to be written, or models to be made again
+
+
+class EndpointRoutes:
+    """The endpoints of one engine."""
+
+    def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
+        self._gateway = gateway
+        self._desk = desk
+        self._sync = WeightSync(desk)
+
+    def add_to(self, root: APIRouter) -> None:
+        """Add the routes at the root, and what is below `/api/v1` too."""
+        root.add_api_route("/add_inference_endpoint", self.add, methods=["POST"])
+        root.add_api_route("/remove_inference_endpoint", self.remove, methods=["POST"])
+        root.add_api_route("/list_inference_endpoints", self.list, methods=["GET"])
+        for prefix in ("", "/api/v1"):
+            root.add_api_route(f"{prefix}/sync_inference_weights", self.sync, methods=["POST"])
+
+    def add_control_to(self, root: APIRouter) -> None:
+        """Add the routes that stop the work of all clients."""
+        root.add_api_route("/sleep", self.sleep, methods=["POST"])
+        root.add_api_route("/wake_up", self.wake_up, methods=["POST"])
+
+    # ---- endpoints ------------------------------------------------------------------------------------------------
+
+    async def add(self, request: Request) -> Response:
+        return await _told(self._add(await read_body(request)))
+
+    async def _add(self, body: bytes) -> dict[str, object]:
+        asked = read_new_endpoint(body)
+        check_allowed(self._gateway.settings.inference_hosts, asked.at)
+        target = await looked_at(asked.at)
+        if target.failure or target.server is None:
+            return {"success": False, "message": f"It was not registered: {target.failure}"}
+        add = inbox.AddEndpoint(
+            id=uuid.uuid4().hex,
+            engine=self._desk.engine,
+            host=asked.at.host,
+            port=asked.at.port,
+            world_size=asked.world_size,
+        )
+        await self._desk.carry_out(add)
+        synced, said = False, None
+        if asked.sync:
+            synced, said = await self._synced(asked.at)
+        return {
+            "success": True,
+            "message": f"{endpoint_id(asked.at.host, asked.at.port)} gets weights that are put in sync.",
+            "endpoint": _entry(asked.at, asked.world_size, target),
+            "weights_synced": synced,
+            "sync_message": said,
+        }
+
+    async def _synced(self, at: Endpoint) -> tuple[bool, str]:
+        """Give a new endpoint the weights of now: it is registered whether that can be done or not."""
+        try:
+            report = await self._sync.sync(SyncRequest(), only=at)
+        except Refused as refusal:
+            return False, refusal.why
+        return report.success, report.message
+
+    async def remove(self, request: Request) -> Response:
+        return await _told(self._remove(await read_body(request)))
+
+    async def _remove(self, body: bytes) -> dict[str, object]:
+        at = read_endpoint(body)
+        name = endpoint_id(at.host, at.port)
+        if name not in self._desk.tenants.endpoints:
+            return {"success": False, "message": f"{name} is not registered."}
+        remove = inbox.RemoveEndpoint(id=uuid.uuid4().hex, engine=self._desk.engine, host=at.host, port=at.port)
+        await self._desk.carry_out(remove)
+        return {"success": True, "message": f"{name} gets no more weights."}
+
+    async def list(self, request: Request) -> Response:
+        """Answer with all endpoints. Those that do not answer now stay, as not `healthy`."""
+        added = [*self._desk.tenants.endpoints.values()]
+        entries = await asyncio.gather(*map(_looked_up, added))
+        return in_json({"endpoints": entries, "count": len(entries)})
+
+    async def sync(self, request: Request) -> Response:
+        body = await read_body(request)
+
+        async def synced() -> object:
+            return await self._sync.sync(read_sync(body))
+
+        return await _told(synced())
+
+    # ---- the trainer's sleep --------------------------------------------------------------------------------------
+
+    async def sleep(self, request: Request) -> Response:
+        return await _told(self._rest(asleep=True))
+
+    async def wake_up(self, request: Request) -> Response:
+        return await _told(self._rest(asleep=False))
+
+    async def _rest(self, asleep: bool) -> dict[str, object]:
+        """Let the trainer sleep or wake up, and answer when it has."""
+        await self._desk.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=self._desk.engine, asleep=asleep))
+        run = self._desk.state.run
+        is_over = _over(lambda: self._desk.state, run, asleep)
+        try:
+            await self._gateway.follower.wait_for(lambda _: is_over(), REST_S)
+        except TimeoutError:
+            doing = "freed its memory" if asleep else "made its models again"
+            return {"success": False, "result": f"The trainer has not {doing} within {REST_S:.0f} s; ask again."}
+        engine = self._desk.state
+        if engine.asleep != asleep or engine.run != run:
+            return {"success": False, "result": "The run has ended meanwhile, or somebody else asked for the opposite."}
+        if asleep:
+            return {"success": True, "result": "The trainer has freed its memory. Operations wait for /wake_up."}
+        return {"success": True, "result": "The trainer has all of its models, as they were."}
+
+
+def _over(state: Callable[[], EngineState], run: int, asleep: bool) -> Callable[[], bool]:
+    """Return whether a rest is reached, or will not be any more."""
+
+    def over() -> bool:
+        engine = state()
+        return engine.asleep == asleep or engine.run != run or engine.rest_wanted != asleep
+
+    return over
+
+
+async def _told(answering: Awaitable[object]) -> Response:
+    """Answer with JSON. A refusal is one of the answers: clients look for `success`."""
+    try:
+        return in_json(await answering)
+    except Refused as refusal:
+        return in_json({"success": False, "message": refusal.why, "result": refusal.why, "code": refusal.code})
+
+
+async def _looked_up(added: EndpointAdded) -> dict[str, object]:
+    at = Endpoint(added.host, added.port)
+    return _entry(at, added.world_size, await looked_at(at))
+
+
+def _entry(at: Endpoint, world_size: int, target: Target) -> dict[str, object]:
+    """Return an endpoint as xorl's client knows it."""
+    server = target.server
+    return {
+        "host": at.host,
+        "port": at.port,
+        "worker_port": at.port,
+        "world_size": world_size,
+        "healthy": not target.failure,
+        "why": target.failure,
+        "server_info": None if server is None else {"model_path": server.model, "version": server.kind.value},
+    }

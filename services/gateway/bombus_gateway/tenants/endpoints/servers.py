@@ -1,0 +1,106 @@
+"""Look at inference servers that clients name, on hosts that the operator allows, and give them weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from bombus.endpoints.servers import (
+    FoundServer,
+    LoadFailed,
+    ServerKind,
+    find_server,
+    is_replica,
+    load_adapter,
+    load_folder,
+)
+from bombus.errors import Code, EngineFault, Refused
+from bombus.operations import CheckpointSaved
+from bombus_gateway.training.endpoints import Endpoint
+
+CONNECT_S = 5.0
+LOAD_S = 1200.0  # for a server to load weights; xorl's client waits for half an hour
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A server that is to get weights; `failure` says why it cannot."""
+
+    at: Endpoint
+    url: str
+    server: FoundServer | None = None
+    failure: str = ""
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.server is not None and self.server.kind is ServerKind.REPLICA
+
+
+class EndpointOutcome(msgspec.Struct, frozen=True):
+    """What became of one server, in xorl's words."""
+
+    host: str
+    port: int
+    success: bool
+    message: str
+
+
+def check_allowed(hosts: Sequence[str], at: Endpoint) -> None:
+    """Raise `Refused` unless the operator lets gateways talk to servers at this address."""
+    if {at.host, f"{at.host}:{at.port}"} & {host.lower() for host in hosts}:
+        return
+    why = (
+        f"Inference endpoints may be on {', '.join(hosts)} here, and not at {at.host}:{at.port}."
+        if hosts
+        else f"This hive talks to no inference endpoints elsewhere, so not to {at.host}:{at.port}."
+    )
+    raise Refused(
+        Code.UNSUPPORTED,
+        f"{why} Its operator allows hosts with --inference-host (gateway.inference_hosts of a cluster file).",
+    )
+
+
+async def looked_at(at: Endpoint) -> Target:
+    """Return what answers at an address."""
+    url = f"http://{at.host}:{at.port}"
+    try:
+        async with _client(url) as client:
+            if await is_replica(client):
+                return Target(at, url, FoundServer(kind=ServerKind.REPLICA))
+            found = await find_server(client)
+    except EngineFault as fault:
+        return Target(at, url, failure=str(fault))
+    if not found.can_load:
+        why = f"{url} has no way to load new weights: start vLLM with VLLM_SERVER_DEV_MODE=1"
+        return Target(at, url, found, failure=why)
+    return Target(at, url, found)
+
+
+async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointOutcome:
+    """Let a server load what was saved, from a folder that it must see under the same path."""
+    try:
+        if target.server is None or target.failure:
+            raise LoadFailed(target.failure)
+        folder = Path(saved.folder)
+        async with _client(target.url) as client:
+            if target.takes_adapters:
+                await load_adapter(client, folder, saved.address, LOAD_S)
+                how = f"It has the adapter {saved.address[:12]} beside its own policy."
+            else:
+                await load_folder(client, target.server.kind, folder, label, LOAD_S)
+                how = f"It has loaded the files in {saved.folder}, as {label}."
+    except LoadFailed as failed:
+        return _failed(target, str(failed))
+    except httpx.HTTPError as error:
+        return _failed(target, f"{target.url} broke off: {str(error) or type(error).__name__}")
+    return EndpointOutcome(target.at.host, target.at.port, True, how)
+
+
+def _failed(target: Target, why: str) -> EndpointOutcome:
+    return EndpointOutcome(target.at.host, target.at.port, False, why)
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    """Return a client of one server that follows nobody elsewhere: no redirects, no proxies of the environment."""
+    timeout = httpx.Timeout(LOAD_S, connect=CONNECT_S)
+    return httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False, follow_redirects=False)

@@ -1,0 +1,190 @@
+"""Put the weights of a model in sync: save them in the model's order, and give them to servers."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from bombus.endpoints.servers import FoundServer, ServerKind
+from bombus.errors import Code, Refused
+from bombus.hive import inbox
+from bombus.hive.tenants.state import TenantModel
+from bombus.operations import CheckpointKind, CheckpointSaved, Failed, SaveWeights
+from bombus_gateway.tenants.desk import OperationDesk, Waits
+from bombus_gateway.tenants.endpoints.servers import EndpointOutcome, Target, given, looked_at
+from bombus_gateway.tenants.listings import SYNCED, synced_weights
+from bombus_gateway.training.dialects import is_tinkers
+from bombus_gateway.training.endpoints import Endpoint, SyncRequest
+from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
+
+SAVE_S = 900.0  # for what comes first in the model's order to be executed, and for the weights to be written
+LOADED_S = 120.0  # for a replica of the hive to load the base
+ADAPTERS_KEPT = 2  # of one model: samples of the one before may still be drawn
+NO_NCCL = "NCCL was not used, so master_address, master_port, group_name and buffer_size_mb had no effect."
+
+
+class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sync has done, in xorl's words. `num_buckets` is 0, since weights go by files."""
+
+    success: bool
+    message: str
+    transfer_time: float = 0.0
+    total_bytes: int = 0
+    num_parameters: int = 0
+    num_buckets: int = 0
+    endpoints_synced: tuple[EndpointOutcome, ...] = ()
+
+
+class WeightSync:
+    """The syncs of one engine at this gateway, one after the other."""
+
+    def __init__(self, desk: OperationDesk) -> None:
+        self._desk = desk
+        self._lock = asyncio.Lock()
+
+    async def sync(self, asked: SyncRequest, only: Endpoint | None = None) -> SyncReport:
+        """Give a model's weights to all endpoints, or to one. Raises `Refused` where none could get them."""
+        async with self._lock:
+            start_s = time.monotonic()
+            model = self._model(asked.model)
+            targets = await self._targets(only)
+            name = f"{SYNCED}{_stamp(time.time())}"
+            kinds = self._wanted(model, targets)
+            saved = await self._saved(model, name, kinds)
+            label = asked.label or f"{model.name}/{name}"
+            found = await asyncio.gather(*(self._given(each, saved, label) for each in targets))
+            await self._remove_older(model, name)
+            sizes = [_of(each, saved) for each, outcome in zip(targets, found, strict=True) if outcome.success]
+            return SyncReport(
+                success=bool(found) and all(outcome.success for outcome in found),
+                message=_message(model, found, bool(self._desk.tenants.endpoints)),
+                transfer_time=time.monotonic() - start_s,
+                total_bytes=sum(each.size_bytes for each in sizes if each is not None),
+                num_parameters=model.parameters,
+                endpoints_synced=tuple(found),
+            )
+
+    # ---- what, and where ------------------------------------------------------------------------------------------
+
+    def _model(self, name: str) -> TenantModel:
+        """Return the model that is meant: xorl's client names none, and has called its model `default` as a rule."""
+        if self._desk.state.rest_wanted:
+            raise Refused(Code.WRONG_PHASE, "The trainer sleeps, so its weights are not there: POST /wake_up first.")
+        models = {model.name: model for model in self._desk.tenants.open_models if not is_tinkers(model.name)}
+        if name not in models and name:
+            why = f"There is no model {name[:140]} of xorl's client here: create it, or name one of {_some(models)}."
+            raise Refused(Code.UNKNOWN_MODEL, why)
+        found = models.get(name or DEFAULT_MODEL)
+        if found is None and len(models) == 1:
+            (found,) = models.values()
+        if found is None:
+            raise Refused(Code.UNKNOWN_MODEL, f"Say which model is to be put in sync, as model_id: {_some(models)}.")
+        return found
+
+    async def _targets(self, only: Endpoint | None) -> list[Target]:
+        """Return the servers: those that are registered, or without any the replicas of the hive itself."""
+        endpoints = [Endpoint(each.host, each.port) for each in self._desk.tenants.endpoints.values()]
+        if endpoints:
+            return list(await asyncio.gather(*(looked_at(each) for each in endpoints if only in (None, each))))
+        if self._desk.state.usable:  # the base of a run that has just begun takes a moment
+            await self._desk.until(lambda: bool(self._desk.state.loaded), LOADED_S)
+        engine = self._desk.state
+        own = [_own(engine.replicas[name].url) for name in sorted(engine.loaded) if name in engine.replicas]
+        if not own:
+            why = "No inference endpoint is registered, and no replica of the hive has loaded the base"
+            raise Refused(Code.NO_REPLICA, f"{why}: add_inference_endpoint, or wait for a replica.")
+        return own
+
+    def _wanted(self, model: TenantModel, targets: Sequence[Target]) -> set[CheckpointKind]:
+        """Return how the weights are to be saved: an adapter as it is, and whole for servers that take no adapters."""
+        usable = [target for target in targets if not target.failure]
+        if not usable:
+            failures = "; ".join(target.failure for target in targets)
+            raise Refused(Code.NO_REPLICA, f"No inference endpoint can be used: {failures}")
+        wanted = {CheckpointKind.SAMPLER if each.takes_adapters else CheckpointKind.EXTERNAL for each in usable}
+        if model.adapter is None and wanted == {CheckpointKind.SAMPLER}:
+            why = f"{model.name} has all weights, and replicas of ours take adapters only"
+            raise Refused(Code.UNSUPPORTED, f"{why}: register an SGLang or vLLM server with add_inference_endpoint.")
+        return wanted if model.adapter is not None else {CheckpointKind.EXTERNAL}
+
+    # ---- the weights ----------------------------------------------------------------------------------------------
+
+    async def _saved(
+        self, model: TenantModel, name: str, kinds: set[CheckpointKind]
+    ) -> dict[CheckpointKind, CheckpointSaved]:
+        """Save the weights in the model's order. Both kinds are of the same step, but for what comes in between."""
+        futures = {}
+        for kind in sorted(kinds):
+            save = SaveWeights(checkpoint=kind, name=name, merged=kind is CheckpointKind.EXTERNAL)
+            submission = Submission(model=model.name, seq=0, operation=save)
+            futures[kind] = await self._desk.submit(model.session, submission)
+        return {kind: await self._outcome(model, future) for kind, future in futures.items()}
+
+    async def _outcome(self, model: TenantModel, future: str) -> CheckpointSaved:
+        outcome = await self._desk.outcome(future, SAVE_S)
+        if isinstance(outcome, CheckpointSaved):
+            return outcome
+        why = "nothing is known of it any more"
+        if isinstance(outcome, Failed):
+            why = outcome.error
+        elif isinstance(outcome, Waits):
+            why = f"it still waits: {outcome.reason}"
+        raise Refused(Code.WRONG_PHASE, f"The weights of {model.name} could not be saved: {why}")
+
+    async def _given(self, target: Target, saved: dict[CheckpointKind, CheckpointSaved], label: str) -> EndpointOutcome:
+        found = _of(target, saved)
+        if found is None:
+            why = target.failure or "It takes adapters only, and this model has all weights."
+            return EndpointOutcome(target.at.host, target.at.port, False, why)
+        return await given(target, found, label)
+
+    async def _remove_older(self, model: TenantModel, newest: str) -> None:
+        """Remove what earlier syncs of the model have saved: servers elsewhere have read it."""
+        for kind, kept in ((CheckpointKind.SAMPLER, ADAPTERS_KEPT), (CheckpointKind.EXTERNAL, 1)):
+            names = [each.noted.saved.name for each in synced_weights(self._desk.tenants, kind, model.name)]
+            for name in [each for each in names if each != newest][: max(0, len(names) - kept)]:
+                remove = inbox.RemoveWeights(
+                    id=f"remove-{model.name}-{kind}-{name}",
+                    engine=self._desk.engine,
+                    model=model.name,
+                    use=kind,
+                    name=name,
+                )
+                await self._desk.carry_out(remove)
+
+
+def _own(url: str) -> Target:
+    """Return a replica of the hive as a server."""
+    where = urlsplit(url)
+    return Target(Endpoint(where.hostname or "", where.port or 80), url, FoundServer(kind=ServerKind.REPLICA))
+
+
+def _of(target: Target, saved: dict[CheckpointKind, CheckpointSaved]) -> CheckpointSaved | None:
+    """Return what a server gets of what was saved, None where that is nothing."""
+    if target.failure:
+        return None
+    return saved.get(CheckpointKind.SAMPLER if target.takes_adapters else CheckpointKind.EXTERNAL)
+
+
+def _message(model: TenantModel, found: Sequence[EndpointOutcome], are_registered: bool) -> str:
+    count = sum(outcome.success for outcome in found)
+    if are_registered:
+        text = f"{count} of {len(found)} endpoints have the weights of {model.name} now, by files that they read."
+    else:
+        text = (
+            f"No endpoint is registered, so the hive's own replicas were put in sync: {count} of {len(found)} have the "
+            f"adapter of {model.name} now, and /generate without lora_path samples from it."
+        )
+    failures = "; ".join(f"{each.host}:{each.port}: {each.message}" for each in found if not each.success)
+    return " ".join([text, NO_NCCL, *([f"Failed: {failures}"] if failures else [])])
+
+
+def _stamp(now_s: float) -> str:
+    """Return a time as part of a name, down to the millisecond."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now_s))}-{int(now_s * 1000) % 1000:03d}"
+
+
+def _some(names: Sequence[str] | dict[str, TenantModel]) -> str:
+    return ", ".join(list(names)[:10]) or "there is none"

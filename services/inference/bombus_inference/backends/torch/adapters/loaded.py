@@ -1,0 +1,24 @@
+"""An adapter that is served beside the engine's own policy, as it lies in memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bombus_inference.backends.torch.adapters.own import LowRank
+
+
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter by the names of its layers. `rank` is the greatest of theirs.
+
+    `uses` is the number of open requests that are answered with it.
+    """
+
+    layers: Mapping[str, LowRank]
+    scale: float
+    rank: int = field(init=False)
+    bytes: int = field(init=False)
+    uses: int = 0
+
+    def __post_init__(self) -> None:
+        self.rank = max(len(low_rank.low_a) for low_rank in self.layers.values())
+        self.bytes = sum(side.nbytes for low_rank in self.layers.values() for side in (low_rank.low_a, low_rank.low_b))

@@ -1,0 +1,120 @@
+"""The adapters that a vLLM serves beside its policy, each by vLLM's own `LoRARequest`.
+
+The name of each in vLLM is that of our copy of it. A copy has a new name each time, so nothing that was computed with
+another one is found in the cache.
+
+The policy itself is served as an adapter of zeros: on a CPU, rows without any adapter get that of vLLM's last slot if
+another row of the pass has one (vLLM 0.32).
+"""
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httpx
+
+from bombus.errors import Code, EngineFault, Refused
+from bombus_inference.backends.adapter_store import AdapterStore
+from bombus_inference.backends.protocol import AdapterUse
+from bombus_inference.backends.vllm.adapter_files import AdapterRules, CopiedAdapter, copy_adapter, write_zeros
+
+LOAD = "/v1/load_lora_adapter"
+UNLOAD = "/v1/unload_lora_adapter"
+ZEROS = "zeros"  # the adapter that changes nothing
+REASON_CHARS_MAX = 400
+
+Post = Callable[[str, dict[str, object]], Awaitable[httpx.Response]]
+
+
+class VllmAdapters:
+    """The adapters of one child, whose copies are in `folder`. `post` sends a request to that child.
+
+    They take at most `rules.bytes_max` on disk. vLLM itself keeps the newest of them in memory, and reads the others
+    when they are asked for.
+    """
+
+    def __init__(self, folder: Path, rules: AdapterRules, post: Post) -> None:
+        self.store = AdapterStore[CopiedAdapter](rules.bytes_max)
+        self._folder = folder
+        self._rules = rules
+        self._post = post
+        self._copies = 0
+        self._changing = asyncio.Lock()  # one is loaded at a time, which bounds what is on disk
+
+    async def begin(self) -> None:
+        """Have the adapter of zeros. Raises `EngineFault`."""
+        folder = self._folder / ZEROS
+        await asyncio.to_thread(write_zeros, folder, self._rules.shapes)
+        try:
+            await self._send(LOAD, {"lora_name": ZEROS, "lora_path": str(folder)})
+        except Refused as refused:
+            raise EngineFault(f"this vLLM does not serve LoRA adapters on this model: {refused.why}") from refused
+
+    @contextlib.contextmanager
+    def using(self, address: str) -> Iterator[str]:
+        """Have an adapter stay while a request uses it, and yield its name in vLLM; "" is the policy itself.
+
+        Raises `Refused`.
+        """
+        if not address:
+            yield ZEROS
+            return
+        self.store.use(address)
+        used = self.store.find(address)
+        assert used is not None
+        try:
+            yield used.folder.name
+        finally:
+            self.store.release(address)
+
+    def listed(self) -> list[AdapterUse]:
+        """Return what is loaded, the least recently used first."""
+        return [AdapterUse(address, each.bytes, each.uses) for address, each in self.store.items()]
+
+    async def load(self, address: str, source: Path) -> bool:
+        """Have an adapter. Return false if it was there already. Raises `Refused`."""
+        async with self._changing:
+            self._copies += 1
+            folder = self._folder / f"{address[:16]}-{self._copies}"
+            copied = await asyncio.to_thread(copy_adapter, address, source, folder, self._rules)
+            kept = dict(self.store.items())
+            dropped: list[str] | None = None
+            try:
+                if address not in kept:
+                    await self._send(LOAD, {"lora_name": folder.name, "lora_path": str(folder)})
+                dropped = self.store.put(address, copied)
+            finally:
+                if dropped is None:
+                    await asyncio.shield(_remove(folder))
+            for each in dropped or ():
+                await self._forget(kept[each])
+            return dropped is not None
+
+    async def unload(self, address: str) -> None:
+        """Drop an adapter. Raises `Refused` while requests use it, and when it is not loaded."""
+        async with self._changing:
+            loaded = self.store.find(address)
+            self.store.remove(address)
+            assert loaded is not None
+            await self._forget(loaded)
+
+    async def _forget(self, adapter: CopiedAdapter) -> None:
+        await self._send(UNLOAD, {"lora_name": adapter.folder.name})
+        await _remove(adapter.folder)
+
+    async def _send(self, path: str, body: dict[str, object]) -> None:
+        """Send vLLM a change. Raises `Refused` if it does not take it."""
+        try:
+            response = await self._post(path, body)
+        except httpx.HTTPError as error:
+            why = f"the replica's vLLM did not answer {path}: {str(error) or type(error).__name__}; ask again later"
+            raise Refused(Code.NO_REPLICA, why) from error
+        if response.status_code != 200:
+            why = f"vLLM cannot serve this adapter: {response.text[:REASON_CHARS_MAX]}"
+            raise Refused(Code.MALFORMED if response.status_code < 500 else Code.NO_REPLICA, why)
+
+
+async def _remove(folder: Path) -> None:
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

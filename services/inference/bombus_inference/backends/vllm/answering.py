@@ -1,0 +1,140 @@
+"""Answers requests by a vLLM: tokens as they are sampled, and scores of prompts, each of the version that made them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from bombus.errors import Code, Refused
+from bombus.hive.generation import Finished, Generate
+from bombus.hive.records import FinishReason
+from bombus_inference.backends.answers import ChoiceDelta, FrameAssembler
+from bombus_inference.backends.http_calls import JSON, BackendFailed, FrameBatches, check_answer, server_sent
+from bombus_inference.backends.limits import NO_ADAPTERS, Limits, samples_plainly
+from bombus_inference.backends.vllm.adapters import VllmAdapters
+from bombus_inference.backends.vllm.scoring import ScoredSequence, parse_scores, scoring_body
+from bombus_inference.backends.vllm.server import VllmServer
+from bombus_inference.backends.vllm.wire import parse_deltas, request_body
+
+GENERATE = "/inference/v1/generate"
+
+_NOT_COMPILED = (
+    "the engine failed at a request whose answer has a form ({}); it may not be able to hold answers to this schema"
+)
+_TokenDeltas = AsyncGenerator[list[ChoiceDelta], None]
+
+
+class ServedVersion:
+    """The version that a backend serves, -1 if none is, and its changes."""
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.swaps = 0  # increased before anything changes
+        self.steady = asyncio.Event()  # set while no weights are being changed
+        self.steady.set()
+
+    def check_unchanged(self, swaps: int) -> None:
+        """Raise `BackendFailed` if the weights have changed since there were so many swaps."""
+        if self.swaps != swaps:
+            raise BackendFailed("the weights changed while tokens were scored")
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Answers requests by one child. `model` is the name of its policy in vLLM."""
+
+    server: VllmServer
+    run: int
+    model: str
+    limits: Limits
+    served: ServedVersion
+    adapters: VllmAdapters | None
+
+    async def answer(self, request: Generate, prompt: list[int]) -> FrameBatches:
+        """Yield the frames of an answer. Raises `BackendFailed` or `Refused`."""
+        try:
+            with self._model_of(request) as model:
+                async with contextlib.aclosing(self._frames(request, prompt, model)) as made:
+                    async for frames in made:
+                        yield frames
+        except BackendFailed as error:
+            # Grammars are compiled in the engine, where some fail that were checked before: at every replica.
+            if request.constraint is not None and await self.server.is_healthy():
+                raise Refused(Code.UNSUPPORTED, _NOT_COMPILED.format(error)) from error
+            raise
+
+    def _model_of(self, request: Generate) -> contextlib.AbstractContextManager[str]:
+        """Return vLLM's name of the weights that answer a request, which stay meanwhile. Raises `Refused`."""
+        if self.adapters is not None:
+            return self.adapters.using(request.adapter)
+        if request.adapter:
+            raise Refused(Code.UNSUPPORTED, NO_ADAPTERS)
+        return contextlib.nullcontext(self.model)
+
+    async def _frames(self, request: Generate, prompt: list[int], model: str) -> FrameBatches:
+        served = self.served
+        await served.steady.wait()
+        swaps = served.swaps
+        if request.prompt_logprobs:
+            scored = await self._score(prompt, request.top_prompt, model)
+            served.check_unchanged(swaps)
+            yield [*scored.frames(request.top_prompt, served.number)]
+            if not request.sampling.max_tokens:
+                yield [Finished(choice=choice, reason=FinishReason.LENGTH) for choice in range(request.n)]
+                return
+        tokens_max = self._tokens_max(request, prompt)
+        assembler = FrameAssembler(request, served.number, lambda: served.swaps == swaps, tokens_max - len(prompt))
+        async with contextlib.aclosing(self._deltas(request, prompt, tokens_max, model)) as arriving:
+            async for deltas in arriving:
+                for delta in deltas:
+                    if request.prompt_logprobs:
+                        delta.cached_prompt_tokens = 0  # it was computed for its scores
+                    if frames := assembler.take(delta):
+                        yield frames
+
+    async def _deltas(self, request: Generate, prompt: list[int], tokens_max: int, model: str) -> _TokenDeltas:
+        top, rescored, swaps = request.sampling.top_logprobs, _is_rescored(request), self.served.swaps
+        stream = request.stream and not rescored
+        body = request_body(request, prompt, tokens_max, model, stream)
+        async with self.server.client.stream("POST", GENERATE, content=body, headers=JSON) as response:
+            await check_answer(response)
+            if stream:
+                async for event in server_sent(response):
+                    yield parse_deltas(event, self.run, top)
+                return
+            deltas = parse_deltas(await response.aread(), self.run, top)
+        if rescored:
+            await asyncio.gather(*(self._rescore(prompt, delta, top, model) for delta in deltas))
+            self.served.check_unchanged(swaps)
+        yield deltas
+
+    async def _rescore(self, prompt: list[int], delta: ChoiceDelta, width: int, model: str) -> None:
+        """Give the tokens of an answer the logprobs of the model's own distribution, whatever they were drawn from."""
+        scored = await self._score([*prompt, *delta.tokens], width, model)
+        delta.logprobs = scored.logprobs[len(prompt) - 1 :]
+        delta.tops = scored.tops[len(prompt) - 1 :]
+
+    async def _score(self, tokens: list[int], width: int, model: str) -> ScoredSequence:
+        body = scoring_body(tokens, width, model)
+        response = await self.server.client.post(GENERATE, content=body, headers=JSON)
+        await check_answer(response)
+        return parse_scores(response.content, tokens, width)
+
+    def _tokens_max(self, request: Generate, prompt: list[int]) -> int:
+        """Return the most tokens that prompt and completion may have. Raises `Refused` when there is room for none."""
+        tokens_max = self.limits.tokens_max(request, prompt)
+        if not _is_rescored(request):
+            return tokens_max
+        longest = self.limits.max_model_len - 1  # vLLM has to sample a token after what it scores
+        if longest <= len(prompt):
+            why = (
+                f"the prompt has {len(prompt)} tokens; with logprobs at temperature 1 of what is sampled otherwise, "
+                f"this replica takes {longest} with its completion"
+            )
+            raise Refused(Code.PROMPT_TOO_LONG, why)
+        return min(tokens_max, longest)
+
+
+def _is_rescored(request: Generate) -> bool:
+    """Return whether logprobs are wanted of another distribution than the one that is sampled from."""
+    return request.plain_logprobs and not samples_plainly(request)

@@ -1,0 +1,73 @@
+"""Scores of sequences by vLLM: a request of their own, whose prompt is the sequence.
+
+vLLM computes such a prompt anew, whatever its cache has of it, and has to sample a token too, which is left out.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Struct
+
+from bombus.hive.generation import PromptScores
+from bombus_inference.backends.answers import NO_PROBABILITY, most_likely, score_frames
+from bombus_inference.backends.http_calls import BackendFailed
+from bombus_inference.backends.protocol import TopLogprobs
+from bombus_inference.backends.wire import ServerAnswer
+
+
+class ScoredToken(Struct):
+    logprob: float
+
+
+class ScoredAnswer(ServerAnswer):
+    """An answer with scores: for each token of the prompt but the first, itself and the most likely ones."""
+
+    prompt_logprobs: list[dict[int, ScoredToken] | None] | None = None
+
+
+_answers = msgspec.json.Decoder(ScoredAnswer)
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSequence:
+    """The logprobs of all tokens of a sequence but the first, at temperature 1, and the alternatives to each."""
+
+    logprobs: list[float]
+    tops: list[TopLogprobs]
+
+    def frames(self, width: int, version: int) -> list[PromptScores]:
+        """Return the frames with these scores. The first token has none, since nothing comes before it."""
+        pairs = [(0, math.nan)] * width + [pair for row in self.tops for pair in row]
+        logprobs, tokens = array("f", [math.nan, *self.logprobs]), array("i", [token for token, _ in pairs])
+        return score_frames(logprobs, tokens, array("f", [logprob for _, logprob in pairs]), width, version)
+
+
+def scoring_body(tokens: Sequence[int], width: int, model: str) -> bytes:
+    """Return the body of a request that scores `tokens`, with `width` alternatives to each."""
+    parameters = {"max_tokens": 1, "prompt_logprobs": width, "ignore_eos": True, "detokenize": False}
+    return _encoder.encode({"model": model, "token_ids": tokens, "sampling_params": parameters})
+
+
+def parse_scores(data: bytes, tokens: Sequence[int], width: int) -> ScoredSequence:
+    """Parse the answer to such a request. Raises `BackendFailed` for one that cannot be right."""
+    answer = _answers.decode(data)
+    answer.check()
+    rows = answer.prompt_logprobs or []
+    if len(rows) != len(tokens):
+        raise BackendFailed(f"the engine scored {len(rows)} of {len(tokens)} tokens")
+    logprobs, tops = [], []
+    for token, row in zip(tokens[1:], rows[1:]):
+        own = (row or {}).get(token)
+        if own is None or not math.isfinite(own.logprob) or own.logprob <= NO_PROBABILITY:
+            raise BackendFailed(f"the engine has no score of token {token}: the model's logits are not finite numbers")
+        alternatives = [(each, scored.logprob) for each, scored in (row or {}).items()]
+        likely = most_likely(alternatives, width)
+        if len(likely) != width:
+            raise BackendFailed(f"the engine gave {len(likely)} of {width} alternatives")
+        logprobs.append(own.logprob)
+        tops.append(likely)
+    return ScoredSequence(logprobs, tops)

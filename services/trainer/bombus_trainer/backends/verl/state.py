@@ -1,0 +1,44 @@
+"""The state of a sharded model and its optimizer in files, which any number of ranks can read.
+
+They are torch's distributed checkpoints: each rank writes its own part, and reads what it needs of all parts.
+"""
+
+import re
+from pathlib import Path
+
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from bombus_trainer.publish.checkpoint import CheckpointLost
+from bombus_trainer.ranks import LEADER
+
+# `__1_0.distcp` is of rank 1, and so is `optim_world_size_2_rank_1.pt`, as verl itself named its files. Others, such as
+# the index `.metadata`, are the leader's.
+_OF_RANK = re.compile(r"(?:/__|_rank_)(\d+)")
+
+
+def writer_of(name: str) -> int:
+    """Return the rank that wrote a file, by its path in a checkpoint."""
+    found = _OF_RANK.search(name)
+    return int(found[1]) if found else LEADER
+
+
+def save_state(folder: Path, module: nn.Module, optimizer: Optimizer) -> None:
+    """Write this rank's part below `folder`, while all ranks write theirs."""
+    model, of_optimizer = get_state_dict(module, optimizer)
+    save({"model": model, "optimizer": of_optimizer}, checkpoint_id=folder)
+
+
+def load_state(folder: Path, module: nn.Module, optimizer: Optimizer) -> None:
+    """Read this rank's part of what any number of ranks have written. Raises `CheckpointLost`."""
+    model, of_optimizer = get_state_dict(module, optimizer)
+    state = {"model": model, "optimizer": of_optimizer}
+    try:
+        load(state, checkpoint_id=folder)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointLost(f"the checkpoint {folder} cannot be read: {error}") from error
+    set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=of_optimizer)

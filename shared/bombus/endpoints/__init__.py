@@ -1,0 +1,1 @@
+"""Inference servers elsewhere, SGLang's, vLLM's or replicas of ours: what they are, and how they get weights."""

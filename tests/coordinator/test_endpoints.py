@@ -1,0 +1,57 @@
+"""Inference servers elsewhere, in the core: they are added and removed, and outlive runs and leaders."""
+
+import pytest
+
+from bombus.errors import Code
+from bombus.hive import inbox
+from tests.coordinator.core_in_memory import ENGINE
+from tests.coordinator.tenants_in_memory import TenantHarness
+from tests.coordinator.test_suspending import refused
+
+
+def added(harness: TenantHarness, host: str = "gpu-1", port: int = 30000, world_size: int = 1) -> inbox.AnyAnswer:
+    message = inbox.AddEndpoint(id=harness.id(), engine=ENGINE, host=host, port=port, world_size=world_size)
+    return harness.request(message)
+
+
+def removed(harness: TenantHarness, host: str = "gpu-1", port: int = 30000) -> inbox.AnyAnswer:
+    return harness.request(inbox.RemoveEndpoint(id=harness.id(), engine=ENGINE, host=host, port=port))
+
+
+def test_an_endpoint_is_there_until_it_is_removed_whatever_becomes_of_runs() -> None:
+    harness = TenantHarness().serving()
+    assert isinstance(added(harness, world_size=2), inbox.Done)
+    assert isinstance(added(harness, world_size=2), inbox.Done), "a repeat"
+    assert harness.kinds().count("endpoint.added") == 1
+    harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
+    assert [(each.host, each.port, each.world_size) for each in harness.tenants.endpoints.values()] == [
+        ("gpu-1", 30000, 2)
+    ]
+    assert isinstance(removed(harness), inbox.Done)
+    assert isinstance(removed(harness), inbox.Done), "a repeat"
+    assert harness.kinds().count("endpoint.removed") == 1
+    assert harness.tenants.endpoints == {}
+
+
+def test_an_endpoint_that_is_added_again_has_the_size_that_was_given_last() -> None:
+    harness = TenantHarness()
+    added(harness)
+    added(harness, world_size=8)
+    assert [each.world_size for each in harness.tenants.endpoints.values()] == [8]
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "size"), [("", 1, 1), ("a b", 1, 1), ("a", 0, 1), ("a", 65_536, 1), ("a", 1, 0)]
+)
+def test_what_is_no_address_is_refused(host: str, port: int, size: int) -> None:
+    assert refused(added(TenantHarness(), host, port, size), Code.MALFORMED)
+
+
+def test_r20_endpoints_have_a_limit() -> None:
+    harness = TenantHarness()
+    for port in range(1, 65):
+        assert isinstance(added(harness, port=port), inbox.Done)
+    assert refused(added(harness, port=65), Code.QUOTA)
+    assert isinstance(added(harness, port=64, world_size=2), inbox.Done), "one that is there is changed"
+    removed(harness, port=1)
+    assert isinstance(added(harness, port=65), inbox.Done)

@@ -1,0 +1,313 @@
+"""Inference servers that training clients register, and weights that are put in sync: a real gateway, bus and servers
+over HTTP, whose answers are scripted, and a scripted trainer."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from bombus.bus import Bus
+from bombus.host.http_server import http_server
+from bombus.host.process import listen
+from bombus.operations import CheckpointKind, Operation, OptimStep, SaveWeights
+from tests.gateway.openai_hive import gateway_of
+from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
+from tests.gateway.tenants.test_routes import BASE, ask, open_model, xorl_result
+
+UPDATE = "/update_weights_from_disk"
+
+
+class ScriptedServer:
+    """An SGLang server that notes what it is asked to load. With `refuses` it says why it did not."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.loaded: list[dict[str, Any]] = []
+        self.refuses = ""
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        status, answer = self._answer(scope["path"], (await receive()).get("body", b""))
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+
+    def _answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        if path == "/model_info":
+            return 200, {"model_path": "/models/tiny"}
+        if path != UPDATE:
+            return 404, {}
+        self.loaded.append(json.loads(body))
+        return (400, {"success": False, "message": self.refuses}) if self.refuses else (200, {"success": True})
+
+
+@asynccontextmanager
+async def scripted() -> AsyncIterator[ScriptedServer]:
+    server = ScriptedServer()
+    with listen("127.0.0.1", 0) as bound:
+        server.port = bound.getsockname()[1]
+        async with http_server(server, bound, drain_s=1):
+            yield server
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ScriptedServer]:
+    async with scripted() as server:
+        yield server
+
+
+@pytest.fixture
+async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
+    async with tenant_hive(bus, inference_hosts=("LOCALHOST", "127.0.0.1", "gpu-1:30000")) as hive:
+        yield hive
+
+
+@pytest.fixture
+async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
+        yield client
+
+
+async def create(client: httpx.AsyncClient, model: str = "default", rank: int = 4) -> None:
+    made = await ask(client, "create_model", model_id=model, base_model=BASE, lora_config={"rank": rank})
+    await xorl_result(client, made)
+
+
+async def post(hive: TenantHive, path: str, **body: Any) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=hive.url, timeout=60.0) as http:
+        response = await http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def add(hive: TenantHive, port: int, host: str = "127.0.0.1", **more: Any) -> dict[str, Any]:
+    return await post(hive, "/add_inference_endpoint", host=host, port=port, **more)
+
+
+async def listed(url: str) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=url) as http:
+        answer = (await http.get("/list_inference_endpoints")).json()
+    assert answer["count"] == len(answer["endpoints"])
+    found: list[dict[str, Any]] = answer["endpoints"]
+    return found
+
+
+def saves(hive: TenantHive) -> list[SaveWeights]:
+    return [each for _, each in hive.executed if isinstance(each, SaveWeights)]
+
+
+async def test_an_endpoint_is_registered_listed_by_every_gateway_and_removed(
+    hive: TenantHive, server: ScriptedServer
+) -> None:
+    added = await add(hive, server.port, world_size=2)
+    assert (added["success"], added["weights_synced"]) == (True, False)
+    assert added["endpoint"]["server_info"] == {"model_path": "/models/tiny", "version": "sglang"}
+    async with gateway_of(hive.bus) as (_, url):  # as after a restart
+        (found,) = await listed(url)
+    assert (found["host"], found["port"], found["world_size"]) == ("127.0.0.1", server.port, 2)
+    assert found["healthy"]
+    removed = await post(hive, "/remove_inference_endpoint", host="127.0.0.1", port=server.port)
+    assert removed["success"]
+    assert await listed(hive.url) == []
+    again = await post(hive, "/remove_inference_endpoint", host="127.0.0.1", port=server.port)
+    assert again == {"success": False, "message": f"127.0.0.1:{server.port} is not registered."}
+
+
+async def test_an_endpoint_that_is_gone_is_listed_as_not_healthy(hive: TenantHive) -> None:
+    async with scripted() as server:
+        await add(hive, server.port)
+    (found,) = await listed(hive.url)
+    assert not found["healthy"]
+    assert "no server can be used" in found["why"]
+
+
+@pytest.mark.parametrize(("host", "port"), [("10.0.0.1", 30000), ("gpu-1", 30001), ("gpu-1.evil", 30000)])
+async def test_only_hosts_that_the_operator_allows_are_talked_to(hive: TenantHive, host: str, port: int) -> None:
+    refused = await add(hive, port, host)
+    assert not refused["success"]
+    assert f"not at {host}:{port}" in refused["message"]
+    assert "--inference-host" in refused["message"]
+    assert await listed(hive.url) == []
+
+
+async def test_where_nothing_is_allowed_the_refusal_says_so(hive: TenantHive) -> None:
+    async with gateway_of(hive.bus) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        refused = (await http.post("/add_inference_endpoint", json={"host": "127.0.0.1", "port": 1})).json()
+    assert "talks to no inference endpoints elsewhere" in refused["message"]
+
+
+async def test_what_is_no_inference_server_is_not_registered(hive: TenantHive) -> None:
+    with listen("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+    assert "no server can be used" in (await add(hive, port))["message"]
+    gateway_port = int(hive.url.rpartition(":")[2])
+    assert not (await add(hive, gateway_port))["success"]
+    for body in ({"host": "127.0.0.1", "port": 0}, {"host": "127.0.0.1"}, {"host": "", "port": 1}):
+        assert not (await post(hive, "/add_inference_endpoint", **body))["success"]
+    assert "no pool" in (await add(hive, port, pool="rollouts"))["message"]
+
+
+async def test_a_sync_comes_in_the_models_order_and_each_endpoint_reads_the_merged_model(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    hive.may_work.clear()
+    step = {"model_id": "default", "adam_params": {"learning_rate": 1e-4}}
+    await ask(client, "optim_step", seq_id=1, **step)
+    async with scripted() as other:
+        for each in (server, other):
+            await add(hive, each.port)
+        nccl = {"master_address": "", "master_port": 29600, "group_name": "g", "buffer_size_mb": 64}
+        syncing = asyncio.create_task(post(hive, "/sync_inference_weights", **nccl))
+        await hive.follower.wait_for(lambda _: hive.engine.tenants.waiting == 2, 30)
+        await ask(client, "optim_step", seq_id=2, **step)
+        hive.may_work.set()
+        report = await syncing
+    assert report["success"], report
+    assert "NCCL was not used" in report["message"]
+    (save,) = saves(hive)
+    assert (save.checkpoint, save.merged) == (CheckpointKind.EXTERNAL, True)
+    order: list[type[Operation]] = [type(each) for _, each in hive.executed][1:]
+    assert order[:2] == [OptimStep, SaveWeights]
+    assert [each["success"] for each in report["endpoints_synced"]] == [True, True]
+    assert report["total_bytes"] == 2 * 3
+    for each in (server, other):
+        (loaded,) = each.loaded
+        assert loaded["model_path"] == f"/w/{save.name}"
+        assert loaded["weight_version"] == f"default/{save.name}"
+
+
+async def test_an_endpoint_that_does_not_load_is_told_and_the_others_have_the_weights(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    server.refuses = "no such folder"
+    async with scripted() as other:
+        await add(hive, server.port)
+        await add(hive, other.port)
+        report = await post(hive, "/api/v1/sync_inference_weights", model_id="default", weight_version="v7")
+        assert not report["success"]
+        assert "1 of 2 endpoints" in report["message"]
+        first, second = report["endpoints_synced"]
+        assert (first["port"], first["success"]) == (server.port, False)
+        assert "no such folder" in first["message"]
+        assert (second["port"], second["success"]) == (other.port, True)
+        assert other.loaded[0]["weight_version"] == "v7"
+        async with scripted() as third:
+            await add(hive, third.port)
+        gone = await post(hive, "/sync_inference_weights")
+    assert [each["success"] for each in gone["endpoints_synced"]] == [False, True, False]
+
+
+async def test_an_endpoint_may_get_weights_when_it_is_registered(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    early = await add(hive, server.port, sync_weights=True)
+    assert (early["success"], early["weights_synced"]) == (True, False)
+    assert "which model" in early["sync_message"]
+    await create(client)
+    added = await add(hive, server.port, sync_weights=True)
+    assert added["weights_synced"], added
+    assert len(server.loaded) == 1
+
+
+async def test_what_earlier_syncs_have_saved_is_removed(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    await add(hive, server.port)
+    for _ in range(3):
+        assert (await post(hive, "/sync_inference_weights"))["success"]
+    assert len(server.loaded) == 3
+    kept = [each.noted.saved.name for each in hive.engine.tenants.kept.values()]
+    assert kept == [saves(hive)[-1].name]
+    path = f"xorl://default/external_weights/{kept[0]}"
+    async with httpx.AsyncClient(base_url=hive.url) as http:
+        refused = await http.post("/generate", json={"input_ids": [5], "lora_path": path, "sampling_params": {}})
+    assert "sample from those" in refused.json()["detail"]
+
+
+async def test_without_endpoints_the_hives_own_replicas_get_the_adapter_and_sample_from_it(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await create(client)
+    early = await post(hive, "/sync_inference_weights")
+    assert not early["success"]
+    assert "no replica of the hive has loaded the base" in early["message"]
+    await hive.join_replica()
+    generate = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "temperature": 1.0}}
+    await post(hive, "/generate", **generate)
+    assert hive.replica.requests[-1].adapter == ""
+    for number in range(3):
+        report = await post(hive, "/sync_inference_weights")
+        assert report["success"], report
+        assert "the hive's own replicas" in report["message"]
+        save = saves(hive)[-1]
+        assert (save.checkpoint, save.merged) == (CheckpointKind.SAMPLER, False)
+        assert hive.replica.adapters[address_of(save.name)] == f"/w/{save.name}"
+        (told,) = report["endpoints_synced"]
+        assert told["port"] == int(hive.replica.url.rpartition(":")[2])
+        await post(hive, "/generate", **generate)
+        assert hive.replica.requests[-1].adapter == address_of(save.name)
+        assert len(hive.engine.tenants.kept) == min(number + 1, 2)
+
+
+async def test_which_model_is_meant_is_asked_where_it_is_not_clear(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    tinkers = await open_model(client)
+    await add(hive, server.port)
+    assert not (await post(hive, "/sync_inference_weights"))["success"]
+    assert not (await post(hive, "/sync_inference_weights", model_id=tinkers))["success"], "it is none of xorl's"
+    await create(client, "policy")
+    assert (await post(hive, "/sync_inference_weights"))["success"], "there is one"
+    await create(client, "reference")
+    report = await post(hive, "/sync_inference_weights")
+    assert "Say which model" in report["message"]
+    assert "policy, reference" in report["message"]
+    assert (await post(hive, "/sync_inference_weights", model_id="reference"))["success"]
+    assert server.loaded[-1]["weight_version"].startswith("reference/")
+    for wish in ({"quantization": {"method": "fp8"}}, {"pools": ["other"]}, {"weight_version": "x" * 300}):
+        assert not (await post(hive, "/sync_inference_weights", model_id="policy", **wish))["success"]
+
+
+async def test_a_model_of_all_weights_goes_to_servers_elsewhere_only(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client, rank=0)
+    await hive.join_replica()
+    refused = await post(hive, "/sync_inference_weights")
+    assert "replicas of ours take adapters only" in refused["message"]
+    await add(hive, server.port)
+    assert (await post(hive, "/sync_inference_weights"))["success"]
+
+
+# ---- sleep --------------------------------------------------------------------------------------------------------
+
+
+async def test_operations_wait_while_the_trainer_sleeps_and_the_client_is_told_why(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    assert (await post(hive, "/sleep"))["success"]
+    assert hive.engine.asleep
+    assert (await post(hive, "/sleep"))["success"], "a repeat"
+    await add(hive, server.port)
+    assert "The trainer sleeps" in (await post(hive, "/sync_inference_weights"))["message"]
+    stepped = await ask(client, "optim_step", model_id="default", seq_id=1, adam_params={"learning_rate": 1e-4})
+    waiting = asyncio.create_task(xorl_result(client, stepped))
+    await hive.follower.wait_for(lambda _: hive.engine.tenants.waiting == 1, 30)
+    assert (await post(hive, "/wake_up"))["success"]
+    assert "metrics" in await waiting
+    assert (await post(hive, "/wake_up"))["success"], "a repeat"
+
+
+async def test_nothing_sleeps_where_nothing_runs(hive: TenantHive) -> None:
+    refused = await post(hive, "/sleep")
+    assert not refused["success"]
+    assert "create a model" in refused["result"]
