@@ -96,6 +96,7 @@ $(ATROPOS_STAMP): tests/atropos/requirements.txt locks/$(TORCH).txt
 
 test-atropos: $(STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and its environments, unmodified, on a hive (SEQUENCES=2000)
 	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored
+	$(BIN)/python -m tests.atropos.faults
 
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.
 test-harnesses: $(STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md
