@@ -32,7 +32,10 @@ def sources(folder: Path) -> list[Path]:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    try:
+        return ast.parse(path.read_text())
+    except SystemError:  # CPython 3.11 counts the depth of all threads that parse together, and finds it wrong
+        return ast.parse(path.read_text())
 
 
 @cache

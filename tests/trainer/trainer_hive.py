@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,11 +23,14 @@ from bombus.hive.state import EngineState, Phase
 from bombus_coordinator.shell import Coordinator
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.service import Trainer
+from tests.patience import PATIENCE_S
 from tests.trainer.small_batches import call, tiny_model_folder
+
+log = logging.getLogger(__name__)
 
 ENGINE = "main"
 REPLICA = "r1"
-WAIT_S = 30.0
+WAIT_S = PATIENCE_S
 
 
 class Stage:
@@ -176,7 +180,10 @@ async def staged(bus: Bus, folder: Path, serves: bool = True) -> AsyncIterator[S
     finally:
         for task in (*tasks, *stage.trainers):
             task.cancel()
-        await asyncio.gather(*tasks, *stage.trainers, return_exceptions=True)
+        over = await asyncio.gather(*tasks, *stage.trainers, return_exceptions=True)
+        for error in over:
+            if isinstance(error, Exception):  # otherwise a test only times out when its coordinator is gone
+                log.error("a part of the hive had ended", exc_info=error)
 
 
 def served(weights: Weights) -> dict[str, torch.Tensor]:
