@@ -12,16 +12,20 @@ TEMPLATES_PIP := $(TEMPLATES_VENV)/bin/python -m pip install --quiet --disable-p
 TINKER_VENV := .venv-tinker
 TINKER_STAMP := $(TINKER_VENV)/.installed
 TINKER_PIP := $(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+ATROPOS_VENV := .venv-atropos
+ATROPOS_STAMP := $(ATROPOS_VENV)/.installed
+ATROPOS_PIP := $(ATROPOS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
 MINUTES ?= 2
 HISTORIES ?= 10000
+SEQUENCES ?= 2000
 TEMPLATES ?=
 MODEL ?=
 OUT ?=
 
-.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates test-tinker test-harnesses check bench sim chaos fuzz histories clean
+.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates test-tinker test-atropos test-harnesses check bench sim chaos fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it needs (TORCH=cpu or cuda: by default what the machine has)
 
@@ -83,6 +87,17 @@ $(TINKER_STAMP): pyproject.toml tests/tinker/requirements.txt locks/$(TORCH).txt
 test-tinker: $(STAMP) $(TINKER_STAMP)  ## Tinker's SDK, tinker-cookbook and xorl-client, unmodified, against a hive
 	BOMBUS_PYTHON=$(abspath $(BIN)/python) $(TINKER_VENV)/bin/python -m pytest tests/tinker
 
+# Some 2 GB in .venv-atropos: atroposlib, of the versions in tests/atropos/requirements.txt, and torch.
+$(ATROPOS_STAMP): tests/atropos/requirements.txt locks/$(TORCH).txt
+	$(PYTHON) -m venv $(ATROPOS_VENV)
+	$(ATROPOS_PIP) --require-hashes --no-deps -r locks/$(TORCH).txt
+	$(ATROPOS_PIP) -r tests/atropos/requirements.txt
+	touch $(ATROPOS_STAMP)
+
+test-atropos: $(STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and its environments, unmodified, on a hive (SEQUENCES=2000)
+	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored
+	$(BIN)/python -m tests.atropos.faults
+
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.
 test-harnesses: $(STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md
 	$(BIN)/python -m tests.harnesses.install
@@ -114,4 +129,4 @@ histories: $(STAMP)  ## play random histories of harnesses, and judge what was r
 	$(BIN)/python -m tests.histories --histories $(HISTORIES) --seed $(SEED)
 
 clean:  ## remove the environments and what runs left in this folder
-	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) .harnesses .bombus runs
+	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) $(ATROPOS_VENV) .harnesses .bombus runs

@@ -17,6 +17,8 @@ PARTS = {
     "engine": ["bench/engine.py", "--cpu-time"],
     "packing": ["bench/packing.py"],
     "tenants": ["-m", "bench.tenants"],
+    "trajectories": ["-m", "bench.trajectories"],
+    "atropos_wire": ["-m", "bench.atropos_wire"],
     "operations": ["-m", "bench.operations"],
     "deltas": ["-m", "bench.deltas"],
     "peak_memory": ["bench/peak_memory.py"],

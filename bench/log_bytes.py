@@ -28,6 +28,7 @@ LIMITS = StreamLimits(
     events_bytes_max=256 << 20,
     calls_bytes_max=1 << 20,
     ops_bytes_max=1 << 20,
+    trajectories_bytes_max=1 << 20,
     blobs_bytes_max=256 << 20,
 )
 CLIENT = str(uuid.uuid4())

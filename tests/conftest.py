@@ -20,6 +20,7 @@ SMALL_STREAMS = StreamLimits(
     events_bytes_max=64 * MB,
     calls_bytes_max=64 * MB,
     ops_bytes_max=64 * MB,
+    trajectories_bytes_max=64 * MB,
     blobs_bytes_max=64 * MB,
 )
 # Files with the longest tests, in the order in which they start, so that no worker is left alone with one at the end.

@@ -38,6 +38,7 @@ class Code(StrEnum):
     OTHER_OUTCOME = "other_outcome"
     OTHER_CLAIM = "other_claim"
     UNKNOWN_SESSION = "unknown_session"
+    UNKNOWN_ENVIRONMENT = "unknown_environment"
     SESSION_OVER = "session_over"
     MODEL_EXISTS = "model_exists"
     OTHER_BODY = "other_body"
@@ -79,6 +80,7 @@ STATUS: dict[Code, int] = {
     Code.OTHER_OUTCOME: 409,
     Code.OTHER_CLAIM: 409,
     Code.UNKNOWN_SESSION: 404,
+    Code.UNKNOWN_ENVIRONMENT: 404,
     Code.SESSION_OVER: 410,
     Code.MODEL_EXISTS: 409,
     Code.OTHER_BODY: 409,

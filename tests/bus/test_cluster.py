@@ -31,6 +31,7 @@ LIMITS = StreamLimits(
     events_bytes_max=256 * MB,
     calls_bytes_max=256 * MB,
     ops_bytes_max=64 * MB,
+    trajectories_bytes_max=64 * MB,
     blobs_bytes_max=64 * MB,
     replicas=3,
 )

@@ -115,6 +115,7 @@ async def test_a_limit_that_is_given_changes_its_stream_alone_and_messages_stay(
         "events": 64,
         "calls": 1,
         "ops": 64,
+        "trajectories": 64,
         "blobs": 64,
     }
     assert (await bus.get(bus.subjects.calls_stream, 1)).data == b"kept"

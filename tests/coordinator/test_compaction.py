@@ -42,6 +42,7 @@ LIMITS = StreamLimits(
     events_bytes_max=EVENTS_BYTES_MAX,
     calls_bytes_max=MB,
     ops_bytes_max=MB,
+    trajectories_bytes_max=MB,
     blobs_bytes_max=64 * MB,
 )
 METADATA = {"note": "x" * (16 << 10)}

@@ -27,6 +27,7 @@ LIMITS = StreamLimits(
     events_bytes_max=64 * MB,
     calls_bytes_max=CALLS_BYTES_MAX,
     ops_bytes_max=16 * MB,
+    trajectories_bytes_max=16 * MB,
     blobs_bytes_max=MB,
 )
 

@@ -369,13 +369,47 @@ GENERATED: list[Tree] = [
         "return_logprob": True,
     }
 ]
+VLLM: list[Tree] = [
+    {"prompt": {"prompt_token_ids": [1, 2]}, "n": 2, "max_tokens": 4, "temperature": 0.5, "logprobs": 0},
+    {"prompt": "Say a word.", "max_tokens": 4, "top_p": 0.9, "top_k": 5, "seed": 7, "stop_token_ids": [3]},
+]
+GROUP: Tree = {
+    "tokens": [[1, 2], [3]],
+    "masks": [[-100, 2], [3]],
+    "scores": [1.0, 0.5],
+    "advantages": [[0.0, 1.0], [0.5]],
+    "inference_logprobs": [[1.0, -0.5], [-0.25]],
+    "messages": [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]],
+    "overrides": [{"set_advantage_to_zero": True}, {}],
+    "group_overrides": {"a": 1},
+    "env_id": 0,
+}
+SCORED: dict[str, list[Tree]] = {
+    "/register": [
+        {
+            "wandb_group": "g",
+            "wandb_project": "p",
+            "batch_size": 4,
+            "max_token_len": 64,
+            "checkpoint_dir": "c",
+            "save_checkpoint_interval": 1,
+            "starting_step": 0,
+            "num_steps": 2,
+        }
+    ],
+    "/register-env": [{"max_token_length": 64, "desired_name": "a", "weight": 1.0, "group_size": 2}],
+    "/disconnect-env": [{"env_id": 0}],
+    "/scored_data": [GROUP],
+    "/scored_data_list": [[GROUP, GROUP]],
+}
 NCCL: Tree = {"master_address": "", "master_port": 29600, "group_name": "g", "buffer_size_mb": 1024}
 ENDPOINT: Tree = {"host": "localhost", "port": 1, "world_size": 1, "sync_weights": True, **NCCL}
 SYNC: Tree = {"model_id": "default", "weight_version": "v1", "pools": ["default"], "quantization": None, **NCCL}
 BODIES: dict[str, list[Tree]] = {
     **SWARM,
+    **SCORED,
     **{f"/api/v1/{path}": bodies for path, bodies in {**TRAINING, **SAMPLING}.items()},
-    "/generate": GENERATED,
+    "/generate": [*GENERATED, *VLLM],
     "/add_inference_endpoint": [ENDPOINT],
     "/remove_inference_endpoint": [{"host": "localhost", "port": 1}],
     "/sync_inference_weights": [SYNC],
@@ -428,6 +462,14 @@ WITHOUT_BODY = {
     "/api/v1/billing/usage/checkpoints/current",
     "/api/v1/checkpoints",
     "/api/v1/samplers/{sampler}",
+    "/",
+    "/batch",
+    "/info",
+    "/latest_example",
+    "/reset_data",
+    "/status",
+    "/status-env",
+    "/wandb_info",
 }
 GENERATE: Tree = {
     "id": "call-1",

@@ -21,6 +21,7 @@ from bombus.config.job import RunConfig
 from bombus.errors import EngineFault, LogCorrupted, Refused
 from bombus.hive import events, generation, inbox, records
 from bombus.hive.records import pack_tokens
+from bombus.hive.trajectories.records import decode_group, encode_group
 from bombus.operations import CheckpointKind, kinds
 from bombus.operations.arrays import Array, DType
 from bombus.replay import archive
@@ -28,6 +29,11 @@ from bombus.replay.source import NotOnLog
 from bombus.telemetry import traceparent_of
 from bombus.weights import adapters, deltas
 from bombus_gateway.anthropic.request import read_messages
+from bombus_gateway.atropos.compression import inflated
+from bombus_gateway.atropos.requests import read_environment, read_environment_id, read_trainer
+from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
+from bombus_gateway.atropos.vllm_generate import read_vllm
+from bombus_gateway.generate.dialect import GenerateDialect
 from bombus_gateway.keys import Keys
 from bombus_gateway.openai.request import read_chat, read_completion
 from bombus_gateway.openai.tokenizing import read_tokenize
@@ -52,10 +58,12 @@ from tests.fuzz.corpus import (
     MESSAGES,
     RESPONSES,
     SAMPLING,
+    SCORED,
     SWARM,
     TOKENIZE,
     TRACEPARENT,
     TRAINING,
+    VLLM,
 )
 from tests.fuzz.examples import examples
 from tests.fuzz.values import Tree, to_json, to_msgpack
@@ -249,6 +257,7 @@ def all_decoders() -> tuple[Decoder, ...]:
         Decoder("completion", _plain(read_completion), (Refused,), COMPLETIONS, to_json),
         Decoder("responses", _plain(read_response_request), (Refused,), RESPONSES, to_json),
         *_training(),
+        *_atropos(),
         Decoder("tokenize", _plain(read_tokenize), (Refused,), TOKENIZE, to_json),
         Decoder("end of an episode", _plain(_end), (Refused,), SWARM["/end_episode"], to_json),
         *_bodies(),
@@ -274,6 +283,37 @@ def _training() -> list[Decoder]:
     return [
         Decoder(f"training {name}", _plain(read), (Refused,), valid, to_json) for name, (read, valid) in readers.items()
     ]
+
+
+def _atropos() -> list[Decoder]:
+    """Return what reads the bodies of Atropos's environments and trainers, and the record that a group becomes."""
+    readers: dict[str, tuple[Callable[[bytes], object], Sequence[Tree]]] = {
+        "trainer": (read_trainer, SCORED["/register"]),
+        "environment": (read_environment, SCORED["/register-env"]),
+        "number": (read_environment_id, SCORED["/disconnect-env"]),
+        "group": (read_scored_data, SCORED["/scored_data"]),
+        "groups": (read_scored_data_list, SCORED["/scored_data_list"]),
+        "generate": (read_vllm, VLLM),
+        "call": (lambda body: GenerateDialect().read(body, {}), [*GENERATED, *VLLM]),
+    }
+    doors = [
+        Decoder(f"atropos {name}", _plain(read), (Refused,), valid, to_json) for name, (read, valid) in readers.items()
+    ]
+    packed = Decoder("atropos gzip", _plain(_inflated), (Refused,), SCORED["/scored_data"], _gzipped)
+    return [*doors, packed, Decoder("scored group", _plain(decode_group), (LogCorrupted,), _groups())]
+
+
+def _inflated(body: bytes) -> object:
+    return inflated("gzip", body, 1 << 16)
+
+
+def _gzipped(tree: Tree) -> bytes:
+    return gzip.compress(to_json(tree), compresslevel=1)
+
+
+def _groups() -> list[Tree]:
+    groups = [read_scored_data(to_json(body)) for body in SCORED["/scored_data"]]
+    return [msgspec.msgpack.decode(encode_group(each)) for each in groups]
 
 
 def _of(route: str) -> Sequence[Tree]:

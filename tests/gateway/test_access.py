@@ -41,6 +41,7 @@ CALL = {
     *TOKENS,
 }  # these need an episode's key
 CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/resume_engine", "/sync_train_code"}
+CONTROL |= {"/register", "/reset_data"}
 CONTROL |= {"/sleep", "/wake_up"}
 CLIENTS = {
     "/get_engine_status",
@@ -113,6 +114,8 @@ ENDPOINTS = {"/add_inference_endpoint", "/remove_inference_endpoint", "/list_inf
 SYNC = "/sync_inference_weights"
 SAMPLING = {"/create_sampling_session", "/asample", "/samplers/{sampler}"}
 CLIENTS |= {f"/api/v1{path}" for path in TRAINING | REST | SAMPLING | {SYNC}} | {"/generate", SYNC} | ENDPOINTS
+CLIENTS |= {"/", "/batch", "/disconnect-env", "/info", "/latest_example", "/register-env", "/scored_data"}
+CLIENTS |= {"/scored_data_list", "/status", "/status-env", "/wandb_info"}
 
 
 @pytest.fixture

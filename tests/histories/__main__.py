@@ -24,6 +24,7 @@ STREAMS = StreamLimits(
     events_bytes_max=1024 * MB,
     calls_bytes_max=8192 * MB,
     ops_bytes_max=MB,
+    trajectories_bytes_max=MB,
     blobs_bytes_max=256 * MB,
 )
 

@@ -14,8 +14,26 @@ from bombus.hive.collection import measures
 from bombus.hive.events import Collection, Method, RunKind
 from bombus.hive.state import Hive, Phase, evolve
 from bombus.hive.status import byte_size, duration, engine_status, hive_status, one_line, render_status, status_dict
+from tests.coordinator.scored_in_memory import ScoredHarness
 from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
 from tests.overwatch.story import ENGINE, SECOND, Story, failed, operating, rolling
+
+
+def test_scored_groups_are_shown_with_their_environments_and_what_no_batch_can_take() -> None:
+    harness = ScoredHarness()
+    harness.register(batch_size=4, starting_step=3)
+    harness.ask()
+    environment = harness.join("gsm", group_size=3)
+    harness.push(harness.group(environment, sequences=3), harness.group(environment, sequences=3))
+    text = render_status(harness.core.hive, "main")
+    assert "2 scored groups for batches of 4 sequences of an outside trainer" in text
+    assert "outside trainer: step 3, batches of 4 sequences, 0 handed out" in text
+    assert "  environment 0 gsm_0: 6 sequences, group_size 3, weight 1" in text
+    assert "no selection of them has exactly 4 sequences. One more group of 1 or 4 sequences" in text
+    (shown,) = hive_status(harness.core.hive).engines
+    assert shown.scored is not None
+    assert (shown.scored.groups, len(shown.scored.stranded)) == (2, 1)
+    json.dumps(status_dict(harness.core.hive))
 
 
 def hive_of(story: Story) -> Hive:

@@ -17,6 +17,7 @@ from bombus.hive.events import (
     Outcome,
 )
 from bombus.hive.records import BodyRef, CallRef
+from bombus.hive.trajectories.queue import QueuedGroup
 
 SECOND = 1_000_000_000
 START_NS = 1_767_268_800 * SECOND  # 12:00:00 UTC
@@ -369,8 +370,40 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: tell(ev.RestAsked, asleep=True),
         lambda: tell(ev.RestReached, trainer_epoch=1, asleep=True),
         lambda: story.tell(ev.OperationsReleased(below=2, models=(ev.ModelFloor("main", model, 2),))),
+        *scored(story),
     ]
     while len(story.events) < count:
         story.wait(draw.random())
         draw.choice(actions)()
     return story.events[:count]
+
+
+def scored(story: Story) -> list[Callable[[], None]]:
+    """Return what can happen to scored groups, in any order."""
+    draw = story.random
+
+    def tell(kind: type[Event], **given: Any) -> None:
+        story.tell(kind(**story.at, **given))
+
+    def push() -> None:
+        group = QueuedGroup(environment=draw.choice((None, 0, 1)), sequences=draw.randint(1, 4), tokens=9)
+        tell(ev.GroupsPushed, groups=(group,), key=str(draw.randint(0, 3)))
+
+    def join() -> None:
+        number = draw.randint(0, 1)
+        size = {"max_tokens": 9, "weight": 1.0, "group_size": draw.randint(1, 4), "minimum": draw.choice((None, 0.5))}
+        tell(ev.EnvironmentJoined, environment=number, desired_name="gsm", name=f"gsm_{number}", **size)
+
+    trainer = {"trainer": "7", "max_token_len": 9, "checkpoint_dir": "/c", "save_checkpoint_interval": 1}
+    steps = {"starting_step": 0, "num_steps": 3}
+    return [
+        lambda: tell(ev.TrainerRegistered, run=story.run, batch_size=draw.randint(1, 4), **trainer, **steps),
+        lambda: tell(ev.BatchesBegun, run=story.run),
+        join,
+        lambda: tell(ev.EnvironmentLeft, environment=draw.randint(0, 1), reason=ev.EnvironmentEnd.SILENT),
+        push,
+        lambda: tell(ev.BatchHandedOut, run=story.run, number=1, groups=(draw.randint(1, 9),)),
+        lambda: tell(ev.BatchDelivered, run=story.run, number=1),
+        lambda: tell(ev.GroupsReset),
+        lambda: story.tell(ev.TrajectoriesReleased(below=2)),
+    ]

@@ -24,7 +24,7 @@ from tests.sim.lease import RENEW_S, Lease
 from tests.sim.link import Link, Net, Reader
 from tests.sim.loop import Process
 from tests.sim.referee import ENGINE, RECOVERED, Referee
-from tests.sim.server import CALLS_STREAM, EVENTS_STREAM, INBOX_STREAM, OPS_STREAM, SIZE, Message
+from tests.sim.server import CALLS_STREAM, EVENTS_STREAM, INBOX_STREAM, OPS_STREAM, SIZE, TRAJECTORIES_STREAM, Message
 from tests.sim.variants import Variant
 
 ASK_S = 0.3
@@ -92,6 +92,8 @@ class Coordinator(Process):
         upkeep = [self._trim(), self._retain(), self._watch()]
         if OPS_STREAM in self.link.server.streams:
             upkeep.append(self._release())
+        if TRAJECTORIES_STREAM in self.link.server.streams:
+            upkeep.append(self._release_groups())
         if self.link.server.events_max:
             upkeep.append(self._compact())
         await self.together(self._serve(), self._tick(), self.lease.keep(), *upkeep)
@@ -285,6 +287,32 @@ class Coordinator(Process):
                     self._referee.ledger.purged()
                 if old:
                     told = inbox.OperationsStored(id=f"{self.link.token}-{self._epoch}-ops-{number}", below=old[-1])
+                    await self.link.send(told)
+            except BusUnavailable:
+                pass  # the next one covers this one
+
+    async def _release_groups(self) -> None:
+        """Let the core release the bodies of scored groups, then purge what the log says is released."""
+        stream = self.link.server.streams[TRAJECTORIES_STREAM]
+        ends: list[tuple[float, int]] = []
+        number = 0
+        while True:
+            released, position = self.core.hive.trajectories_released, self._consumed
+            await self.sleep(TRIM_S)
+            number += 1
+            ends.append((self._net.loop.now_s, stream.last_seq + 1))
+            old = [end for since, end in ends if since <= self._net.loop.now_s - GRACE_S]
+            try:
+                if self._consumed != position:
+                    if self._variant == Variant.GROUPS_PURGED:
+                        released = stream.last_seq
+                    await self.link.call(lambda: stream.purge_below(released))  # noqa: B023
+                    assert self._referee.scored is not None
+                    self._referee.scored.purged()
+                if old:
+                    told = inbox.TrajectoriesStored(
+                        id=f"{self.link.token}-{self._epoch}-groups-{number}", below=old[-1]
+                    )
                     await self.link.send(told)
             except BusUnavailable:
                 pass  # the next one covers this one

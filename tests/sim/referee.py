@@ -16,6 +16,7 @@ from bombus.hive.state import EngineState, Hive, Phase, ended_calls, evolve
 from bombus_coordinator.rules.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_replicas, check_stays
 from tests.hive.phases import TRANSITIONS
+from tests.sim.scored import SCORED_ENGINE, ScoredLedger
 from tests.sim.server import Message
 from tests.sim.tenants import OPS_ENGINE, Ledger
 
@@ -65,6 +66,7 @@ class Referee:
         self.hive = Hive()  # the fold of the log
         self.position = 0
         self.ledger: Ledger | None = None  # of a hive that serves training operations
+        self.scored: ScoredLedger | None = None  # of a hive that takes scored groups
         self.disk: dict[str, Checkpoint] = {}
         self.weights: dict[str, Published] = {}
         self.seen: Counter[str] = Counter()
@@ -99,8 +101,8 @@ class Referee:
         for message in messages:
             event = message.event
             self._check_order(message, event)
-            if event.engine == OPS_ENGINE:
-                self._note_operations(message, event)
+            if event.engine in (OPS_ENGINE, SCORED_ENGINE):
+                self._note_apart(message, event)
                 continue
             engine = self.hive.engine(ENGINE)
             before = engine.phase
@@ -115,14 +117,16 @@ class Referee:
             assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
             self.seen[ev.kind_of(event)] += 1
 
-    def _note_operations(self, message: Message, event: Event) -> None:
-        assert self.ledger is not None
-        engine = self.hive.engine(OPS_ENGINE)
+    def _note_apart(self, message: Message, event: Event) -> None:
+        """Note an event of an engine that plays no episodes."""
+        ledger = self.ledger if event.engine == OPS_ENGINE else self.scored
+        assert ledger is not None
+        engine = self.hive.engine(event.engine)
         before = engine.phase
-        self.ledger.check(event, engine)
+        ledger.check(event, engine)
         evolve(self.hive, event)
         self.position = message.seq
-        after = self.hive.engine(OPS_ENGINE).phase
+        after = self.hive.engine(event.engine).phase
         assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
         self.seen[ev.kind_of(event)] += 1
 

@@ -17,7 +17,8 @@ SECOND = 1_000_000_000
 BEGIN_NS = 1_000 * SECOND
 EPOCH_OPENED = "epoch.opened"
 INBOX_STREAM, EVENTS_STREAM, CALLS_STREAM, OPS_STREAM = "inbox", "events", "calls", "ops"
-WINDOW_S = {INBOX_STREAM: 120, EVENTS_STREAM: 600, CALLS_STREAM: 120, OPS_STREAM: 120}
+TRAJECTORIES_STREAM = "trajectories"
+WINDOW_S = {INBOX_STREAM: 120, EVENTS_STREAM: 600, CALLS_STREAM: 120, OPS_STREAM: 120, TRAJECTORIES_STREAM: 120}
 
 
 class Message:
@@ -139,10 +140,10 @@ class Server:
     Only with `operations` there is a stream for them: without, seeds keep their draws.
     """
 
-    def __init__(self, loop: Loop, fence_first: bool, replicas: int, operations: bool = False) -> None:
+    def __init__(self, loop: Loop, fence_first: bool, replicas: int, without: Collection[str] = ()) -> None:
         self.replicas = replicas
         self.fence_first = fence_first
-        self.streams = {name: Stream(self, name) for name in WINDOW_S if operations or name != OPS_STREAM}
+        self.streams = {name: Stream(self, name) for name in WINDOW_S if name not in without}
         self.lease: Lease | None = None
         self.snapshots: dict[int, bytes] = {}
         self.damaged: set[int] = set()
@@ -187,8 +188,9 @@ class Server:
 
     def damage_snapshot(self) -> str:
         """Damage the newest snapshot, unless it is the last good one of a log that has lost its beginning."""
-        good = [position for position in self.snapshots if position not in self.damaged]
-        if not good or (len(good) == 1 and self.streams[EVENTS_STREAM].first_seq > 1):
+        first = self.streams[EVENTS_STREAM].first_seq
+        good = [position for position in self.snapshots if position not in self.damaged and position >= first - 1]
+        if not good or (len(good) == 1 and first > 1):
             return ""
         self.damaged.add(max(good))
         return f"at {max(good)}"

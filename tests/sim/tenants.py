@@ -49,21 +49,20 @@ RULES = Collection(
 )
 
 
-async def store(link: Link, body: bytes) -> BodyRef:
+async def store(link: Link, body: bytes, stream: str = OPS_STREAM) -> BodyRef:
     """Store a body in one or two parts, as parts.py does. Raises `BusUnavailable`."""
     token = link.net.fresh("body")
     cut = len(body) // 2 if link.net.pick.random() < 0.3 else len(body)
     parts = [part for part in (body[:cut], body[cut:]) if part]
     acks = [
-        await link.publish(OPS_STREAM, Outgoing("op", part, f"{token}.{number}", {}))
-        for number, part in enumerate(parts)
+        await link.publish(stream, Outgoing("op", part, f"{token}.{number}", {})) for number, part in enumerate(parts)
     ]
     return BodyRef(seqs=tuple(ack.seq for ack in acks), size=len(body), digest=digest(body))
 
 
-def fetch(server: Server, ref: BodyRef) -> bytes:
+def fetch(server: Server, ref: BodyRef, stream: str = OPS_STREAM) -> bytes:
     """Return a body. Raises `LogCorrupted` when it is gone, or is another."""
-    body = b"".join(server.streams[OPS_STREAM].get(seq).body for seq in ref.seqs)
+    body = b"".join(server.streams[stream].get(seq).body for seq in ref.seqs)
     if digest(body) != ref.digest:
         raise LogCorrupted(f"another body is at {ref.first}")
     return body

@@ -11,10 +11,11 @@ import pytest
 from bombus.hive import events as ev
 from tests.sim.faults import Fault
 from tests.sim.variants import Variant
-from tests.sim.world import OPERATING, simulate, tally
+from tests.sim.world import OPERATING, SCORING, simulate, tally
 
 SEEDS = int(os.environ.get("BOMBUS_SIM_SEEDS", "1000"))
 VARIANT_SEEDS = 1000
+SCORING_SEEDS = range(SCORING, 100 * OPERATING, OPERATING)  # those of hives that take scored groups
 OPERATING_SEEDS = range(OPERATING - 1, 100 * OPERATING, OPERATING)  # those of hives with training operations
 # Fault rates that find a variant which the usual ones find only in one of thousands of seeds.
 RATES = {
@@ -83,6 +84,23 @@ def test_r17_operations_are_executed_in_the_order_of_the_log_and_completed_once_
     assert seen["operations given up"] > 0
     for refused in ("quota", "body_gone", "storage_full", "unknown_model"):
         assert seen[f"operations refused: {refused}"] > 0, refused
+
+
+def test_r16_acknowledged_groups_are_in_one_batch_each_and_batches_are_repeated_until_they_arrive() -> None:
+    """The ledger checks it for each event, whatever is killed, cut off or sent again."""
+    seen: Counter[str] = Counter()
+    for seed in SCORING_SEEDS:
+        seen += tally(simulate(seed))
+    hives = len(SCORING_SEEDS)
+    assert seen["pushes acknowledged"] > 20 * hives
+    assert seen["batch.handed_out"] > 10 * hives
+    assert seen["batch.delivered"] > 10 * hives
+    assert seen["batches that were cut off"] > hives
+    assert seen["groups purged"] > hives
+    for rare in ("batches received again", "pushes that came again late", "groups.reset", "environment.left"):
+        assert seen[rare] > 0, rare
+    for refused in ("body_gone", "storage_full"):
+        assert seen[f"pushes refused: {refused}"] > 0, refused
 
 
 def test_a_slow_superseded_trainer_removes_nothing_that_the_log_names() -> None:

@@ -13,7 +13,8 @@ from tests.sim.link import Net
 from tests.sim.loop import Loop, Process
 from tests.sim.referee import ENGINE, Referee
 from tests.sim.replica import Replica
-from tests.sim.server import EVENTS_STREAM, SECOND, SIZE, Message, Server
+from tests.sim.scored import ScoredEnvironment, ScoredLedger, ScoredTrainer
+from tests.sim.server import EVENTS_STREAM, OPS_STREAM, SECOND, SIZE, TRAJECTORIES_STREAM, Message, Server
 from tests.sim.tenants import Ledger, TenantClient, TenantTrainer
 from tests.sim.trainer import Trainer
 from tests.sim.variants import Variant
@@ -24,6 +25,7 @@ STEP_S = 150.0  # until another step is completed
 QUIET_S = 60.0  # until every command is answered
 REPORTING = 8  # in one of so many hives gateways report how they read the model
 OPERATING = 10  # one of so many hives serves training operations too
+SCORING = 4  # of so many hives as OPERATING says, the one that takes scored groups
 OVER_S = 240.0  # an end that failed is tried again after a minute, twice
 COMPACTING = 6  # of so many seeds, some compact their logs
 EVENTS_MAX = {1: 60, 4: 150}  # by the rest of the seed: the size of a log that is compacted, in events
@@ -46,8 +48,10 @@ class World:
             self.faults.rates = {fault: rates.get(fault, 0.0) for fault in Fault}
         self.referee = Referee()
         operates = seed % OPERATING == OPERATING - 1
+        scores = seed % OPERATING == SCORING
+        without = [*([] if operates else [OPS_STREAM]), *([] if scores else [TRAJECTORIES_STREAM])]
         self.server = Server(
-            self.loop, fence_first=pick.random() < 0.5, replicas=pick.choice((1, 1, 3)), operations=operates
+            self.loop, fence_first=pick.random() < 0.5, replicas=pick.choice((1, 1, 3)), without=without
         )
         self.server.events_max = EVENTS_MAX.get(seed % COMPACTING, 0)
         self.server.streams[EVENTS_STREAM].watchers.append(self.referee.stored)
@@ -72,6 +76,8 @@ class World:
         self.executors: list[TenantTrainer] = []
         if operates:
             self._add_tenants()
+        if scores:
+            self._add_scored(variant)
         if trace is not None:
             self.server.streams[EVENTS_STREAM].watchers.append(self._tell)
 
@@ -83,6 +89,13 @@ class World:
         self.tenants = [TenantClient(name, self.net, ledger, lambda: self.mood.playing) for name in names]
         self.executors = [TenantTrainer(name, self.net, ledger) for name in ("o0", "o1")]
         self._kinds += [[*self.tenants], [*self.executors]]
+
+    def _add_scored(self, variant: Variant | None) -> None:
+        """Add environments and a trainer of scored groups, on an engine of their own."""
+        ledger = ScoredLedger(self.server, lambda: self.referee.hive, self.referee.seen)
+        self.referee.scored = ledger
+        environments = [ScoredEnvironment(name, self.net, ledger, lambda: self.mood.playing) for name in ("e0", "e1")]
+        self._kinds += [[*environments], [ScoredTrainer("s0", self.net, ledger, lambda: self.mood.playing, variant)]]
 
     def _tell(self, messages: Sequence[Message]) -> None:
         for each in messages:
@@ -116,9 +129,14 @@ class World:
         if ledger is not None:
             self._expect(OVER_S, lambda: ledger.is_over, "every session of training operations is over")
             ledger.finish()
+        scored = self.referee.scored
+        if scored is not None:
+            self._expect(OVER_S, lambda: scored.is_over, "every batch of scored groups is delivered")
         self.loop.run(self.loop.now_s + 5.0)
         self._expect(QUIET_S, self._all_agree, "every service has folded the log")
         self.referee.finish()
+        if scored is not None:
+            scored.finish()
         self.referee.refold(self.server.streams[EVENTS_STREAM].messages)
 
     def _all_agree(self) -> bool:

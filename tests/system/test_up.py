@@ -296,6 +296,7 @@ def test_status_shows_what_a_hive_does_as_text_and_as_json(up: Up) -> None:
         "events": 1 << 30,
         "calls": 4 << 30,
         "ops": 1 << 30,
+        "trajectories": 2 << 30,
         "blobs": 2 << 30,
     }
     assert re.search(r"^  events .* of 1\.1 GB, 1 replica$", status_of(up), re.MULTILINE)
@@ -404,7 +405,8 @@ def test_the_limits_of_streams_are_set_by_flags_and_changed_by_the_same_flags(tm
     file.write_text(json.dumps({"engines": {"main": {}}, "streams": {"events_bytes_max": "100MB"}}))
     up = Up(tmp_path, "--config", str(file), "--calls-bytes-max", "200MB", "--inbox-bytes-max", "50MB")
     try:
-        first = {"inbox": 50_000_000, "events": 100_000_000, "calls": 200_000_000, "ops": 1 << 30, "blobs": 2 << 30}
+        first = {"inbox": 50_000_000, "events": 100_000_000, "calls": 200_000_000}
+        first |= {"ops": 1 << 30, "trajectories": 2 << 30, "blobs": 2 << 30}
         assert limits_of(up) == first
     finally:
         assert up.interrupt() == []

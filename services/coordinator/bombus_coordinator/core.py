@@ -30,6 +30,7 @@ from bombus_coordinator.rules import (
 )
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.trajectories import batches, registering
 from bombus_coordinator.rules.waiting import share_of
 
 NOTED_MAX = 1000  # calls in one `calls.noted`
@@ -59,6 +60,7 @@ class Core:
         self.live = Live(now_ns=now_ns, epoch_ns=now_ns, ticked_ns=now_ns, refusing=self.hive.refusing)
         self.live.event_bytes_max = event_bytes_max
         self.live.released = self.hive.released
+        self.live.trajectories_released = self.hive.trajectories_released
         self._noted: dict[tuple[str, int], list[NotedCall]] = {}
         self._noted_seq = 0
 
@@ -136,6 +138,8 @@ class Core:
                 self.live.refusing = self.hive.refusing
             elif isinstance(event, ev.OperationsReleased):
                 self.live.released = self.hive.released
+            elif isinstance(event, ev.TrajectoriesReleased):
+                self.live.trajectories_released = self.hive.trajectories_released
         for reply in decision.replies:
             self.live.remember(reply.command, reply.answer)
         return PendingDecision(decision, answers, bodies)
@@ -223,6 +227,7 @@ class Core:
         yield from sessions.expire(engine, self.live)
         yield from sessions.expire_weights(engine, self.live)
         yield from serving.end_idle_run(engine, self.live)
+        yield from registering.lapse(engine, self.live)
         yield from self._follow_up(engine)
         yield from claims.lapse(engine, self.live)
 
@@ -235,6 +240,9 @@ class Core:
         for session in message.sessions:
             if session in engine.tenants.sessions:
                 self.live.session_seen[engine.name, session] = self.live.now_ns
+        for environment in message.environments:
+            if environment in engine.trajectories.queue.environments:
+                self.live.environment_seen[engine.name, environment] = self.live.now_ns
 
 
 def _refused(engine: EngineState, live: Live, message: inbox.AnyMessage, error: Refused) -> Decision:
@@ -254,6 +262,7 @@ _HIVE_RULES: dict[type[inbox.Message], Callable[[Hive, Live, Any], Decisions]] =
     inbox.StorageSeen: storage.seen,
     inbox.CompactionTried: log_upkeep.tried,
     inbox.OperationsStored: serving.release,
+    inbox.TrajectoriesStored: batches.release,
 }
 _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]] = {
     inbox.Claim: claims.claim,
@@ -290,6 +299,13 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.ModelAway: operations.away,
     inbox.OperationBegins: operations.begins,
     inbox.TrainerServes: serving.trainer_serves,
+    inbox.RegisterTrainer: registering.register_trainer,
+    inbox.JoinEnvironment: registering.join,
+    inbox.LeaveEnvironment: registering.leave,
+    inbox.ResetGroups: registering.reset,
+    inbox.PushGroups: batches.push,
+    inbox.TakeBatch: batches.take,
+    inbox.BatchSent: batches.sent,
     inbox.AskRest: serving.ask_rest,
     inbox.TrainerRests: serving.trainer_rests,
     inbox.AddEndpoint: endpoints.add,

@@ -1,8 +1,8 @@
-"""Purge training operations: the leader removes from `ops` what the log says is not needed any more (R12, R17).
+"""Purge bodies: the leader removes from `ops` and `trajectories` what the log says is not needed any more (R12).
 
-A body is stored before the operation that names it is accepted, so nothing tells which of the newest messages are
-needed. Those of the last ten minutes are left alone. Beyond them the core says on the log what is released, and refuses
-operations with older bodies from then on. Only then is it purged.
+A body is stored before the operation or the group that names it is accepted, so nothing tells which of the newest
+messages are needed. Those of the last ten minutes are left alone. Beyond them the core says on the log what is
+released, and refuses what has an older body from then on. Only then is it purged.
 
 After a power cut on one replica the stream may end earlier and use sequences again (R6). Then what is released goes
 back to its end.
@@ -13,13 +13,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from bombus.bus import Bus, ServerRefused, StreamState
+from bombus.bus.streams import limited_streams
 from bombus.errors import BusUnavailable
-from bombus.hive.inbox import OperationsStored
+from bombus.hive.inbox import Message, OperationsStored, TrajectoriesStored
 from bombus.hive.state import Hive
+from bombus_coordinator.rules.decision import Decisions
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.serving import release
+from bombus_coordinator.rules.trajectories import batches
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +33,38 @@ GRACE_S = 600.0  # between the end of a body's storing and its operation
 OVERFULL = 0.5  # of the stream: above it, what lies between needed messages is purged too
 
 
+@dataclass(frozen=True)
+class KeptBodies:
+    """A stream of bodies, and the rule by which it is released."""
+
+    name: str
+    released: Callable[[Hive], int]
+    release: Callable[[Hive, Live, Any], Decisions]
+
+    def message(self, message_id: str, below: int, overfull: bool, shrunk: bool) -> Message:
+        if self is OPERATIONS:
+            return OperationsStored(id=message_id, below=below, overfull=overfull, shrunk=shrunk)
+        return TrajectoriesStored(id=message_id, below=below, shrunk=shrunk)
+
+
+OPERATIONS = KeptBodies("ops", lambda hive: hive.released, release)
+TRAJECTORIES = KeptBodies("trajectories", lambda hive: hive.trajectories_released, batches.release)
+
+
 class Releaser:
-    """Reports to the core how far the stream has been for long, and purges what it releases."""
+    """Reports to the core how far a stream has been for long, and purges what it releases."""
 
     def __init__(
-        self, bus: Bus, hive: Callable[[], Hive], grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic
+        self,
+        bus: Bus,
+        hive: Callable[[], Hive],
+        grace_s: float = GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
+        bodies: KeptBodies = OPERATIONS,
     ) -> None:
         self._bus = bus
+        self._bodies = bodies
+        self._stream = limited_streams(bus.subjects)[bodies.name]
         self._hive = hive
         self._grace_s = grace_s
         self._clock = clock
@@ -44,30 +74,32 @@ class Releaser:
 
     async def report(self) -> None:
         """Tell the core up to where messages have been there for long, if it would release any."""
-        state = await self._bus.state(self._bus.subjects.ops_stream)
+        state = await self._bus.state(self._stream)
         message = self._stored(state)
-        if message is not None and any(release(self._hive(), Live(), message)):
+        if message is not None and any(self._bodies.release(self._hive(), Live(), message)):
             self._count += 1
             await self._bus.inbox.send(message)
 
-    def _stored(self, state: StreamState) -> OperationsStored | None:
+    def _stored(self, state: StreamState) -> Message | None:
         end, now = state.last_seq + 1, self._clock()
-        message_id = f"operations-{self._bus.token}-{self._count}"
-        if end < self._hive().released:
+        message_id = f"{self._bodies.name}-{self._bus.token}-{self._count}"
+        if end < self._bodies.released(self._hive()):
             self._ends.clear()
-            return OperationsStored(id=message_id, below=end, shrunk=True)
+            return self._bodies.message(message_id, below=end, overfull=False, shrunk=True)
         self._ends.append((now, end))
         while len(self._ends) > 1 and self._ends[1][0] <= now - self._grace_s:
             self._ends.popleft()
         since, below = self._ends[0]
         if since > now - self._grace_s:
             return None
-        return OperationsStored(id=message_id, below=below, overfull=state.fill > OVERFULL)
+        return self._bodies.message(message_id, below=below, overfull=state.fill > OVERFULL, shrunk=False)
 
     def released(self) -> dict[str, int]:
         """Return up to where the state releases each subject, and under "" the whole stream."""
         hive = self._hive()
-        found = {"": hive.released}
+        found = {"": self._bodies.released(hive)}
+        if self._bodies is not OPERATIONS:
+            return found
         for engine in hive.engines.values():
             for model, below in engine.tenants.released.items():
                 if below > hive.released:
@@ -78,17 +110,23 @@ class Releaser:
         """Purge what was released. Only what the log has may be given here."""
         for subject, below in released.items():
             if below > self._purged.get(subject, 1):
-                await self._bus.purge_below(self._bus.subjects.ops_stream, below, subject or ">")
+                await self._bus.purge_below(self._stream, below, subject or ">")
         self._purged = released
 
 
-async def run(bus: Bus, hive: Callable[[], Hive], stored: Callable[[], int], period_s: float = PERIOD_S) -> None:
+async def run(
+    bus: Bus,
+    hive: Callable[[], Hive],
+    stored: Callable[[], int],
+    period_s: float = PERIOD_S,
+    bodies: KeptBodies = OPERATIONS,
+) -> None:
     """Release and purge periodically until cancelled.
 
     `hive` may be ahead of the log. What it releases is purged a period later, and only if `stored`, the inbox position
     up to which everything is decided and on the log, has increased.
     """
-    releaser = Releaser(bus, hive)
+    releaser = Releaser(bus, hive, bodies=bodies)
     while True:
         released = releaser.released()
         position = stored()
@@ -98,4 +136,4 @@ async def run(bus: Bus, hive: Callable[[], Hive], stored: Callable[[], int], per
                 await releaser.purge(released)
             await releaser.report()
         except (BusUnavailable, ServerRefused) as error:
-            log.warning("the stream of operations could not be trimmed: %s", error)
+            log.warning("stream %s could not be trimmed: %s", bodies.name, error)

@@ -102,7 +102,10 @@ class Coordinator:
             tasks.create_task(self._tick())
             tasks.create_task(self._trim())
             tasks.create_task(retention.run(self.bus, lambda: self.core.hive, lambda: self._consumed, upkeep.trim_s))
-            tasks.create_task(releasing.run(self.bus, lambda: self.core.hive, lambda: self._consumed, upkeep.trim_s))
+            for bodies in (releasing.OPERATIONS, releasing.TRAJECTORIES):
+                tasks.create_task(
+                    releasing.run(self.bus, lambda: self.core.hive, lambda: self._consumed, upkeep.trim_s, bodies)
+                )
             tasks.create_task(storage.watch(self.bus, lambda: self.core.hive, upkeep.disk))
             if upkeep.compaction is not None:
                 tasks.create_task(compaction.run(self.bus, upkeep.compaction, lambda: self.core.hive, self._snapshots))

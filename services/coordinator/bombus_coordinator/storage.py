@@ -35,6 +35,7 @@ _ADVICE = {
     "calls": "It is trimmed as steps are made; or raise its limit with --calls-bytes-max.",
     "ops": "It is trimmed as operations are executed and saved, and as sessions end; or raise its limit with "
     "--ops-bytes-max.",
+    "trajectories": "It is trimmed as batches are handed out; or raise its limit with --trajectories-bytes-max.",
     "blobs": "Raise its limit with --blobs-bytes-max.",
     DISK: "Make room where the bus keeps its data.",
 }

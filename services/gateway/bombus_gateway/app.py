@@ -10,19 +10,21 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
-from bombus_gateway.access import PATH_KEY, without_path_key
+from bombus_gateway.access import PATH_KEY, EpisodeGuard, without_path_key
 from bombus_gateway.anthropic.docs import add_anthropic_paths
 from bombus_gateway.anthropic.routes import AnthropicDoor
 from bombus_gateway.bodies import BodyMemory
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.docs_page import HEADERS, docs_page
+from bombus_gateway.generate.routes import GenerateDoor
 from bombus_gateway.limits import in_short
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
 from bombus_gateway.refusals import ERROR_HEADERS, RETRY_AFTER
 from bombus_gateway.responses.docs import add_responses_paths
 from bombus_gateway.responses.routes import ResponsesDoor
+from bombus_gateway.scored.routes import scored_router
 from bombus_gateway.swarm.routes import swarm_router
 from bombus_gateway.tenants.routes import training_router
 
@@ -56,7 +58,11 @@ class GatewayApp(FastAPI):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"].startswith(PATH_KEY):
             scope = without_path_key(scope)
-        await (self._door(scope["path"]) or super().__call__)(scope, receive, send)
+        await (self._door(scope["path"]) or self.routed)(scope, receive, send)
+
+    async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer by FastAPI's own routes."""
+        await super().__call__(scope, receive, send)
 
     def _door(self, path: str) -> ASGIApp | None:
         door = self.hot.get(path)
@@ -109,6 +115,8 @@ def create_app(gateway: Gateway) -> GatewayApp:
         for below in (prefix, f"{prefix}/v1"):  # vLLM has them at the root
             app.hot[f"{below}/tokenize"] = openai.tokens.tokenize
             app.hot[f"{below}/detokenize"] = openai.tokens.detokenize
+        agents = EpisodeGuard(gateway.keys, engine, any_engine=not prefix)
+        app.hot[f"{prefix}/generate"] = GenerateDoor(calls, agents, app.routed)
         responses = ResponsesDoor(gateway, calls, engine, any_engine=not prefix)
         app.hot[f"{prefix}/v1/responses"] = responses.create
         app.below += [
@@ -128,6 +136,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         )
         app.include_router(swarm_router(gateway, engine), prefix=prefix)
         app.include_router(training_router(gateway, calls, engine), prefix=prefix)
+        app.include_router(scored_router(gateway, engine), prefix=prefix)
     return app
 
 

@@ -27,6 +27,7 @@ class Heartbeats:
         self._open: dict[str, Counter[str]] = {}
         self._seen: dict[str, set[str]] = {}
         self._sessions: dict[str, set[str]] = {}
+        self._environments: dict[str, set[int]] = {}
         self._confirmed: dict[str, list[str]] = {}
 
     def touch(self, engine: str, episode: str) -> None:
@@ -36,6 +37,10 @@ class Heartbeats:
     def touch_session(self, engine: str, session: str) -> None:
         """Report that the client of this session of training operations is alive now."""
         self._sessions.setdefault(engine, set()).add(session)
+
+    def touch_environment(self, engine: str, environment: int) -> None:
+        """Report that this environment of scored groups is alive now."""
+        self._environments.setdefault(engine, set()).add(environment)
 
     def confirm(self, engine: str, claim: str) -> None:
         """Report that the answer to this claim was written to a live connection."""
@@ -65,21 +70,27 @@ class Heartbeats:
                 await self.flush()
 
     async def flush(self) -> None:
-        for engine in {*self._open, *self._seen, *self._sessions, *self._confirmed}:
+        for engine in {*self._open, *self._seen, *self._sessions, *self._environments, *self._confirmed}:
             episodes = tuple(self._seen.pop(engine, set()).union(self._open.get(engine, ())))
             sessions = tuple(self._sessions.pop(engine, ()))
+            environments = tuple(self._environments.pop(engine, ()))
             confirmed = tuple(self._confirmed.pop(engine, ()))
-            for start in range(0, max(map(len, (episodes, sessions, confirmed))), TOUCHES_MAX):
+            for start in range(0, max(map(len, (episodes, sessions, environments, confirmed))), TOUCHES_MAX):
                 part = slice(start, start + TOUCHES_MAX)
-                await self._send(engine, episodes[part], sessions[part], confirmed[part])
+                touch = Touch(
+                    id=uuid.uuid4().hex,
+                    engine=engine,
+                    episodes=episodes[part],
+                    sessions=sessions[part],
+                    environments=environments[part],
+                    confirmed=confirmed[part],
+                )
+                await self._send(touch)
 
-    async def _send(
-        self, engine: str, episodes: tuple[str, ...], sessions: tuple[str, ...], confirmed: tuple[str, ...]
-    ) -> None:
-        touch = Touch(id=uuid.uuid4().hex, engine=engine, episodes=episodes, sessions=sessions, confirmed=confirmed)
+    async def _send(self, touch: Touch) -> None:
         try:
             await self._bus.inbox.send(touch, timeout_s=_SEND_S)
         except (BusUnavailable, Refused) as error:
             # Open calls are touched again a second later.
-            self._confirmed.setdefault(engine, []).extend(confirmed)
-            log.warning("signs of life were not sent", extra={"engine": engine, "why": str(error)})
+            self._confirmed.setdefault(touch.engine, []).extend(touch.confirmed)
+            log.warning("signs of life were not sent", extra={"engine": touch.engine, "why": str(error)})

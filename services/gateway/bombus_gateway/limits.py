@@ -49,6 +49,16 @@ ADAPTER_RANK = 4096
 USER_METADATA_BYTES = 4 << 10  # of a model, or of a checkpoint, as JSON
 ADAPTER_TARGETS = 64
 
+# Scored trajectories.
+TRAJECTORY_BODY_BYTES = 64 << 20  # after it was decompressed, too
+TRAJECTORY_NUMBERS = 8 << 20  # tokens and numbers of all arrays of one request
+TRAJECTORY_LISTS = 1 << 20  # and objects; a teacher's candidates are a list for each token
+TRAJECTORY_GROUPS = 1024  # of one request
+GROUP_SEQUENCES = 1 << 14  # of a group, and of a batch
+ENVIRONMENT_CHARACTERS = 256  # of the name of an environment, a project, a group of runs
+CHECKPOINT_DIR_CHARACTERS = 4096
+GZIP_MEMBERS = 4096
+
 # All.
 DEPTH = DEPTH_MAX  # of lists and objects within each other, in tools, in arguments of calls, in metadata
 QUOTED_CHARACTERS = 1000  # of a refusal, which may quote what it refuses

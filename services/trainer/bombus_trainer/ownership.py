@@ -60,9 +60,12 @@ class RunOwnership:
         await self._follower.caught_up()
 
     async def next_run(self) -> None:
-        """Wait for a run that we have not owned yet, and take it."""
-        await self._follower.wait_for(lambda _: self.engine.phase != Phase.OFFLINE and self.engine.run > self.run)
+        """Wait for a run that we have not owned yet, and take it. One of trajectories has a trainer of its own."""
+        await self._follower.wait_for(lambda _: self._is_new(self.engine))
         self.run = self.engine.run
+
+    def _is_new(self, engine: EngineState) -> bool:
+        return engine.phase != Phase.OFFLINE and engine.run > self.run and not engine.takes_trajectories
 
     def is_running(self) -> bool:
         return self.engine.phase != Phase.OFFLINE and self.engine.run == self.run

@@ -45,6 +45,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, A
         stream(subjects.events_stream, subjects.all_events, 600, allow_atomic=True),
         stream(subjects.calls_stream, subjects.all_calls, allow_atomic=True),
         stream(subjects.ops_stream, subjects.all_ops),
+        stream(subjects.trajectories_stream, subjects.all_trajectories),
         # The layout of NATS' own object store and key-value buckets, so that its tools can read them.
         stream(blob_stream(subjects), "")
         | {
@@ -72,6 +73,7 @@ def limited_streams(subjects: Subjects) -> dict[str, str]:
         "events": subjects.events_stream,
         "calls": subjects.calls_stream,
         "ops": subjects.ops_stream,
+        "trajectories": subjects.trajectories_stream,
         "blobs": blob_stream(subjects),
     }
 

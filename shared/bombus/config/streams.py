@@ -50,8 +50,9 @@ class StreamLimits(Part):
 
     What is not given stays as it is. A new stream gets 1 replica and 256MiB for `inbox` (messages that are not decided
     yet), 1GiB for `events` (the log), 4GiB for `calls` (the records of model calls), 1GiB for `ops` (training
-    operations and their results), 2GiB for `blobs` (snapshots, tokenizers, and weights that go by objects). Existing
-    streams are changed when the hive starts. More than one replica needs a cluster of as many NATS servers, at `nats`.
+    operations and their results), 2GiB for `trajectories` (scored groups), 2GiB for `blobs` (snapshots, tokenizers, and
+    weights that go by objects). Existing streams are changed when the hive starts. More than one replica needs a
+    cluster of as many NATS servers, at `nats`.
     """
 
     replicas: Annotated[
@@ -73,6 +74,9 @@ class StreamLimits(Part):
     ops_bytes_max: Annotated[Size | None, _size_flag("the stream of training operations", "1GiB")] = Field(
         default=None, description=_TAKES
     )
+    trajectories_bytes_max: Annotated[Size | None, _size_flag("the stream of scored groups", "2GiB")] = Field(
+        default=None, description=_TAKES
+    )
     blobs_bytes_max: Annotated[Size | None, _size_flag("the stream of large objects", "2GiB")] = Field(
         default=None, description=_TAKES
     )
@@ -92,5 +96,6 @@ NEW_STREAMS = StreamLimits(
     events_bytes_max=1 << 30,
     calls_bytes_max=4 << 30,
     ops_bytes_max=1 << 30,
+    trajectories_bytes_max=2 << 30,
     blobs_bytes_max=2 << 30,
 )

@@ -72,6 +72,8 @@ def _(event: ev.EngineConfigured) -> str:
 def _(event: ev.EngineStarted) -> str:
     if event.run_kind == ev.RunKind.OPERATIONS:
         return f"run {event.run} started for training operations on {event.base}"
+    if event.run_kind == ev.RunKind.TRAJECTORIES:
+        return f"run {event.run} started for scored trajectories"
     text = f"run {event.run} started with configuration {event.config_digest[:8]}"
     begun = where_begun(event)
     return f"{text}, {begun}" if begun else text
@@ -309,6 +311,57 @@ def _(event: ev.WeightsKept) -> str:
 @_text.register
 def _(event: ev.WeightsRemoved) -> str:
     return f"{event.name} ({event.use}) of model {event.model} " + ("has expired" if event.expired else "was removed")
+
+
+@_text.register
+def _(event: ev.TrainerRegistered) -> str:
+    return (
+        f"trainer {event.trainer[:12]} takes batches of {event.batch_size} sequences, "
+        f"from step {event.starting_step} to {event.num_steps}"
+    )
+
+
+@_text.register
+def _(event: ev.BatchesBegun) -> str:
+    return "the trainer has asked for its first batch: environments can join"
+
+
+@_text.register
+def _(event: ev.EnvironmentJoined) -> str:
+    share = "" if event.minimum is None else f" and asks for {event.minimum:.0%} of each batch"
+    return f"environment {event.environment} ({event.name}) sends groups of {event.group_size}{share}"
+
+
+@_text.register
+def _(event: ev.EnvironmentLeft) -> str:
+    return f"environment {event.environment} has left: {event.reason}"
+
+
+@_text.register
+def _(event: ev.GroupsPushed) -> str:
+    sequences = sum(group.sequences for group in event.groups)
+    tokens = sum(group.tokens for group in event.groups)
+    return f"{len(event.groups)} scored groups of {sequences} sequences and {tokens} tokens"
+
+
+@_text.register
+def _(event: ev.BatchHandedOut) -> str:
+    return f"batch {event.number} handed out, of {len(event.groups)} groups"
+
+
+@_text.register
+def _(event: ev.BatchDelivered) -> str:
+    return f"batch {event.number} delivered"
+
+
+@_text.register
+def _(event: ev.GroupsReset) -> str:
+    return "all scored groups and environments are forgotten"
+
+
+@_text.register
+def _(event: ev.TrajectoriesReleased) -> str:
+    return f"scored groups before {event.below} are not needed any more"
 
 
 @_text.register

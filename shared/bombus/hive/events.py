@@ -12,6 +12,7 @@ import msgspec
 from bombus.errors import Code
 from bombus.hive.decoding import decoded
 from bombus.hive.records import BodyRef, CallRef, CallStatus
+from bombus.hive.trajectories.queue import QueuedGroup
 
 HIVE = "_hive"  # the engine token of events that belong to no engine
 
@@ -38,10 +39,21 @@ class DropReason(StrEnum):
 
 
 class RunKind(StrEnum):
-    """What a run is for: episodes, which it makes into batches itself, or training operations, whose callers do."""
+    """What a run is for: episodes, which it makes into batches itself, or training operations, whose callers do.
+
+    One of trajectories takes groups that environments have scored, and hands them out as batches.
+    """
 
     EPISODES = "episodes"
     OPERATIONS = "operations"
+    TRAJECTORIES = "trajectories"
+
+
+class EnvironmentEnd(StrEnum):
+    """Why an environment has left."""
+
+    DISCONNECTED = "disconnected"  # it said so
+    SILENT = "silent"  # nothing was heard of it
 
 
 class SessionEnd(StrEnum):
@@ -745,6 +757,90 @@ class OperationsReleased(Event, frozen=True, kw_only=True, omit_defaults=True, t
     models: tuple[ModelFloor, ...] = ()
 
 
+# ---- scored trajectories --------------------------------------------------------------------------------------
+
+
+class TrainerRegistered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.registered"):
+    """A trainer of its own takes the batches of this run, of `batch_size` sequences each.
+
+    The other settings are passed on to environments, and to whoever tracks the run.
+    """
+
+    run: int
+    trainer: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    wandb_group: str = ""
+    wandb_project: str = ""
+
+
+class BatchesBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batches.begun"):
+    """The trainer has asked for its first batch: environments can join from now on."""
+
+    run: int
+
+
+class EnvironmentJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="environment.joined"):
+    """An environment sends groups. One that fell silent and is heard of again joins under the same number.
+
+    `minimum` is the part of each batch that it asks for.
+    """
+
+    environment: int
+    desired_name: str
+    name: str
+    max_tokens: int
+    weight: float
+    group_size: int
+    minimum: float | None = None
+
+
+class EnvironmentLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="environment.left"):
+    """An environment has left. Its groups stay."""
+
+    environment: int
+    reason: EnvironmentEnd
+
+
+class GroupsPushed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.pushed"):
+    """Scored groups wait for a batch, in this order after all that were pushed before.
+
+    Their bodies are in the stream `trajectories`. A push of the same `key` soon after is the same one.
+    """
+
+    groups: tuple[QueuedGroup, ...]
+    key: str = ""
+
+
+class BatchHandedOut(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.handed_out"):
+    """These groups are the run's batch `number`, from 1. Until it is delivered, whoever asks gets it."""
+
+    run: int
+    number: int
+    groups: tuple[int, ...]
+
+
+class BatchDelivered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.delivered"):
+    """The whole batch was sent to the trainer that asked for it: the next time it gets another one."""
+
+    run: int
+    number: int
+
+
+class GroupsReset(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.reset"):
+    """All groups and environments are forgotten."""
+
+
+class TrajectoriesReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trajectories.released"):
+    """The messages of `trajectories` before `below` may be purged. A group whose body is older is refused."""
+
+    below: int
+
+
 class MessageSetAside(Event, frozen=True, kw_only=True, omit_defaults=True, tag="message.set_aside"):
     """An inbox message could not be decided, by a fault of bombus, and the next one was read."""
 
@@ -834,6 +930,15 @@ AnyEvent = (
     | RestAsked
     | RestReached
     | OperationsReleased
+    | TrainerRegistered
+    | BatchesBegun
+    | EnvironmentJoined
+    | EnvironmentLeft
+    | GroupsPushed
+    | BatchHandedOut
+    | BatchDelivered
+    | GroupsReset
+    | TrajectoriesReleased
     | StorageFilled
     | StorageFreed
     | MessageSetAside

@@ -21,6 +21,7 @@ from bombus.hive.events import (
 )
 from bombus.hive.records import BodyRef
 from bombus.hive.subjects import is_name
+from bombus.hive.trajectories.queue import QueuedGroup
 
 DEPTH_MAX = 128  # of lists and objects within each other in metadata
 _NOT_PLAIN = f"metadata that is not JSON, or nested deeper than {DEPTH_MAX}"
@@ -205,6 +206,49 @@ class RetainWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     ttl_s: float = 0.0
 
 
+class RegisterTrainer(Message, frozen=True, kw_only=True, omit_defaults=True, tag="register_trainer"):
+    """Begin a run of trajectories for a trainer of its own, which asks for batches of `batch_size` sequences."""
+
+    trainer: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    wandb_group: str = ""
+    wandb_project: str = ""
+
+
+class JoinEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, tag="join_environment"):
+    """Let an environment send groups of `group_size`. `minimum` is the part of each batch that it asks for."""
+
+    desired_name: str
+    max_tokens: int
+    weight: float
+    group_size: int
+    minimum: float | None = None
+
+
+class LeaveEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, tag="leave_environment"):
+    environment: int
+
+
+class PushGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="push_groups"):
+    """Queue scored groups, all or none. Soon after a push of the same `key`, it is the same push."""
+
+    groups: tuple[QueuedGroup, ...]
+    key: str = ""
+
+
+class TakeBatch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take_batch"):
+    """Hand out the next batch if there is one, or the last one again where it was not delivered."""
+
+
+class ResetGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="reset_groups"):
+    """End a run of trajectories, and forget its groups and environments."""
+
+
 class PublishWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="publish_weights"):
     """Mark a saved model as `public`, or take the mark away."""
 
@@ -229,12 +273,21 @@ class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
 class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch"):
     """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answer arrived.
 
-    `sessions` are those of training operations whose clients have shown that they live.
+    `sessions` are those of training operations whose clients have shown that they live, and `environments` those that
+    were heard of.
     """
 
     episodes: tuple[str, ...] = ()
     confirmed: tuple[str, ...] = ()  # claim ids
     sessions: tuple[str, ...] = ()
+    environments: tuple[int, ...] = ()
+
+
+class BatchSent(Message, frozen=True, kw_only=True, omit_defaults=True, tag="batch.sent"):
+    """A gateway has sent all of a batch to the trainer that asked for it."""
+
+    run: int
+    number: int
 
 
 class CallRecorded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="call.recorded"):
@@ -431,6 +484,16 @@ class OperationsStored(Message, frozen=True, kw_only=True, omit_defaults=True, t
     shrunk: bool = False
 
 
+class TrajectoriesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trajectories.stored"):
+    """The messages of `trajectories` before `below` have been there for long: those that nothing needs can go.
+
+    `shrunk`: the stream has lost its end, and `below` is where it ends now.
+    """
+
+    below: int
+    shrunk: bool = False
+
+
 class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="storage.seen"):
     """`used` of the `size` bytes of `what` are in use. The last `reserve` bytes are kept for work in progress."""
 
@@ -480,6 +543,12 @@ AnyMessage = (
     | RemoveEndpoint
     | AskRest
     | RetainWeights
+    | RegisterTrainer
+    | JoinEnvironment
+    | LeaveEnvironment
+    | PushGroups
+    | TakeBatch
+    | ResetGroups
     | PublishWeights
     | Tick
     | Touch
@@ -504,6 +573,8 @@ AnyMessage = (
     | ModelAway
     | CoverWritten
     | OperationsStored
+    | BatchSent
+    | TrajectoriesStored
     | StorageSeen
     | CompactionTried
 )
@@ -546,12 +617,35 @@ class Accepted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="accep
     number: int
 
 
+class Joined(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="joined"):
+    """An environment has joined. Without a number it has to ask again: no trainer has asked for a batch yet."""
+
+    environment: int | None = None
+
+
+class Pushed(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="pushed"):
+    """For each group the sequences that its environment holds after it, None where the group is queued."""
+
+    held: tuple[int | None, ...]
+
+
+class BatchTaken(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="batch.taken"):
+    """The number of the batch that was handed out, 0 for none. The state at `position` has its groups.
+
+    `again`: it was handed out before, and is not known to have arrived.
+    """
+
+    run: int
+    number: int = 0
+    again: bool = False
+
+
 class Refusal(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="refusal"):
     code: Code
     why: str
 
 
-AnyAnswer = Done | Granted | Found | Accepted | Refusal
+AnyAnswer = Done | Granted | Found | Accepted | Joined | Pushed | BatchTaken | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
 _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

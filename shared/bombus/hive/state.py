@@ -18,6 +18,8 @@ from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.steps import SealedStep, complete, lacking
 from bombus.hive.tenants import state as tenancy
 from bombus.hive.tenants.state import Tenants
+from bombus.hive.trajectories import state as scored
+from bombus.hive.trajectories.state import Trajectories
 
 FOLD = 6  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
@@ -183,6 +185,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     evals: dict[int, EvalStats] = {}
     counters: Counters = msgspec.field(default_factory=Counters)
     tenants: Tenants = msgspec.field(default_factory=Tenants)
+    trajectories: Trajectories = msgspec.field(default_factory=Trajectories)
 
     @property
     def run_kind(self) -> RunKind:
@@ -193,6 +196,11 @@ class EngineState(msgspec.Struct, kw_only=True):
     def serves_operations(self) -> bool:
         """Return whether a run of training operations is on, booting or serving."""
         return self.phase != Phase.OFFLINE and self.run_kind == RunKind.OPERATIONS
+
+    @property
+    def takes_trajectories(self) -> bool:
+        """Return whether a run is on that takes scored groups."""
+        return self.phase != Phase.OFFLINE and self.run_kind == RunKind.TRAJECTORIES
 
     @property
     def collection(self) -> Collection:
@@ -232,6 +240,8 @@ class EngineState(msgspec.Struct, kw_only=True):
         """
         if self.serves_operations:
             return self.phase == Phase.BOOTING or (self.tenants.waiting > 0 and not self.rest_wanted)
+        if self.takes_trajectories:
+            return False
         return self.batch is not None or self.version < max(self.step, 0)
 
     @property
@@ -278,6 +288,7 @@ class Hive(msgspec.Struct, kw_only=True):
     aside: list[ev.MessageSetAside] = []  # the newest messages that could not be decided
     uncompacted: str = ""  # why the log is longer than it should be, "" when it is not
     released: int = 0  # what is before this sequence of the stream `ops` may be purged
+    trajectories_released: int = 0  # the same of the stream `trajectories`
 
     @property
     def refusing(self) -> str:
@@ -311,6 +322,9 @@ def evolve(hive: Hive, event: Event) -> None:
         return
     if isinstance(event, ev.OperationsReleased):
         _released(hive, event)
+        return
+    if isinstance(event, ev.TrajectoriesReleased):
+        hive.trajectories_released = event.below
         return
     if isinstance(event, ev.LogCompacted | ev.CompactionFailed):
         hive.uncompacted = event.why if isinstance(event, ev.CompactionFailed) else ""
@@ -401,6 +415,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         left=engine.checkpoints_left(),
         stage=NO_TRAINER,
         tenants=engine.tenants,
+        trajectories=engine.trajectories,
     )
     if event.begins is not None:
         _begin_at(fresh, event.begins)
@@ -441,6 +456,8 @@ def _booted(engine: EngineState, event: ev.EngineBooted) -> None:
 
 def _end_run(engine: EngineState, at_ns: int, why: str) -> None:
     tenancy.end_run(engine.tenants, engine.run, at_ns, why)
+    if engine.run_kind == RunKind.TRAJECTORIES:
+        scored.end_run(engine.trajectories)
     engine.stage = engine.suspended = ""
     engine.until_served = engine.rest_wanted = engine.asleep = False
     _enter(engine, Phase.OFFLINE, at_ns)
@@ -831,6 +848,49 @@ def _weights_kept(engine: EngineState, event: ev.WeightsKept) -> None:
 @_on(ev.WeightsRemoved)
 def _weights_removed(engine: EngineState, event: ev.WeightsRemoved) -> None:
     tenancy.remove(engine.tenants, event)
+
+
+# ---- scored trajectories ----------------------------------------------------------------------------------------
+
+
+@_on(ev.TrainerRegistered)
+def _trainer_registered(engine: EngineState, event: ev.TrainerRegistered) -> None:
+    scored.register(engine.trajectories, event)
+
+
+@_on(ev.BatchesBegun)
+def _batches_begun(engine: EngineState, event: ev.BatchesBegun) -> None:
+    scored.begin(engine.trajectories)
+
+
+@_on(ev.EnvironmentJoined)
+def _environment_joined(engine: EngineState, event: ev.EnvironmentJoined) -> None:
+    scored.join(engine.trajectories, event)
+
+
+@_on(ev.EnvironmentLeft)
+def _environment_left(engine: EngineState, event: ev.EnvironmentLeft) -> None:
+    scored.leave(engine.trajectories, event)
+
+
+@_on(ev.GroupsPushed)
+def _groups_pushed(engine: EngineState, event: ev.GroupsPushed) -> None:
+    scored.push(engine.trajectories, event)
+
+
+@_on(ev.BatchHandedOut)
+def _batch_handed_out(engine: EngineState, event: ev.BatchHandedOut) -> None:
+    scored.hand_out(engine.trajectories, event)
+
+
+@_on(ev.BatchDelivered)
+def _batch_delivered(engine: EngineState, event: ev.BatchDelivered) -> None:
+    scored.deliver(engine.trajectories, event)
+
+
+@_on(ev.GroupsReset)
+def _groups_reset(engine: EngineState, event: ev.GroupsReset) -> None:
+    scored.reset(engine.trajectories)
 
 
 @_on(ev.EndpointAdded)

@@ -13,6 +13,7 @@ from bombus.hive.events import AdapterShape, ConversationFormat, EpisodeType, Me
 from bombus.hive.pacing import Pace, last_chances, pace
 from bombus.hive.state import EngineState, Episode, Hive, Phase, Replica
 from bombus.hive.tenants.state import TenantModel, mean_loss
+from bombus.hive.trajectories.status import ScoredStatus, scored_lines, scored_status
 
 BAR_CELLS = 24
 EPISODES_SHOWN = 12  # in the plain text; the data has all of them
@@ -141,6 +142,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     run_kind: RunKind = RunKind.EPISODES
     operations: OperationsStatus | None = None  # None: there never was one
     taken: int = 0  # ended episodes of a run of operations that their clients have taken
+    scored: ScoredStatus | None = None  # None: it has no scored groups, and no trainer for them
 
 
 class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,6 +211,10 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
         asleep = "asleep until /wake_up, " if engine.rest_wanted else ""
         episodes = f", {_counted(len(engine.open), 'episode')} running" if engine.open else ""
         return f"{asleep}serving {_counted(models, 'model')}, {_counted(waiting, 'operation')} waiting{episodes}"
+    if engine.takes_trajectories:
+        queue = engine.trajectories.queue
+        queued = f"{_counted(len(queue.groups), 'scored group')} for batches of {queue.batch_size} sequences"
+        return f"{queued} of an outside trainer"
     waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
     text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
     if engine.batch:
@@ -392,6 +398,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         run_kind=engine.run_kind,
         operations=_operations(engine, now_ns),
         taken=engine.counters.taken,
+        scored=scored_status(engine.trajectories),
     )
 
 
@@ -589,8 +596,16 @@ def _training_lines(status: EngineStatus, now_ns: int) -> list[str]:
     return lines
 
 
+def _indented_line(text: str) -> str:
+    return text[: len(text) - len(text.lstrip(" "))] + one_line(text.lstrip(" "))
+
+
 def _engine_text(status: EngineStatus, now_ns: int) -> str:
     lines = _head_lines(status) + _operation_lines(status.operations)
+    if status.scored is not None:
+        lines += map(_indented_line, scored_lines(status.scored))
+    if status.run_kind == RunKind.TRAJECTORIES:  # without replicas or a trainer of ours
+        return "\n".join(lines)
     if status.run_kind == RunKind.EPISODES:
         lines += _collection_lines(status)
     else:

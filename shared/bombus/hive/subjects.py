@@ -33,6 +33,7 @@ class Subjects:
         self.events_stream = f"{stem}_events"
         self.calls_stream = f"{stem}_calls"
         self.ops_stream = f"{stem}_ops"
+        self.trajectories_stream = f"{stem}_trajectories"
         self.blobs_bucket = f"{stem}_blobs"  # object store: tokenizers, snapshots
         self.secrets_bucket = f"{stem}_secrets"  # key-value: the key that signs episode keys
         self.leases_bucket = f"{stem}_leases"  # key-value: the leader's lease
@@ -40,6 +41,7 @@ class Subjects:
         self.all_events = f"bombus.{hive}.event.>"
         self.all_calls = f"bombus.{hive}.call.>"
         self.all_ops = f"bombus.{hive}.op.>"
+        self.all_trajectories = f"bombus.{hive}.trajectory.>"
 
     def inbox(self, kind: str) -> str:
         return f"bombus.{self.hive}.inbox.{kind}"
@@ -64,3 +66,7 @@ class Subjects:
     def operation(self, engine: str, model: str) -> str:
         """Return the subject of the bodies of one model's operations, and of their results."""
         return f"bombus.{self.hive}.op.{engine}.{blake2b(model.encode(), digest_size=8).hexdigest()}"
+
+    def trajectory(self, engine: str) -> str:
+        """Return the subject of the bodies of an engine's scored groups."""
+        return f"bombus.{self.hive}.trajectory.{engine}"

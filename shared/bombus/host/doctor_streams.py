@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CONNECT_S = 3.0
 NATS_PORT = 4222
 INFO_BYTES_MAX = 64 << 10
-STREAMS = ("inbox", "events", "calls", "ops", "blobs")
+STREAMS = ("inbox", "events", "calls", "ops", "trajectories", "blobs")
 NEARLY_FULL = 0.9
 
 
@@ -116,6 +116,7 @@ def _planned(cluster: Cluster) -> Iterator[Finding]:
     total = sum(sizes.values())
     detail = f"1 replica; {byte_size(total)} are reserved, of {byte_size(room)} (three quarters of what is free)"
     todo = (
-        "lower --calls-bytes-max, --ops-bytes-max, --blobs-bytes-max or --events-bytes-max, or give another --data-dir"
+        "lower --calls-bytes-max, --ops-bytes-max, --trajectories-bytes-max, --blobs-bytes-max or --events-bytes-max, "
+        "or give another --data-dir"
     )
     yield check("streams", total <= room, detail, todo)

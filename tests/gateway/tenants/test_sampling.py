@@ -376,5 +376,10 @@ async def test_xorls_client_samples_in_sglangs_form_from_the_base_and_from_a_che
     both = (await client.post(url, json={"text": "the weather", "sampling_params": {**params, "n": 2}})).json()
     assert [each["text"] for each in both] == ["one", "two"]
     assert unpack_tokens(hive.replica.requests[-1].prompt) == TEXT.tokenizer.encode("the weather")
+    hive.replica.otherwise = says("one")
+    asked = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "max_tokens": 5}
+    as_vllm = (await client.post(url, json=asked)).json()
+    assert (as_vllm["text"], as_vllm["token_ids"], as_vllm["finish_reasons"]) == (["one"], [tokens_of("one")], ["stop"])
+    assert as_vllm["prompt_token_ids"] == [5, 6]
     unknown = await client.post(url, json={**body, "lora_path": "none"})
     assert (unknown.status_code, "no checkpoint none" in unknown.json()["detail"]) == (404, True)

@@ -108,14 +108,21 @@ def check_run_kind(engine: EngineState) -> None:
             f"Run {engine.run} of engine {engine.name} serves training operations and makes no batches: whoever sends "
             "the operations takes the episodes.",
         )
+    if engine.takes_trajectories:
+        raise Refused(
+            Code.UNSUPPORTED,
+            f"Run {engine.run} of engine {engine.name} takes scored trajectories and has no episodes. Claim them from "
+            "another engine, or stop this one and start it with a job.",
+        )
 
 
 def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
     """Return what the episodes of a claim sample from; None where they play with the policy that the run trains.
 
-    Raises `Refused` where the run is of the other kind, and for a saved model that nothing can be sampled from.
+    Raises `Refused` where the run is of another kind, and for a saved model that nothing can be sampled from.
     """
     if not engine.serves_operations:
+        check_run_kind(engine)
         if claim.sampler:
             raise _no_sampler(engine)
         return None

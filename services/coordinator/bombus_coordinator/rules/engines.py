@@ -129,6 +129,8 @@ def _why_started(engine: EngineState) -> str:
         return f"Its run is suspended: {engine.suspended}. `bombus resume` lets it go on, `bombus stop` ends it."
     if engine.serves_operations:
         return "It serves training operations until its last model has ended; stop_engine ends them now."
+    if engine.takes_trajectories:
+        return "It takes scored trajectories for a trainer that has registered; stop_engine ends that."
     return "It is started already; call stop_engine to start over."
 
 

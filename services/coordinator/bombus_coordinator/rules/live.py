@@ -51,6 +51,7 @@ class Live(msgspec.Struct, kw_only=True):
     event_bytes_max: int = 0
     refusing: str = ""  # why the hive takes no new work, "" while it does
     released: int = 0  # what is before this sequence of the stream `ops` may be purged
+    trajectories_released: int = 0  # the same of the stream `trajectories`
     seq: int = 0  # inbox sequence of the message that is being decided
     activity: dict[str, int] = {}  # episode: its last activity, in ns
     unconfirmed: dict[str, Unconfirmed] = {}  # by claim
@@ -58,6 +59,7 @@ class Live(msgspec.Struct, kw_only=True):
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): its last heartbeat, in ns
     trainers: dict[str, Heard] = {}  # by engine
     session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was heard from, in ns
+    environment_seen: dict[tuple[str, int], int] = {}  # (engine, environment): the same
     answers: dict[str, Answer] = {}  # by command
     granted: dict[str, None] = {}  # granted claims, also after their episodes have ended; oldest first
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from bombus.hive import events as ev
 from bombus.hive.bounded import portions
 from bombus.hive.collection import BATCH_METHODS, completed_ns, enough, select
-from bombus.hive.events import AbortReason, DropReason
+from bombus.hive.events import AbortReason, DropReason, RunKind
 from bombus.hive.pacing import last_chances, oldest_usable
 from bombus.hive.state import BOOTED, EngineState, Phase
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decision, Decisions
@@ -44,6 +44,7 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
 def _rolling(engine: EngineState, live: Live) -> Decisions:
     if engine.serves_operations:
         yield from _drop_untaken(engine, live)
+    if engine.run_kind != RunKind.EPISODES:
         return
     if engine.collection.max_staleness > 0:
         yield from _rolling_asynchronously(engine, live)

@@ -94,13 +94,22 @@ def read_generate(body: bytes) -> GenerateRequest:
 
 
 def write_generated(
-    samples: Sequence[SampledTokens], texts: Sequence[str], prompt_tokens: int, logprobs: bool
+    samples: Sequence[SampledTokens],
+    texts: Sequence[str],
+    prompt_tokens: int,
+    logprobs: bool,
+    reasons_are_objects: bool = False,
 ) -> dict[str, object] | list[dict[str, object]]:
     """Return samples with their texts; one alone is not in a list.
 
-    The reason of an end is a text, and not SGLang's object, which this client does not understand.
+    The reason of an end is a text, which xorl's client understands, or an object, as SGLang has it.
     """
     answers = [_answer(sample, text, prompt_tokens, logprobs) for sample, text in zip(samples, texts, strict=True)]
+    if reasons_are_objects:
+        for answer in answers:
+            meta = answer["meta_info"]
+            assert isinstance(meta, dict)
+            meta["finish_reason"] = {"type": meta["finish_reason"]}
     return answers[0] if len(answers) == 1 else answers
 
 

@@ -1,4 +1,4 @@
-"""Store a body in parts of the stream `ops`, and read it back by its reference.
+"""Store a body in parts of a stream, and read it back by its reference.
 
 Parts of several writers interleave, so a reference lists the sequence of each of its own.
 """
@@ -16,11 +16,11 @@ ATTEMPTS_MAX = 3
 
 
 class Parts:
-    """The bodies of one hive's operations."""
+    """The bodies in one stream of a hive: those of its operations, unless another one is named."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, stream: str = "") -> None:
         self._bus = bus
-        self._stream = bus.subjects.ops_stream
+        self._stream = stream or bus.subjects.ops_stream
 
     async def store(self, subject: str, body: bytes, timeout_s: float = 30.0) -> BodyRef:
         """Store a body, and return its reference once all of it is durable.
@@ -32,8 +32,8 @@ class Parts:
         if len(body) > BODY_BYTES_MAX:
             raise Refused(
                 Code.TOO_LARGE,
-                f"an operation or its result of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}: send fewer "
-                "data at once, and let their gradients add up",
+                f"a body of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}: send fewer data at once; the "
+                "gradients of training operations add up",
             )
         for _ in range(ATTEMPTS_MAX):
             acks = await self._publish(subject, body, timeout_s)

@@ -1,4 +1,4 @@
-"""The routes of sampling: Tinker's `asample` and its sessions, and xorl's `/generate` in SGLang's form."""
+"""The routes of sampling: Tinker's `asample` and its sessions, and `/generate` in SGLang's form (xorl's) and vLLM's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,9 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from bombus.errors import Code, Refused
-from bombus.hive.records import pack_tokens
+from bombus.hive.records import pack_tokens, unpack_tokens
 from bombus.hive.tenants.state import Tenants
+from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.refusals import RETRY_AFTER
 from bombus_gateway.tenants.bases import Bases
@@ -23,6 +24,7 @@ from bombus_gateway.training.generate import GenerateRequest, read_generate, wri
 from bombus_gateway.training.sampling import read_sample, read_sampling_session, sample_accepted
 
 _T = TypeVar("_T")
+_AskedT = TypeVar("_AskedT", GenerateRequest, VllmRequest)
 
 
 class SamplingRoutes:
@@ -73,8 +75,11 @@ class SamplingRoutes:
         return in_json(sample_accepted(submission) | {"request_id": name})
 
     async def generate(self, request: Request) -> Response:
-        """Answer xorl's sampling client, directly."""
-        given = read_generate(await read_body(request))
+        """Answer xorl's sampling client, directly, and whoever asks in vLLM's form for the base."""
+        body = await read_body(request)
+        if is_vllm(names_in(body)):
+            return await self._generate_as_vllm(read_vllm(body))
+        given = read_generate(body)
         sampler = await self._found(lambda: named_sampler(self._drawing.engine, given.adapter))
         with self._calls.capacity.open_unrecorded():
             given = await self._with_prompt(given)
@@ -85,7 +90,17 @@ class SamplingRoutes:
     async def _found(self, find: Callable[[], _T]) -> _T:
         return await found(self._calls.follower, find)
 
-    async def _with_prompt(self, given: GenerateRequest) -> GenerateRequest:
+    async def _generate_as_vllm(self, given: VllmRequest) -> Response:
+        sampler = named_sampler(self._drawing.engine, "")
+        with self._calls.capacity.open_unrecorded():
+            given = await self._with_prompt(given)
+            drawn = await self._drawing.draw(sampler, given.asked)
+        model = await self._drawing.text_model()
+        text = given.text or model.tokenizer.decode(unpack_tokens(given.asked.prompt))
+        prompt = ScoredPrompt(text, drawn.prompt_logprobs, drawn.top_prompt)
+        return Response(write_vllm(given, drawn.samples, drawn.texts, prompt), media_type="application/json")
+
+    async def _with_prompt(self, given: _AskedT) -> _AskedT:
         """Return a request whose prompt is tokens."""
         if not given.text:
             return given

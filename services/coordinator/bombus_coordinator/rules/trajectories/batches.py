@@ -1,0 +1,104 @@
+"""Scored groups come in, and go out as batches (R16)."""
+
+from collections.abc import Iterable
+
+from bombus.errors import Code, Refused
+from bombus.hive import events as ev
+from bombus.hive.events import Event
+from bombus.hive.inbox import BatchSent, BatchTaken, Pushed, PushGroups, TakeBatch, TrajectoriesStored
+from bombus.hive.state import EngineState, Hive, Phase
+from bombus.hive.trajectories.forming import form
+from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_not_queued
+from bombus_coordinator.rules.claims import no_room
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
+from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.operations import is_body
+from bombus_coordinator.rules.trajectories.registering import again
+
+GROUPS_MAX = 1_024  # of one push: its event is far below the size of a message
+KEY_CHARS_MAX = 200
+
+
+def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
+    """Queue groups, all or none. Those that come before a trainer wait for it."""
+    state = engine.trajectories
+    repeated = state.repeated(message.key, live.now_ns)
+    if repeated is not None:
+        yield Decision(replies=(CommandReply(message.id, Pushed(held=repeated.held)),))
+        return
+    if engine.phase != Phase.OFFLINE and not engine.takes_trajectories:
+        raise wrong_phase(
+            "take scored groups",
+            engine.phase,
+            f"Run {engine.run} of engine {engine.name} is one of {engine.run_kind}: stop it, or use another engine.",
+        )
+    if live.refusing:
+        raise no_room(live)
+    if not 0 < len(message.groups) <= GROUPS_MAX or len(message.key) > KEY_CHARS_MAX:
+        raise Refused(
+            Code.MALFORMED, f"A push has 1 to {GROUPS_MAX} groups, and a key of at most {KEY_CHARS_MAX} characters."
+        )
+    _check_bodies(live, message.groups)
+    why = why_not_queued(state.queue, message.groups)
+    if why:
+        raise Refused(Code.MALFORMED, why)
+    senders = {group.environment for group in message.groups if group.environment is not None}
+    events: tuple[Event, ...] = tuple(event for each in sorted(senders) for event in again(engine, live, each))
+    pushed = ev.GroupsPushed(at_ns=live.now_ns, engine=engine.name, groups=message.groups, key=message.key)
+    held = tuple(held_after(state.queue, message.groups))
+    yield Decision(events=(*events, pushed), replies=(CommandReply(message.id, Pushed(held=held)),))
+
+
+def _check_bodies(live: Live, groups: Iterable[QueuedGroup]) -> None:
+    for group in groups:
+        if group.body is None or not is_body(group.body) or group.tokens < 0 or group.longest < 0:
+            raise Refused(Code.MALFORMED, "A group is pushed with its body and its sizes: store it again.")
+        if group.body.first < live.trajectories_released:
+            raise Refused(Code.BODY_GONE, "The body of this group was stored too long ago: store it again.")
+
+
+def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
+    """Hand out the next batch, or the last one again until it was delivered."""
+    state = engine.trajectories
+    if not engine.takes_trajectories or state.trainer is None:
+        raise wrong_phase("hand out a batch", engine.phase, "Register a trainer first.")
+    begun = ev.BatchesBegun(at_ns=live.now_ns, engine=engine.name, run=engine.run)
+    events: tuple[Event, ...] = () if state.begun else (begun,)
+    number = 0
+    again = state.batch is not None and not state.batch.delivered
+    if state.batch is not None and again:
+        number = state.batch.number
+    else:
+        groups = form(state.queue)
+        if groups is not None:
+            number = state.batches + 1
+            handed = ev.BatchHandedOut(
+                at_ns=live.now_ns, engine=engine.name, run=engine.run, number=number, groups=groups
+            )
+            events = (*events, handed)
+    reply = CommandReply(message.id, BatchTaken(run=engine.run, number=number, again=again))
+    yield Decision(events=events, replies=(reply,))
+
+
+def sent(engine: EngineState, live: Live, message: BatchSent) -> Decisions:
+    """Note that a batch has reached its trainer. The next time it gets another one."""
+    batch = engine.trajectories.batch
+    if batch is None or batch.delivered or (batch.run, batch.number) != (message.run, message.number):
+        return
+    delivered = ev.BatchDelivered(at_ns=live.now_ns, engine=engine.name, run=message.run, number=message.number)
+    yield Decision(events=(delivered,))
+
+
+def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
+    """Release what no group needs. From `below` on, the senders of bodies may still name them.
+
+    Once this is on the log, a group with an older body is refused, so what is purged is never needed later.
+    """
+    released = hive.trajectories_released
+    if message.shrunk:
+        below = min(released, message.below)
+    else:
+        needed = (body.first for engine in hive.engines.values() for body in engine.trajectories.needed())
+        below = max(released, min((message.below, *needed)))
+    if below != released and below != 1:
+        yield Decision(events=(ev.TrajectoriesReleased(at_ns=live.now_ns, below=below),))

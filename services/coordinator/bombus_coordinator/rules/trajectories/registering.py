@@ -1,0 +1,140 @@
+"""Trainers and environments of scored trajectories: they register, are heard of, and leave."""
+
+from bombus.errors import Code, Refused
+from bombus.hive import events as ev
+from bombus.hive.events import EnvironmentEnd, Event, RunKind
+from bombus.hive.inbox import Done, Joined, JoinEnvironment, LeaveEnvironment, RegisterTrainer, ResetGroups
+from bombus.hive.state import EngineState, Phase
+from bombus.hive.trajectories.queue import Environment, why_no_batch_size, why_not_joined
+from bombus_coordinator.rules.claims import no_room
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
+from bombus_coordinator.rules.live import Live, ns
+
+ENVIRONMENT_IDLE_S = 600.0  # after so much silence an environment is taken for gone
+TEXT_CHARS_MAX = 1_000
+
+
+def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) -> Decisions:
+    """Begin a run for a trainer. The run before it ends, and its groups go with it."""
+    if engine.phase != Phase.OFFLINE and not engine.takes_trajectories:
+        raise wrong_phase(
+            "register a trainer",
+            engine.phase,
+            f"Run {engine.run} of engine {engine.name} is one of {engine.run_kind}: stop it, or use another engine.",
+        )
+    why = why_no_batch_size(message.batch_size)
+    if why:
+        raise Refused(Code.MALFORMED, why)
+    for text in (message.trainer, message.checkpoint_dir, message.wandb_group, message.wandb_project):
+        if len(text) > TEXT_CHARS_MAX:
+            raise Refused(Code.MALFORMED, f"A name or a folder has at most {TEXT_CHARS_MAX} characters.")
+    if live.refusing:
+        raise no_room(live)
+    run = engine.run + 1
+    stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run)
+    events: tuple[Event, ...] = (stopped,) if engine.takes_trajectories else ()
+    started = ev.EngineStarted(
+        at_ns=live.now_ns, engine=engine.name, run=run, config_digest="", run_kind=RunKind.TRAJECTORIES
+    )
+    registered = ev.TrainerRegistered(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=run,
+        trainer=message.trainer,
+        batch_size=message.batch_size,
+        max_token_len=message.max_token_len,
+        checkpoint_dir=message.checkpoint_dir,
+        save_checkpoint_interval=message.save_checkpoint_interval,
+        starting_step=message.starting_step,
+        num_steps=message.num_steps,
+        wandb_group=message.wandb_group,
+        wandb_project=message.wandb_project,
+    )
+    booted = ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=run)
+    rolling = ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=run, version=-1)
+    reply = CommandReply(message.id, Done(run=run))
+    yield Decision(events=(*events, started, booted, rolling, registered), replies=(reply,))
+
+
+def join(engine: EngineState, live: Live, message: JoinEnvironment) -> Decisions:
+    """Let an environment join. Until the trainer has asked for a batch, it has to ask again."""
+    state = engine.trajectories
+    if not engine.takes_trajectories or not state.begun:
+        yield Decision(replies=(CommandReply(message.id, Joined()),))
+        return
+    desired = message.desired_name[:TEXT_CHARS_MAX]
+    environment = Environment(
+        id=state.queue.joined,
+        name=state.queue.name_for(desired),
+        max_tokens=message.max_tokens,
+        weight=message.weight,
+        group_size=message.group_size,
+        minimum=message.minimum,
+    )
+    why = why_not_joined(state.queue, environment)
+    if why:
+        raise Refused(Code.MALFORMED, why)
+    joined = _joined(engine, live, environment, desired)
+    yield Decision(events=(joined,), replies=(CommandReply(message.id, Joined(environment=environment.id)),))
+
+
+def _joined(engine: EngineState, live: Live, environment: Environment, desired: str = "") -> ev.EnvironmentJoined:
+    return ev.EnvironmentJoined(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        environment=environment.id,
+        desired_name=desired,
+        name=environment.name,
+        max_tokens=environment.max_tokens,
+        weight=environment.weight,
+        group_size=environment.group_size,
+        minimum=environment.minimum,
+    )
+
+
+def leave(engine: EngineState, live: Live, message: LeaveEnvironment) -> Decisions:
+    known = engine.trajectories.queue.environments.get(message.environment)
+    if known is None:
+        raise Refused(Code.UNKNOWN_ENVIRONMENT, f"There is no environment {message.environment}: register it first.")
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    if not known.connected:
+        yield Decision(replies=reply)
+        return
+    yield Decision(events=(_left(engine, live, known.id, EnvironmentEnd.DISCONNECTED),), replies=reply)
+
+
+def _left(engine: EngineState, live: Live, environment: int, reason: EnvironmentEnd) -> ev.EnvironmentLeft:
+    live.environment_seen.pop((engine.name, environment), None)
+    return ev.EnvironmentLeft(at_ns=live.now_ns, engine=engine.name, environment=environment, reason=reason)
+
+
+def again(engine: EngineState, live: Live, environment: int) -> tuple[Event, ...]:
+    """Return the event by which an environment that fell silent is connected again, none for any other."""
+    known = engine.trajectories.queue.environments.get(environment)
+    if known is None or known.connected or environment not in engine.trajectories.silent_ns:
+        return ()
+    return (_joined(engine, live, known),)
+
+
+def lapse(engine: EngineState, live: Live) -> Decisions:
+    """Take environments that are silent for gone, and those that were and are heard of again for connected."""
+    state = engine.trajectories
+    if not state.heard_ns and not state.silent_ns:
+        return
+    for environment, heard_ns in list(state.heard_ns.items()):
+        seen_ns = max(heard_ns, live.environment_seen.get((engine.name, environment), 0))
+        if live.since(seen_ns) + ns(ENVIRONMENT_IDLE_S) <= live.now_ns:
+            yield Decision(events=(_left(engine, live, environment, EnvironmentEnd.SILENT),))
+    for environment, left_ns in list(state.silent_ns.items()):
+        if live.environment_seen.get((engine.name, environment), 0) > left_ns:
+            events = again(engine, live, environment)
+            if events:
+                yield Decision(events=events)
+
+
+def reset(engine: EngineState, live: Live, message: ResetGroups) -> Decisions:
+    """End a run of trajectories, and forget its groups and environments."""
+    events: tuple[Event, ...] = (ev.GroupsReset(at_ns=live.now_ns, engine=engine.name),)
+    if engine.takes_trajectories:
+        events = (ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run), *events)
+    yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))

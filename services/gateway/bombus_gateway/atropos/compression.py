@@ -1,0 +1,90 @@
+"""gzip, as clients of Atropos send and take it: bodies of several members, and answers of 1,000 bytes and more."""
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from bombus.errors import Code, Refused
+from bombus_gateway import limits
+
+COMPRESSED_FROM = 1000  # bytes of an answer
+_LEVEL = 1  # of text that is mostly digits; higher levels take several times as long
+_GZIP = 16 + zlib.MAX_WBITS  # zlib's way to say that the format is gzip
+_CHUNK_BYTES = 1 << 18
+_VARY = {"vary": "Accept-Encoding"}
+_padding = re.compile(rb"\0*")
+_zero = re.compile(r"\s*;\s*q\s*=\s*0(\.0*)?\s*$")
+
+
+def inflated(encoding: str, body: bytes, bytes_max: int = limits.TRAJECTORY_BODY_BYTES) -> bytes:
+    """Return a body without its `Content-Encoding`. Never makes more than `bytes_max` of it.
+
+    Raises `Refused`: UNSUPPORTED for another encoding than gzip, MALFORMED for what is not gzip to its end, TOO_LARGE.
+    """
+    named = encoding.strip().lower()
+    if named in ("", "identity"):
+        return body
+    if named not in ("gzip", "x-gzip"):
+        raise Refused(Code.UNSUPPORTED, f"The body has the Content-Encoding {encoding[:40]!r}; send gzip or none.")
+    parts: list[bytes] = []
+    at, room, members = 0, bytes_max, 0
+    while at < len(body):
+        members += 1
+        if members > limits.GZIP_MEMBERS:
+            why = f"The body has more than {limits.GZIP_MEMBERS} members of gzip; compress it as one."
+            raise Refused(Code.TOO_LARGE, why)
+        content, at = _member(body, at, room)
+        parts.append(content)
+        room -= len(content)
+    return b"".join(parts)
+
+
+def sent(parts: Iterable[bytes], accepted: str) -> tuple[dict[str, str], Iterator[bytes]]:
+    """Return the headers and the parts of an answer to a client that accepts these encodings."""
+    coming = iter(parts)
+    start = b""
+    for part in coming:
+        start += part
+        if len(start) >= COMPRESSED_FROM:
+            break
+    whole = chain([start], coming)
+    if len(start) < COMPRESSED_FROM or not takes_gzip(accepted):
+        return _VARY, whole
+    return _VARY | {"content-encoding": "gzip"}, deflated(whole)
+
+
+def takes_gzip(accepted: str) -> bool:
+    """Return whether an `Accept-Encoding` allows gzip: by its name, or by `*`, and not with a quality of 0."""
+    offers = {each.partition(";")[0].strip(): not _zero.search(each) for each in accepted.lower().split(",")}
+    return offers.get("gzip", offers.get("*", False))
+
+
+def deflated(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Compress a body that is made part by part; yield what is ready after each."""
+    packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP)
+    for part in parts:
+        yield packer.compress(part)
+    yield packer.flush()
+
+
+def _member(body: bytes, start: int, room: int) -> tuple[bytes, int]:
+    """Return the content of the member at a place of a body, and where the next begins. Zeros after one are padding."""
+    unpacker = zlib.decompressobj(_GZIP)
+    content = bytearray()
+    end = start
+    while not unpacker.eof:
+        if end == len(body):
+            raise Refused(Code.MALFORMED, "The body is not gzip to its end: it was cut.")
+        chunk = body[end : end + _CHUNK_BYTES]
+        end += len(chunk)
+        try:
+            content += unpacker.decompress(chunk, room - len(content) + 1)
+        except zlib.error as error:
+            raise Refused(Code.MALFORMED, f"The body is not gzip: {error}.") from None
+        if len(content) > room:
+            why = "The body is over the limit when it is decompressed; send fewer groups in one request."
+            raise Refused(Code.TOO_LARGE, why)
+    end -= len(unpacker.unused_data)
+    padding = _padding.match(body, end)
+    return bytes(content), padding.end() if padding else end

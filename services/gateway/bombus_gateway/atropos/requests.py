@@ -1,0 +1,77 @@
+"""The small requests of trainers and environments: who they are, and which environment is meant."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from bombus_gateway import limits
+from bombus_gateway.atropos.json_body import decode_at
+from bombus_gateway.atropos.refusals import UnfitBody
+
+_INT53 = 1 << 53
+_Whole = Annotated[int, Meta(ge=-_INT53, le=_INT53)]
+_Id = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+_Size = Annotated[int, Meta(ge=1, le=limits.GROUP_SEQUENCES)]
+_Name = Annotated[str, Meta(max_length=limits.ENVIRONMENT_CHARACTERS)]
+_Folder = Annotated[str, Meta(max_length=limits.CHECKPOINT_DIR_CHARACTERS)]
+
+
+class TrainerRegistration(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer says of itself at `/register`. Sizes of batches are in sequences.
+
+    A `max_token_len` of 0 or less bounds nothing. A `num_steps` of -1 leaves it to the environments.
+    """
+
+    wandb_group: _Name
+    wandb_project: _Name
+    batch_size: _Size
+    max_token_len: _Whole
+    checkpoint_dir: _Folder
+    save_checkpoint_interval: _Whole
+    starting_step: Annotated[int, Meta(ge=0, le=_INT53)]
+    num_steps: _Whole
+
+
+class EnvironmentRegistration(msgspec.Struct, frozen=True, kw_only=True):
+    """What an environment says of itself at `/register-env`.
+
+    `min_batch_allocation` is the part of each batch that it asks for at least, 0 to 1.
+    """
+
+    max_token_length: _Whole
+    desired_name: _Name
+    weight: float
+    group_size: _Size
+    min_batch_allocation: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+
+class _Named(msgspec.Struct):
+    env_id: _Id
+
+
+_trainers = msgspec.json.Decoder(TrainerRegistration)
+_environments = msgspec.json.Decoder(EnvironmentRegistration)
+_named = msgspec.json.Decoder(_Named)
+
+
+def read_trainer(body: bytes) -> TrainerRegistration:
+    """Raises `UnfitBody`."""
+    return decode_at(_trainers, body)
+
+
+def read_environment(body: bytes) -> EnvironmentRegistration:
+    """Raises `UnfitBody`."""
+    return decode_at(_environments, body)
+
+
+def read_environment_id(body: bytes, query: str | None = None) -> int:
+    """Return which environment is meant, from the body, or from `env_id` of the query where there is no body.
+
+    Atropos's environments send a body with a GET, which many clients and proxies cannot. Raises `UnfitBody`.
+    """
+    if body.strip() or query is None:
+        return decode_at(_named, body or b"{}").env_id
+    if not query.isascii() or not query.isdecimal() or len(query) > 10 or int(query) >= 1 << 31:
+        raise UnfitBody("env_id", f"env_id is {query[:40]!r}, and has to be the number of an environment.")
+    return int(query)

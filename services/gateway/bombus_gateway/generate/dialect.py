@@ -1,0 +1,147 @@
+"""`/generate` as a call of an episode, in both forms: requests become `CompletionRequest`, and answers bytes. Pure."""
+
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.hive.records import FinishReason, pack_tokens
+from bombus_gateway.access import HeaderPair
+from bombus_gateway.atropos.refusals import write_refusal
+from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
+from bombus_gateway.call.calls import AnswerHead
+from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
+from bombus_gateway.call.door import ParsedRequest
+from bombus_gateway.call.http import HeaderMap
+from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported
+from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.training.generate import GenerateRequest, read_generate, write_generated
+from bombus_gateway.training.samples import SampledTokens
+from bombus_gateway.training.sampling import SampleRequest
+
+_fields: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class GenerateDialect:
+    """The wire of `/generate`. A body with `prompt` is in vLLM's form, one with `input_ids` or `text` in SGLang's."""
+
+    name = b"generate"
+
+    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
+        fields = decode_body(_fields, body)
+        if is_vllm(fields):
+            asked = read_vllm(body)
+            if asked.prompt_logprobs:
+                why = "prompt_logprobs are not offered to an episode: ask with a client key of the hive."
+                raise Refused(Code.UNSUPPORTED, why)
+            completion = _completion(asked.asked, asked.text, asked.logprobs)
+            return ParsedRequest(completion, partial(VllmEncoder, asked))
+        given = read_generate(body)
+        completion = _completion(given.asked, given.text, logprobs=False, adapter=given.adapter)
+        return ParsedRequest(completion, partial(SglangEncoder, given))
+
+    def error(self, error: Refused) -> bytes:
+        return write_refusal(error)[1]
+
+    def error_event(self, error: Refused) -> bytes:
+        return self.error(error)
+
+
+def _completion(asked: SampleRequest, text: str, logprobs: bool, adapter: str = "") -> CompletionRequest:
+    given = asked.sampling
+    unsupported = []
+    if given.stop_token_ids:
+        unsupported.append(Unsupported("stop_token_ids", "an answer ends at the tokens that the model's files name"))
+    if not asked.ends_at_eos:
+        unsupported.append(Unsupported("ignore_eos", "an answer ends at the tokens that the model's files name"))
+    if adapter:
+        unsupported.append(Unsupported("lora_path", "an episode is answered by the model that its engine trains"))
+    return CompletionRequest(
+        chat=False,
+        prompt=text or array("i", asked.prompt).tolist(),
+        n=asked.samples,
+        stops=asked.stops,
+        logprobs=logprobs and given.top_logprobs > 0,
+        top_logprobs=given.top_logprobs,
+        wish=SamplingWish(
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            min_p=given.min_p,
+            presence_penalty=given.presence_penalty,
+            frequency_penalty=given.frequency_penalty,
+            repetition_penalty=given.repetition_penalty,
+            seed=given.seed,
+            max_tokens=given.max_tokens or None,
+        ),
+        unsupported=tuple(unsupported),
+    )
+
+
+class GenerateEncoder:
+    """What both forms share: an answer comes whole, with the tokens that were recorded."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+
+    @property
+    def headers(self) -> Sequence[HeaderPair]:
+        return ((b"x-request-id", self._head.id.encode()),)
+
+    def opening(self) -> NoReturn:
+        raise AssertionError("an answer of /generate comes whole")
+
+    def beat(self) -> NoReturn:
+        self.opening()
+
+    def progress(self, completion: Completion, delta: CompletionDelta) -> NoReturn:
+        self.opening()
+
+    def closing(self, completion: Completion) -> NoReturn:
+        self.opening()
+
+    def end(self, usage: Usage) -> NoReturn:
+        self.opening()
+
+
+class VllmEncoder(GenerateEncoder):
+    def __init__(self, request: VllmRequest, head: AnswerHead) -> None:
+        super().__init__(head)
+        self._request = request
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes:
+        request, tokenizer = self._request, self._head.tokenizer
+        prompt = request.asked.prompt
+        if request.text:
+            prompt = pack_tokens(tokenizer.encode(request.text))
+            asked = msgspec.structs.replace(request.asked, prompt=prompt)
+            request = msgspec.structs.replace(request, asked=asked)
+        text = request.text or tokenizer.decode(array("i", prompt).tolist())
+        samples = [_sampled(each) for each in completions]
+        return write_vllm(request, samples, [each.text() for each in completions], ScoredPrompt(text))
+
+
+class SglangEncoder(GenerateEncoder):
+    def __init__(self, request: GenerateRequest, head: AnswerHead) -> None:
+        super().__init__(head)
+        self._request = request
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes:
+        samples = [_sampled(each) for each in completions]
+        texts = [each.text() for each in completions]
+        answer = write_generated(samples, texts, usage.prompt, self._request.logprobs, reasons_are_objects=True)
+        return msgspec.json.encode(answer)
+
+
+def _sampled(completion: Completion) -> SampledTokens:
+    """Return what was recorded. Alternatives are known of tokens with a text, and the stop token has none."""
+    choice = completion.choice()
+    top = [each.top for each in completion.logprobs]
+    if top:
+        top += [()] * (len(choice.tokens) // 4 - len(top))
+    return SampledTokens(
+        tokens=choice.tokens, logprobs=choice.logprobs, finish=FinishReason(choice.finish), top=tuple(top)
+    )

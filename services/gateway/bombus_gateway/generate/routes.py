@@ -1,0 +1,25 @@
+"""`/generate` of one engine: a call with an episode's key, and whatever else answers it with another key."""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from bombus.errors import Refused
+from bombus_gateway.access import EpisodeGuard, episode_key
+from bombus_gateway.call.calls import Calls
+from bombus_gateway.call.door import call_route
+from bombus_gateway.generate.dialect import GenerateDialect
+from bombus_gateway.keys import PREFIX
+
+
+class GenerateDoor:
+    """An ASGI application. `others` answers requests that have no episode's key: they are not recorded."""
+
+    def __init__(self, calls: Calls, guard: EpisodeGuard, others: ASGIApp) -> None:
+        self._call = call_route(calls, GenerateDialect(), guard)
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            is_call = episode_key(dict(scope["headers"])).startswith(PREFIX)
+        except Refused:
+            is_call = False
+        await (self._call if is_call else self._others)(scope, receive, send)

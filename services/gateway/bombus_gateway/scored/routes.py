@@ -1,0 +1,298 @@
+"""The routes of Atropos's trajectory API, for environments and trainers that know no other server.
+
+What is refused is told in the form that Atropos's server has. A request that only has to wait gets a 5xx, which its
+clients send again.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
+from bombus.hive import inbox
+from bombus.hive.state import Phase
+from bombus.hive.trajectories.records import decode_group
+from bombus.hive.trajectories.standing import standing
+from bombus.hive.trajectories.state import HandedOut
+from bombus_gateway import limits
+from bombus_gateway.access import Access, Guard
+from bombus_gateway.atropos import answers
+from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
+from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_latest
+from bombus_gateway.atropos.compression import inflated, sent
+from bombus_gateway.atropos.refusals import write_refusal
+from bombus_gateway.atropos.requests import read_environment, read_environment_id, read_trainer
+from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
+from bombus_gateway.context import Gateway
+from bombus_gateway.refusals import ERROR_HEADERS
+from bombus_gateway.scored.shelf import GroupShelf
+
+log = logging.getLogger(__name__)
+
+JSON = "application/json"
+UUID_BITS = 128
+IDEMPOTENCY_KEY = "x-idempotency-key"
+
+ScoredHandler = Callable[[Request], Awaitable[Response]]
+
+
+def scored_router(gateway: Gateway, engine: str) -> APIRouter:
+    """Return the routes of one engine. Those that begin or end a run take the admin key, where there is one."""
+    routes = ScoredRoutes(gateway, GroupShelf(gateway, engine))
+    keys, public_url = gateway.settings.keys, gateway.settings.public_url
+    client, control = (Depends(Guard(access, keys, public_url)) for access in (Access.CLIENT, Access.CONTROL))
+    router = APIRouter(include_in_schema=False)
+    changing = (("POST", "/register", routes.register), ("GET", "/reset_data", routes.reset_data))
+    table: tuple[tuple[str, str, ScoredHandler], ...] = (
+        ("GET", "/", routes.welcome),
+        ("GET", "/wandb_info", routes.wandb_info),
+        ("GET", "/info", routes.info),
+        ("GET", "/status", routes.status),
+        ("POST", "/register-env", routes.register_environment),
+        ("POST", "/disconnect-env", routes.disconnect_environment),
+        ("GET", "/status-env", routes.environment_status),
+        ("POST", "/scored_data", routes.scored_data),
+        ("POST", "/scored_data_list", routes.scored_data_list),
+        ("GET", "/batch", routes.batch),
+        ("GET", "/latest_example", routes.latest_example),
+    )
+    for guard, guarded in ((client, table), (control, changing)):
+        for method, path, handler in guarded:
+            router.add_api_route(path, _refusing(gateway, handler), methods=[method], dependencies=[guard])
+    return router
+
+
+def _refusing(gateway: Gateway, handler: ScoredHandler) -> ScoredHandler:
+    """Return a handler that answers refusals as Atropos's server does."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            if not gateway.ready:
+                raise BusUnavailable("this gateway is still reading the log")
+            return await handler(request)
+        except BusUnavailable as error:
+            return _refused(Refused(Code.BUS_DOWN, f"The log cannot be reached just now; try again. ({error})"))
+        except Refused as refusal:
+            return _refused(refusal)
+
+    return answer
+
+
+def _refused(refusal: Refused) -> Response:
+    status, body = write_refusal(refusal)
+    return Response(body, status, media_type=JSON, headers=ERROR_HEADERS.get(status))
+
+
+async def _read(request: Request, shelf: GroupShelf) -> bytes:
+    """Return a request's body, without its compression. Raises `Refused`."""
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limits.TRAJECTORY_BODY_BYTES:
+                most = limits.TRAJECTORY_BODY_BYTES
+                raise Refused(Code.TOO_LARGE, f"The body is over the limit of {most} bytes; send fewer groups at once.")
+    except ClientDisconnect:
+        raise Refused(Code.MALFORMED, "The body was cut off.") from None
+    encoding = request.headers.get("content-encoding", "")
+    return await shelf.apart(inflated, encoding, bytes(body)) if encoding else bytes(body)
+
+
+def _answered(request: Request, body: bytes, media_type: str = JSON) -> Response:
+    headers, parts = sent([body], request.headers.get("accept-encoding", ""))
+    return Response(b"".join(parts), media_type=media_type, headers=headers)
+
+
+class DeliveredBatch(StreamingResponse):
+    """A batch, which counts as delivered once all of it was written to a connection that is still there."""
+
+    def __init__(
+        self, request: Request, records: Iterable[bytes], shelf: GroupShelf, delivered: Callable[[], Awaitable[None]]
+    ) -> None:
+        headers, parts = sent(write_batch(map(decode_group, records)), request.headers.get("accept-encoding", ""))
+        super().__init__(self._sent(iter(parts)), media_type=JSON, headers=headers)
+        self._request = request
+        self._delivered = delivered
+        self._is_whole = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
+        if self._is_whole:
+            await self._delivered()
+
+    async def _sent(self, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield parts, which take long to make, while other requests go on; then look whether the client is there.
+
+        Afterwards it cannot be seen: a server takes the end of an answer for the end of its connection.
+        """
+        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+            yield part
+        self._is_whole = not await self._request.is_disconnected()
+
+
+class ScoredRoutes:
+    def __init__(self, gateway: Gateway, shelf: GroupShelf) -> None:
+        self._gateway = gateway
+        self._shelf = shelf
+
+    async def welcome(self, request: Request) -> Response:
+        """Say what this is: clients of several APIs look for their own words in it."""
+        running = self._shelf.state.phase != Phase.OFFLINE
+        return _answered(request, answers.write_welcome(running))
+
+    # ---- the trainer ----------------------------------------------------------------------------------------------
+
+    async def register(self, request: Request) -> Response:
+        """Begin a run for a trainer. The batches and groups of the run before it are over."""
+        given = read_trainer(await _read(request, self._shelf))
+        uuid = secrets.randbits(UUID_BITS)
+        await self._shelf.carry_out(
+            inbox.RegisterTrainer(
+                id=f"register-{uuid:032x}",
+                engine=self._shelf.engine,
+                trainer=str(uuid),
+                batch_size=given.batch_size,
+                max_token_len=given.max_token_len,
+                checkpoint_dir=given.checkpoint_dir,
+                save_checkpoint_interval=given.save_checkpoint_interval,
+                starting_step=given.starting_step,
+                num_steps=given.num_steps,
+                wandb_group=given.wandb_group,
+                wandb_project=given.wandb_project,
+            )
+        )
+        return _answered(request, answers.write_registered(uuid))
+
+    async def wandb_info(self, request: Request) -> Response:
+        trainer = self._shelf.trajectories.trainer
+        if trainer is None:
+            return _answered(request, answers.write_wandb_info())
+        return _answered(request, answers.write_wandb_info(trainer.wandb_group, trainer.wandb_project))
+
+    async def info(self, request: Request) -> Response:
+        trainer = self._shelf.trajectories.trainer
+        if trainer is None:
+            return _answered(request, answers.write_info())
+        return _answered(request, answers.write_info(trainer.batch_size, trainer.max_token_len))
+
+    async def status(self, request: Request) -> Response:
+        state = self._shelf.trajectories
+        queued = len(state.queue.groups) - state.queue.held_groups
+        return _answered(request, answers.write_status(state.current_step, queued))
+
+    async def batch(self, request: Request) -> Response:
+        """Hand out the next batch. One that was not fully sent is handed out again."""
+        try:
+            batch = await self._shelf.take()
+        except Refused as refusal:
+            if refusal.code is not Code.WRONG_PHASE:
+                raise
+            return _answered(request, answers.NOT_REGISTERED)
+        if batch is None:
+            return _answered(request, NO_BATCH)
+        try:
+            records = await self._shelf.records(batch.groups)
+        except LogCorrupted as error:
+            log.error("a batch cannot be read", extra={"why": str(error)})
+            raise Refused(Code.INTERNAL, f"Batch {batch.number} cannot be read: {error}") from None
+        return DeliveredBatch(request, records, self._shelf, lambda: self._delivered(batch))
+
+    async def _delivered(self, batch: HandedOut) -> None:
+        try:
+            await self._shelf.delivered(batch)
+        except (BusUnavailable, Refused) as error:  # it is handed out again
+            log.warning("that a batch was delivered could not be said", extra={"why": str(error)})
+
+    async def latest_example(self, request: Request) -> Response:
+        return _answered(request, write_latest(await self._shelf.latest()))
+
+    async def reset_data(self, request: Request) -> Response:
+        """End the run, and forget its groups and environments."""
+        await self._shelf.carry_out(inbox.ResetGroups(id=f"reset-{secrets.token_hex(16)}", engine=self._shelf.engine))
+        return _answered(request, answers.RESET, "text/plain")
+
+    # ---- environments ---------------------------------------------------------------------------------------------
+
+    async def register_environment(self, request: Request) -> Response:
+        """Let an environment join, or tell it to wait until the trainer asks for its first batch."""
+        given = read_environment(await _read(request, self._shelf))
+        answer = await self._shelf.carry_out(
+            inbox.JoinEnvironment(
+                id=f"join-{secrets.token_hex(16)}",
+                engine=self._shelf.engine,
+                desired_name=given.desired_name,
+                max_tokens=given.max_token_length,
+                weight=given.weight,
+                group_size=given.group_size,
+                minimum=given.min_batch_allocation,
+            )
+        )
+        assert isinstance(answer, inbox.Joined)
+        state = self._shelf.trajectories
+        if answer.environment is None or state.trainer is None:
+            return _answered(request, answers.WAIT_FOR_TRAINER)
+        environment = state.queue.environments.get(answer.environment)
+        joined = JoinAnswer(
+            env_id=answer.environment,
+            wandb_name=given.desired_name if environment is None else environment.name,
+            checkpoint_dir=state.trainer.checkpoint_dir,
+            starting_step=state.current_step,
+            checkpoint_interval=state.trainer.save_checkpoint_interval,
+            num_steps=state.trainer.num_steps,
+        )
+        return _answered(request, answers.write_joined(joined))
+
+    async def disconnect_environment(self, request: Request) -> Response:
+        environment = read_environment_id(await _read(request, self._shelf))
+        leave = inbox.LeaveEnvironment(
+            id=f"leave-{secrets.token_hex(16)}", engine=self._shelf.engine, environment=environment
+        )
+        try:
+            await self._shelf.carry_out(leave)
+        except Refused as refusal:
+            if refusal.code is not Code.UNKNOWN_ENVIRONMENT:
+                raise
+            return _answered(request, answers.write_disconnect_failed(refusal.why))
+        return _answered(request, answers.DISCONNECTED)
+
+    async def environment_status(self, request: Request) -> Response:
+        number = read_environment_id(await _read(request, self._shelf), request.query_params.get("env_id"))
+        state = self._shelf.trajectories
+        environment = state.queue.environments.get(number)
+        if environment is None:
+            raise Refused(Code.UNKNOWN_ENVIRONMENT, f"There is no environment {number}: register it first.")
+        self._shelf.touch(number)
+        told = standing(state.queue, environment)
+        status = StatusAnswer(
+            current_step=state.current_step,
+            queue_size=told.queue_size,
+            unallocated_fraction=told.unallocated_fraction,
+            self_queue_size=told.self_queue_size,
+            max_group_size=told.max_group_size,
+            env_weight=told.env_weight,
+        )
+        return _answered(request, answers.write_environment_status(status))
+
+    async def scored_data(self, request: Request) -> Response:
+        body = await _read(request, self._shelf)
+        group = await self._shelf.apart(read_scored_data, body)
+        (held,) = await self._shelf.push([group], request.headers.get(IDEMPOTENCY_KEY, ""))
+        return _answered(request, answers.write_pushed(_pushed(held)))
+
+    async def scored_data_list(self, request: Request) -> Response:
+        body = await _read(request, self._shelf)
+        groups = await self._shelf.apart(read_scored_data_list, body)
+        if not groups:
+            return _answered(request, answers.write_pushed_list([]))
+        held = await self._shelf.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""))
+        return _answered(request, answers.write_pushed_list([_pushed(each) for each in held]))
+
+
+def _pushed(held: int | None) -> PushAnswer:
+    return PushAnswer() if held is None else PushAnswer(is_buffered=True, held=held)

@@ -1,0 +1,179 @@
+"""Puts scored groups on the log, and reads the batches that the log hands out."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from bombus.bus.large.parts import Parts
+from bombus.errors import Code, Refused
+from bombus.hive import inbox
+from bombus.hive.records import BodyRef, digest
+from bombus.hive.state import EngineState
+from bombus.hive.trajectories.queue import QueuedGroup
+from bombus.hive.trajectories.records import ScoredGroup, decode_group
+from bombus.hive.trajectories.state import HandedOut, Trajectories
+from bombus_gateway.atropos.scored_data import record_of
+from bombus_gateway.context import Gateway
+
+log = logging.getLogger(__name__)
+
+POSITION_S = 5.0
+ARRIVAL_S = 1.0  # within which a batch that was sent is known to have arrived
+ATTEMPTS_MAX = 4
+DECODING_MAX = 2  # bodies at once: one takes many times its size while it is read
+AT_ONCE_MAX = 16  # bodies that are stored or read, for one request
+_T = TypeVar("_T")
+_GivenT = TypeVar("_GivenT")
+
+
+class GroupShelf:
+    """The scored groups of one engine."""
+
+    def __init__(self, gateway: Gateway, engine: str) -> None:
+        self._gateway = gateway
+        self.engine = engine
+        self._parts = Parts(gateway.bus, gateway.bus.subjects.trajectories_stream)
+        self._subject = gateway.bus.subjects.trajectory(engine)
+        self._decoding = asyncio.Semaphore(DECODING_MAX)
+
+    @property
+    def state(self) -> EngineState:
+        return self._gateway.follower.hive.engine(self.engine)
+
+    @property
+    def trajectories(self) -> Trajectories:
+        return self.state.trajectories
+
+    def touch(self, environment: int) -> None:
+        """Report that this environment is alive."""
+        self._gateway.heartbeats.touch_environment(self.engine, environment)
+
+    async def apart(self, compute: Callable[..., _T], *given: object) -> _T:
+        """Return what `compute` makes of a body that may be large, while other requests go on."""
+        async with self._decoding:
+            return await asyncio.to_thread(compute, *given)
+
+    async def carry_out(self, command: inbox.Message) -> inbox.AnyAnswer:
+        """Carry out a command. After it, this gateway's own reads show its effect.
+
+        Raises `Refused` and `BusUnavailable`.
+        """
+        answer = await self._gateway.bus.inbox.request(command, self._gateway.settings.bus_timeout_s)
+        try:
+            await self._gateway.follower.wait_position(answer.position, POSITION_S)
+        except TimeoutError:
+            log.warning("a command was carried out, but its event has not come back yet", extra={"command": command.id})
+        return answer
+
+    # ---- in -------------------------------------------------------------------------------------------------------
+
+    async def push(self, groups: Sequence[ScoredGroup], key: str = "") -> tuple[int | None, ...]:
+        """Put groups on the log, all or none, and return what their environments hold after each.
+
+        They are durable then. Without a `key`, groups with the same bytes that come again soon are the same push.
+        Raises `Refused` and `BusUnavailable`.
+        """
+        records = [await self.apart(record_of, group) for group in groups]
+        key = key or _key_of(records)
+        repeated = self.trajectories.repeated(key, self._gateway.follower.hive.now_ns)
+        if repeated is not None:
+            return repeated.held
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            bodies = await self._store(records)
+            queued = tuple(map(_queued, groups, bodies))
+            message = inbox.PushGroups(id=uuid.uuid4().hex, engine=self.engine, groups=queued, key=key)
+            try:
+                answer = await self.carry_out(message)
+            except Refused as refusal:
+                if refusal.code is not Code.BODY_GONE or attempt == ATTEMPTS_MAX:
+                    raise
+                continue
+            assert isinstance(answer, inbox.Pushed)
+            return answer.held
+        raise AssertionError("the last attempt has returned or raised")
+
+    async def _store(self, records: Sequence[bytes]) -> list[BodyRef]:
+        return await _each(lambda record: self._parts.store(self._subject, record), records)
+
+    # ---- out ------------------------------------------------------------------------------------------------------
+
+    async def take(self) -> HandedOut | None:
+        """Return the next batch if there is one, or the last one where it was not delivered.
+
+        A trainer that asks again at once comes before the note that its last batch has arrived: that is waited for.
+        Raises `Refused`: WRONG_PHASE before a trainer has registered; and `BusUnavailable`.
+        """
+        for _ in range(ATTEMPTS_MAX):
+            answer = await self.carry_out(inbox.TakeBatch(id=uuid.uuid4().hex, engine=self.engine))
+            assert isinstance(answer, inbox.BatchTaken)
+            if not answer.number:
+                return None
+            if answer.again and await self._arrives(answer):
+                continue
+            batch = self.trajectories.batch
+            if batch is not None and (batch.run, batch.number) == (answer.run, answer.number):
+                return batch
+        raise Refused(Code.OVERLOADED, "Others take batches faster than this gateway reads them: ask again.")
+
+    async def _arrives(self, taken: inbox.BatchTaken) -> bool:
+        """Return whether a batch that was handed out is soon known to have arrived, or is not the last one any more."""
+
+        def is_over(_: object) -> bool:
+            batch = self.trajectories.batch
+            return batch is None or (batch.run, batch.number) != (taken.run, taken.number) or batch.delivered
+
+        try:
+            await self._gateway.follower.wait_for(is_over, ARRIVAL_S)
+        except TimeoutError:
+            return False
+        return True
+
+    async def delivered(self, batch: HandedOut) -> None:
+        """Say that all of a batch was sent."""
+        sent = inbox.BatchSent(id=uuid.uuid4().hex, engine=self.engine, run=batch.run, number=batch.number)
+        await self._gateway.bus.inbox.send(sent)
+
+    async def records(self, groups: Sequence[QueuedGroup]) -> list[bytes]:
+        """Return the records of groups. Raises `LogCorrupted` when one is gone, and `BusUnavailable`."""
+        return await _each(self._parts.fetch, [group.body for group in groups if group.body is not None])
+
+    async def latest(self) -> ScoredGroup | None:
+        """Return the group that was pushed last."""
+        latest = self.trajectories.latest
+        if latest is None:
+            return None
+        (record,) = await self.records([latest])
+        return await self.apart(decode_group, record)
+
+
+async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]) -> list[_T]:
+    """Do something with each of several bodies, some at once. Raises what the first one that fails has raised."""
+    some = asyncio.Semaphore(AT_ONCE_MAX)
+
+    async def one(each: _GivenT) -> _T:
+        async with some:
+            return await do(each)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            doing = [tasks.create_task(one(each)) for each in given]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [each.result() for each in doing]
+
+
+def _key_of(records: Sequence[bytes]) -> str:
+    """Return what tells groups from others: records have the number of their environment in them."""
+    return digest(b"".join(map(digest, records))).hex()
+
+
+def _queued(group: ScoredGroup, body: BodyRef) -> QueuedGroup:
+    return QueuedGroup(
+        environment=group.environment,
+        sequences=group.sequences,
+        tokens=group.total_tokens,
+        longest=group.longest,
+        body=body,
+    )

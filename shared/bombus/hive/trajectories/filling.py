@@ -1,0 +1,221 @@
+"""Selections of groups that have exactly a given number of sequences: whether there is one, and which.
+
+Groups of one size are alike here, so a search is a subset sum over a few distinct sizes with a count for each. The
+sums that can be reached are the bits of one integer, as in Pisinger's "Dynamic programming on the word RAM"
+(Algorithmica 35, 2003); a size that occurs n times costs log2(n) shifts.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+
+import msgspec
+
+SEARCHES_MAX = 256  # of one fill; after that it is completed with the selection that was found last
+SEARCHED_MAX = 1 << 24  # sequences that all searches of one fill look at together, in each pool
+
+
+class Pool(msgspec.Struct):
+    """Groups that a fill does not tell apart but by size. At least `need` of its sequences are in the selection."""
+
+    counts: dict[int, int]  # groups by their number of sequences
+    need: int = 0
+
+
+class ExactFill:
+    """A selection of exactly `left` sequences, decided one group at a time.
+
+    It always has a selection that completes it. A group that is in that selection is taken at once; for any other, one
+    search looks for a selection that has it. A group that no selection has is refused for good, since taking others
+    only leaves fewer selections.
+
+    One search costs s * log2(n) shifts of `left` bits for each pool, with s sizes of n groups each, and for all pools
+    but the first about r * log2(n) more, for r runs of sums, of which there are few. Searches are limited by
+    `SEARCHES_MAX` and `SEARCHED_MAX`. After the last, its selection is completed: it is exact, and has what was taken,
+    but not every group that could have been.
+    """
+
+    def __init__(self, pools: Sequence[Pool], total: int) -> None:
+        self.left = total
+        self._pools = [Pool(dict(pool.counts), pool.need) for pool in pools]
+        looked_at = max(1, len(pools) * total)  # by one search
+        self._searches_left = max(1, min(SEARCHES_MAX, SEARCHED_MAX // looked_at))
+        self._refused: set[tuple[int, int]] = set()
+        self._selection = self._search()
+
+    @property
+    def exists(self) -> bool:
+        """Return whether any selection has exactly the sequences that were requested, and those that pools need."""
+        return self._selection is not None
+
+    def take(self, pool: int, size: int) -> bool:
+        """Take a group of a pool if some selection has one more of its size, and return whether that is so."""
+        if self._selection is None or (pool, size) in self._refused:
+            return False
+        if not self._selection[pool].get(size) and not self._reselect(pool, size):
+            return False
+        self._selection[pool][size] -= 1
+        self._remove(pool, size)
+        return True
+
+    def could_take(self, pool: int, size: int) -> bool:
+        """Return whether some selection has one more group of this size, without taking it."""
+        if self._selection is None or (pool, size) in self._refused:
+            return False
+        return bool(self._selection[pool].get(size)) or self._reselect(pool, size)
+
+    def _reselect(self, pool: int, size: int) -> bool:
+        """Look for a selection that has one more group of this size, and make it the one that completes the fill."""
+        counts = self._pools[pool].counts
+        if not counts.get(size) or size > self.left or not self._searches_left:
+            return False
+        self._remove(pool, size)
+        found = self._search()
+        counts[size] += 1
+        self._pools[pool].need += size
+        self.left += size
+        if found is None:
+            self._refused.add((pool, size))
+            return False
+        found[pool][size] = found[pool].get(size, 0) + 1
+        self._selection = found
+        return True
+
+    def _remove(self, pool: int, size: int) -> None:
+        self._pools[pool].counts[size] -= 1
+        self._pools[pool].need -= size
+        self.left -= size
+
+    def _search(self) -> list[dict[int, int]] | None:
+        self._searches_left -= 1
+        return select(self._pools, self.left)
+
+
+def select(pools: Sequence[Pool], total: int) -> list[dict[int, int]] | None:
+    """Return how many groups of each size to take from each pool for exactly `total` sequences, None if none fit."""
+    reached = 1  # bit n says that the pools before this one have a selection of n sequences
+    before: list[int] = []
+    own: list[list[int]] = []
+    for pool in pools:
+        sums = _sums(pool.counts, total)
+        before.append(reached)
+        own.append(sums)
+        reached = _added(reached, _at_least(sums[-1], pool.need), gcd(*pool.counts) or 1, total)
+    if not reached >> total & 1:
+        return None
+    selection: list[dict[int, int]] = []
+    for number, pool in reversed(list(enumerate(pools))):
+        sums = own[number]
+        wanted = _part(pools[: number + 1], pool, total)
+        taken = _share(before[number], _at_least(sums[-1], pool.need), total, wanted) if number else total
+        selection.append(_counted(pool.counts, sums, taken))
+        total -= taken
+    selection.reverse()
+    return selection
+
+
+def reachable(counts: dict[int, int], total: int) -> int:
+    """Return the sums up to `total` of groups with these counts by size, as the bits of an integer."""
+    return _sums(counts, total)[-1]
+
+
+def _sums(counts: dict[int, int], total: int) -> list[int]:
+    """Return the sums that can be reached with none of the sizes, with the first, with the first two, and so on."""
+    mask = (1 << (total + 1)) - 1
+    bits = 1
+    sums = [bits]
+    for size, count in counts.items():
+        rest, step = min(count, total // size), 1
+        while rest > 0:
+            step = min(step, rest)
+            bits |= bits << (size * step) & mask
+            rest -= step
+            step *= 2
+        sums.append(bits)
+    return sums
+
+
+def _counted(counts: dict[int, int], sums: list[int], total: int) -> dict[int, int]:
+    """Return how many groups of each size to take for a total that is among the last of `sums`.
+
+    There are some of all sizes where that is possible, so that most of what is taken next is already in the selection.
+    """
+    taken: dict[int, int] = {}
+    left, usable = total, _sequences(counts, total)
+    for (size, count), without in zip(reversed(counts.items()), reversed(sums[:-1])):
+        if not left:
+            break
+        of_size, most = size * min(count, total // size), min(count, left // size)
+        wanted = most if without == 1 else min(most, left * of_size // max(usable, 1) // size)
+        usable -= of_size
+        number = next(n for n in _outward(wanted, most) if without >> (left - n * size) & 1)
+        if number:
+            taken[size] = number
+            left -= number * size
+    return taken
+
+
+def _sequences(counts: dict[int, int], total: int) -> int:
+    """Return how many sequences groups have of which no more than a total can be taken of each size."""
+    return sum(size * min(count, total // size) for size, count in counts.items())
+
+
+def _outward(middle: int, last: int) -> Iterator[int]:
+    """Yield the numbers from 0 to `last`, the nearest to `middle` first."""
+    yield middle
+    for away in range(1, last + 1):
+        if middle - away >= 0:
+            yield middle - away
+        if middle + away <= last:
+            yield middle + away
+
+
+def _at_least(bits: int, need: int) -> int:
+    return bits >> need << need if need > 0 else bits
+
+
+def _added(reached: int, own: int, stride: int, total: int) -> int:
+    """Return every sum of a bit of `reached` and a bit of `own`.
+
+    The sums of groups are mostly runs, which are a multiple of their common `stride` apart: few, however many sums.
+    """
+    if reached == 1:
+        return own
+    mask = (1 << (total + 1)) - 1
+    added = 0
+    for start, length in _runs(own, stride):
+        repeated, done = reached, 1
+        while done < length:
+            step = min(done, length - done)
+            repeated |= repeated << (step * stride) & mask
+            done += step
+        added |= repeated << start & mask
+    return added
+
+
+def _runs(bits: int, stride: int) -> Iterator[tuple[int, int]]:
+    """Yield where each run of bits starts and how many it has."""
+    ends: dict[int, list[int]] = {}
+    for end in _bits(bits & ~(bits >> stride)):
+        ends.setdefault(end % stride, []).append(end)
+    ordered = {rest: iter(each) for rest, each in ends.items()}
+    for start in _bits(bits & ~(bits << stride)):
+        yield start, (next(ordered[start % stride]) - start) // stride + 1
+
+
+def _share(others: int, own: int, total: int, wanted: int) -> int:
+    """Return the sum of `own` that is nearest to what is wanted and for which `others` have the rest of the total."""
+    return next(n for n in _outward(wanted, total) if own >> n & 1 and others >> (total - n) & 1)
+
+
+def _part(pools: Sequence[Pool], pool: Pool, total: int) -> int:
+    """Return the part of a total that a pool has if all give in proportion to what they have, or what it needs."""
+    of_all = sum(_sequences(each.counts, total) for each in pools)
+    return min(total, max(pool.need, total * _sequences(pool.counts, total) // max(of_all, 1)))
+
+
+def _bits(bits: int) -> Iterator[int]:
+    """Yield the positions of the bits that are set, the lowest first."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest

@@ -1,0 +1,399 @@
+"""Scored groups that wait for a batch, and the environments that they come from: a part of an engine's state.
+
+The functions below are its fold. What is kept of a group is its size and where its body is. Groups of one environment
+and of one size are a line, in the order of arrival, which is all that batches are formed from (see `forming`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import isfinite
+
+import msgspec
+
+from bombus.hive.bounded import trim
+from bombus.hive.records import BodyRef
+from bombus.hive.trajectories.filling import ExactFill, Pool
+
+BATCH_SEQUENCES_MAX = 16_384
+GROUPS_MAX = 1_000_000  # queued, of all environments
+HELD_MAX = 4_096  # groups of one environment that wait to be combined
+ENVIRONMENTS_MAX = 1_024  # connected at once, and remembered; those that have left stay while they have groups
+NAMES_KEPT = 4_096  # names of environments whose next number is known
+SHARE_MIN, SHARE_MAX = 0.01, 1e6  # what the weight of an environment counts at least, and at most
+OTHERS = -1  # stands for the environment of groups that have none, or one that is not known
+CUT_AT = 64  # a line is shortened after so many of its groups have gone, and never by less than half
+
+
+class QueuedGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A scored group. `environment` is None where it came without one, or with one that was not known."""
+
+    environment: int | None
+    sequences: int
+    tokens: int = 0
+    longest: int = 0  # tokens of its longest sequence
+    body: BodyRef | None = None
+
+
+class GroupLine(msgspec.Struct):
+    """Groups of one size, oldest first. Those before `start`, and those that are not queued any more, have gone."""
+
+    numbers: list[int] = []
+    start: int = 0
+    count: int = 0  # that have not gone
+
+
+class EnvironmentShare(msgspec.Struct):
+    """The groups of an environment that a batch can take, and what was taken of them so far.
+
+    `served` is its virtual time: the sequences that were taken, divided by the environment's weight.
+    """
+
+    lines: dict[int, GroupLine] = {}  # by the number of sequences
+    sequences: int = 0
+    served: float = 0.0
+
+
+class Environment(msgspec.Struct, kw_only=True):
+    """An environment. One that has left stays for as long as a batch can still take something of it."""
+
+    id: int
+    name: str
+    max_tokens: int
+    weight: float
+    group_size: int
+    minimum: float | None = None  # the part of each batch that it asks for
+    connected: bool = True
+    share: EnvironmentShare = msgspec.field(default_factory=EnvironmentShare)
+    held: dict[int, GroupLine] = {}  # smaller than group_size: they wait for others to make up a group of that size
+    held_groups: int = 0
+    held_sequences: int = 0
+
+    @property
+    def part(self) -> float:
+        """Return what its weight counts for among others'. A weight that is not a number counts as the least."""
+        return min(self.weight, SHARE_MAX) if self.weight > SHARE_MIN else SHARE_MIN
+
+
+class TrajectoryQueue(msgspec.Struct, kw_only=True):
+    """All queued groups, by number: the order in which they came. `combined` has those that stay together.
+
+    Several groups that were combined are in a line under the number of the last of them, with their common size.
+    `clock` is the virtual time of the batches that were taken: environments that come later begin there.
+    """
+
+    batch_size: int = 0  # in sequences; 0 before a trainer has registered
+    groups: dict[int, QueuedGroup] = {}
+    combined: dict[int, tuple[int, ...]] = {}
+    environments: dict[int, Environment] = {}
+    others: EnvironmentShare = msgspec.field(
+        default_factory=EnvironmentShare
+    )  # groups without an environment that is known
+    arrived: int = 0
+    joined: int = 0
+    named: dict[str, int] = {}  # environments that have joined under each name
+    tokens: int = 0  # of all queued groups
+    clock: float = 0.0
+
+    @property
+    def sequences(self) -> int:
+        """Return the sequences that batches can take: without those that are held."""
+        return self.others.sequences + sum(each.share.sequences for each in self.environments.values())
+
+    @property
+    def held_groups(self) -> int:
+        return sum(each.held_groups for each in self.environments.values())
+
+    def owner_of(self, group: QueuedGroup) -> int:
+        """Return the environment whose share a group is in: `OTHERS` where it has none that is known."""
+        environment = OTHERS if group.environment is None else group.environment
+        return environment if environment in self.environments else OTHERS
+
+    def share_of(self, owner: int) -> EnvironmentShare:
+        known = self.environments.get(owner)
+        return self.others if known is None else known.share
+
+    def weight_of(self, owner: int) -> float:
+        """Return what an environment's weight counts for. Groups without an environment have a weight of one."""
+        known = self.environments.get(owner)
+        return 1.0 if known is None else known.part
+
+    def shares(self) -> Iterator[tuple[int, EnvironmentShare]]:
+        """Yield the environments that have something a batch can take, and `OTHERS`."""
+        if self.others.sequences:
+            yield OTHERS, self.others
+        for environment in self.environments.values():
+            if environment.share.sequences:
+                yield environment.id, environment.share
+
+    def waiting(self, line: GroupLine) -> Iterator[int]:
+        """Yield the numbers in a line that are still queued, oldest first."""
+        numbers = map(line.numbers.__getitem__, range(line.start, len(line.numbers)))
+        return (number for number in numbers if number in self.groups)
+
+    def members(self, number: int) -> tuple[int, ...]:
+        """Return the groups that a number in a line stands for."""
+        return self.combined.get(number, (number,))
+
+    def name_for(self, desired: str) -> str:
+        """Return the name of the next environment that asks for this one."""
+        return f"{desired}_{self.named.get(desired, 0)}"
+
+
+# ---- what is refused at the door --------------------------------------------------------------------------------
+
+
+def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
+    """Return why none of these groups is queued: a sentence for the client that sent them, empty if they are."""
+    if len(queue.groups) + len(groups) > GROUPS_MAX:
+        return (
+            f"{len(queue.groups)} groups are queued, and there is room for {GROUPS_MAX}. Send them again after the "
+            "trainer has taken batches."
+        )
+    for position, group in enumerate(groups):
+        if group.sequences < 1:
+            return f"Group {position} has no sequences. Send at least one."
+        if queue.batch_size and group.sequences > queue.batch_size:
+            return (
+                f"Group {position} has {group.sequences} sequences, and a batch has {queue.batch_size}: no batch could "
+                "ever take it. Send smaller groups, or register the trainer with a larger batch_size."
+            )
+    arriving: dict[int, int] = {}
+    for group in groups:
+        holder = _holder(queue, group)
+        if holder is not None:
+            arriving[holder.id] = arriving.get(holder.id, 0) + 1
+    for each, count in arriving.items():
+        environment = queue.environments[each]
+        if environment.held_groups + count > HELD_MAX:
+            return (
+                f"{environment.held_groups} groups of environment {each} ({environment.name}) wait for others to make "
+                f"up its group_size of {environment.group_size}, and there is room for {HELD_MAX}. Send groups of "
+                "that size, or register the environment again with the size that it sends."
+            )
+    return ""
+
+
+def why_no_batch_size(batch_size: int) -> str:
+    """Return why a trainer cannot have batches of this many sequences, empty if it can."""
+    if 1 <= batch_size <= BATCH_SEQUENCES_MAX:
+        return ""
+    return f"batch_size is {batch_size}: it must be from 1 to {BATCH_SEQUENCES_MAX} sequences."
+
+
+def why_not_joined(queue: TrajectoryQueue, environment: Environment) -> str:
+    """Return why an environment cannot join, empty if it can."""
+    name = environment.name
+    if environment.group_size < 1:
+        return f"group_size of {name} is {environment.group_size}: it must be at least 1."
+    if not isfinite(environment.weight):
+        return f"weight of {name} is {environment.weight}: it must be a finite number."
+    if environment.minimum is not None and not 0 <= environment.minimum <= 1:
+        return f"min_batch_allocation of {name} is {environment.minimum}: it must be a part of a batch, from 0 to 1."
+    connected = sum(each.connected for each in queue.environments.values())
+    if connected >= ENVIRONMENTS_MAX and environment.id not in queue.environments:
+        return f"{connected} environments are connected, which is the most. Disconnect those that have ended."
+    return ""
+
+
+def held_after(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> list[int | None]:
+    """Return the sequences that each group's environment holds after it was pushed, None for groups that are queued.
+
+    These are the answers to a push, and nothing is pushed here.
+    """
+    trial = TrajectoryQueue(batch_size=queue.batch_size, arrived=queue.arrived)
+    for group in groups:
+        holder = _holder(queue, group)
+        if holder is not None and holder.id not in trial.environments:
+            trial.environments[holder.id] = msgspec.structs.replace(
+                holder,
+                share=EnvironmentShare(),
+                held={
+                    size: msgspec.structs.replace(line, numbers=[*line.numbers]) for size, line in holder.held.items()
+                },
+            )
+            held = (number for line in holder.held.values() for number in queue.waiting(line))
+            trial.groups.update((number, queue.groups[number]) for number in held)
+    answers: list[int | None] = []
+    for group in groups:
+        holder = _holder(trial, group)
+        push(trial, [group])
+        answers.append(None if holder is None else holder.held_sequences)
+    return answers
+
+
+# ---- the fold -----------------------------------------------------------------------------------------------
+
+
+def register(queue: TrajectoryQueue, batch_size: int) -> None:
+    """Begin to take batches of this size. Groups that came before any trainer stay; those of an earlier one go."""
+    if queue.batch_size:
+        reset(queue)
+    queue.batch_size = batch_size
+
+
+def reset(queue: TrajectoryQueue) -> None:
+    """Forget all groups and environments. Numbers go on."""
+    queue.batch_size = queue.joined = queue.tokens = 0
+    queue.clock = 0.0
+    queue.others = EnvironmentShare()
+    for kept in (queue.groups, queue.combined, queue.environments, queue.named):
+        kept.clear()
+
+
+def join(queue: TrajectoryQueue, environment: Environment, desired_name: str = "") -> None:
+    """Add an environment, or connect one again: its groups are those that it had, and none of them is held."""
+    known = queue.environments.get(environment.id)
+    leave(queue, environment.id)
+    if known is not None:
+        environment.share = known.share
+    else:
+        queue.joined = max(queue.joined, environment.id + 1)
+        queue.named[desired_name] = queue.named.get(desired_name, 0) + 1
+        trim(queue.named, NAMES_KEPT)
+    queue.environments[environment.id] = environment
+    _forget_environments(queue)
+
+
+def leave(queue: TrajectoryQueue, environment: int) -> None:
+    """Disconnect an environment, whether it said so or fell silent. Its groups stay, and none is held any more."""
+    known = queue.environments.get(environment)
+    if known is None:
+        return
+    known.connected = False
+    for size, line in sorted(known.held.items()):
+        for number in list(queue.waiting(line)):
+            _enqueue(queue, known.share, number, size)
+    known.held = {}
+    known.held_groups = known.held_sequences = 0
+    _forget_environments(queue)
+
+
+def push(queue: TrajectoryQueue, groups: Iterable[QueuedGroup]) -> None:
+    """Queue groups, which get the next numbers, and combine those that make up the size of their environment."""
+    for group in groups:
+        queue.arrived += 1
+        number = queue.arrived
+        owner = queue.owner_of(group)
+        queue.groups[number] = group if owner != OTHERS else msgspec.structs.replace(group, environment=None)
+        queue.tokens += group.tokens
+        holder = _holder(queue, group)
+        if holder is None:
+            _enqueue(queue, queue.share_of(owner), number, group.sequences)
+        else:
+            _hold(queue, holder, number, group.sequences)
+
+
+def take(queue: TrajectoryQueue, numbers: Iterable[int]) -> list[QueuedGroup]:
+    """Remove the groups of a batch and return them, the oldest first. What a share had of it counts as served."""
+    gone = sorted({number for number in numbers if number in queue.groups})
+    together = {number: queue.combined.pop(number) for number in gone if number in queue.combined}
+    inner = {each for members in together.values() for each in members}
+    taken = {number: queue.groups.pop(number) for number in sorted(inner.union(gone)) if number in queue.groups}
+    served: dict[int, int] = {}
+    for number, group in taken.items():
+        queue.tokens -= group.tokens
+        if number in inner and number not in together:
+            continue
+        size = sum(taken[each].sequences for each in together.get(number, (number,)) if each in taken)
+        owner = queue.owner_of(group)
+        served[owner] = served.get(owner, 0) + size
+        _removed(queue, queue.share_of(owner), size)
+    starts = {owner: virtual_time(queue, owner) for owner in served}
+    for owner, sequences in served.items():
+        queue.share_of(owner).served = starts[owner] + sequences / queue.weight_of(owner)
+    queue.clock = max(queue.clock, min(starts.values(), default=0.0))
+    _forget_environments(queue)
+    return list(taken.values())
+
+
+def virtual_time(queue: TrajectoryQueue, owner: int) -> float:
+    """Return when an environment is next, in virtual time: it is the turn of the least.
+
+    This is start-time fair queueing (Goyal, Vin and Cheng, "Start-time fair queueing", SIGCOMM 1996). An environment
+    that had nothing to take begins at the clock. One whose groups fitted no batch may catch up on one batch.
+    """
+    credit = queue.batch_size / queue.weight_of(owner)
+    return max(queue.share_of(owner).served, queue.clock - credit)
+
+
+def _holder(queue: TrajectoryQueue, group: QueuedGroup) -> Environment | None:
+    """Return the environment that holds this group until others make up its size, None if it is queued at once.
+
+    A group that is larger than its environment's group_size, or any group where that is more than a batch, could never
+    be part of a combination: it is queued.
+    """
+    environment = queue.environments.get(queue.owner_of(group))
+    if environment is None or not environment.connected or group.sequences >= environment.group_size:
+        return None
+    return None if environment.group_size > queue.batch_size else environment
+
+
+def _enqueue(queue: TrajectoryQueue, share: EnvironmentShare, number: int, size: int) -> None:
+    if not share.sequences:
+        share.served = max(share.served, queue.clock)
+    line = share.lines.setdefault(size, GroupLine())
+    line.numbers.append(number)
+    line.count += 1
+    share.sequences += size
+
+
+def _hold(queue: TrajectoryQueue, environment: Environment, number: int, size: int) -> None:
+    line = environment.held.setdefault(size, GroupLine())
+    line.numbers.append(number)
+    line.count += 1
+    environment.held_groups += 1
+    environment.held_sequences += size
+    together = combination(queue, environment)
+    if not together:
+        return
+    for each in together:
+        size = queue.groups[each].sequences
+        environment.held_groups -= 1
+        environment.held_sequences -= size
+        held = environment.held[size]
+        held.numbers.remove(each)
+        held.count -= 1
+        if not held.count:
+            del environment.held[size]
+    queue.combined[number] = together
+    _enqueue(queue, environment.share, number, environment.group_size)
+
+
+def combination(queue: TrajectoryQueue, environment: Environment) -> tuple[int, ...]:
+    """Return held groups of an environment that make up exactly its group_size: the oldest whenever any have it."""
+    if environment.held_sequences < environment.group_size:
+        return ()
+    fill = ExactFill([Pool({size: line.count for size, line in environment.held.items()})], environment.group_size)
+    if not fill.exists:
+        return ()
+    waiting = sorted((number, size) for size, line in environment.held.items() for number in queue.waiting(line))
+    chosen: list[int] = []
+    for number, size in waiting:
+        if not fill.left:
+            break
+        if fill.take(0, size):
+            chosen.append(number)
+    return tuple(chosen)
+
+
+def _removed(queue: TrajectoryQueue, share: EnvironmentShare, size: int) -> None:
+    """Account for a group that has left a line, and shorten the line now and then."""
+    line = share.lines[size]
+    line.count -= 1
+    share.sequences -= size
+    if not line.count:
+        del share.lines[size]
+        return
+    while line.start < len(line.numbers) and line.numbers[line.start] not in queue.groups:
+        line.start += 1
+    if line.start > max(CUT_AT, len(line.numbers) // 2):
+        del line.numbers[: line.start]
+        line.start = 0
+
+
+def _forget_environments(queue: TrajectoryQueue) -> None:
+    """Forget the environments that left first and have nothing queued, beyond a limit."""
+    if len(queue.environments) <= ENVIRONMENTS_MAX:
+        return
+    done = [each.id for each in queue.environments.values() if not each.connected and not each.share.sequences]
+    for environment in done[: max(0, len(queue.environments) - ENVIRONMENTS_MAX)]:
+        del queue.environments[environment]

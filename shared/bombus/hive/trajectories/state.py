@@ -1,0 +1,155 @@
+"""The part of an engine's state that is about scored trajectories, and its fold.
+
+The queue says what waits, and `batch` what was handed out last. Bodies are in the stream `trajectories` for as long as
+one of them names them.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from bombus.hive import events as ev
+from bombus.hive.bounded import trim
+from bombus.hive.records import BodyRef
+from bombus.hive.trajectories import queue as queues
+from bombus.hive.trajectories.queue import Environment, EnvironmentShare, QueuedGroup, TrajectoryQueue
+
+REPEAT_S = 60.0  # within which a push of the same key is the same push
+PUSHES_KEPT = 4_096
+
+
+class HandedOut(msgspec.Struct, kw_only=True):
+    """A batch that was handed out. It is not served again once it was delivered, and another one is asked for."""
+
+    run: int
+    number: int
+    groups: list[QueuedGroup]
+    handed_ns: int
+    delivered: bool = False
+
+    @property
+    def sequences(self) -> int:
+        return sum(group.sequences for group in self.groups)
+
+
+class RecentPush(msgspec.Struct, frozen=True, array_like=True):
+    """When a push was decided, and its answer."""
+
+    at_ns: int
+    held: tuple[int | None, ...]
+
+
+class Trajectories(msgspec.Struct, kw_only=True):
+    trainer: ev.TrainerRegistered | None = None  # of the run, while it is on
+    begun: bool = False  # its trainer has asked for a batch
+    queue: TrajectoryQueue = msgspec.field(default_factory=TrajectoryQueue)
+    batch: HandedOut | None = None
+    batches: int = 0  # handed out in this run
+    latest: QueuedGroup | None = None  # pushed last
+    pushes: dict[str, RecentPush] = {}  # by key, oldest first
+    heard_ns: dict[int, int] = {}  # when each connected environment joined, or pushed last
+    silent_ns: dict[int, int] = {}  # when environments left without a word
+
+    @property
+    def current_step(self) -> int:
+        """Return the trainer's step: each batch that was handed out is one."""
+        return (0 if self.trainer is None else self.trainer.starting_step) + self.batches
+
+    def repeated(self, key: str, now_ns: int) -> RecentPush | None:
+        """Return the push of this key, if it was lately."""
+        before = self.pushes.get(key) if key else None
+        return before if before is not None and now_ns - before.at_ns <= REPEAT_S * 1e9 else None
+
+    def needed(self) -> Iterator[BodyRef]:
+        """Yield the bodies that can still be asked for."""
+        groups = [] if self.batch is None else self.batch.groups
+        latest = [] if self.latest is None else [self.latest]
+        return (each.body for each in (*self.queue.groups.values(), *groups, *latest) if each.body is not None)
+
+
+# ---- the fold -------------------------------------------------------------------------------------------------
+
+
+def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
+    """Begin a run. What was pushed while none was on waits for it."""
+    queues.register(state.queue, event.batch_size)
+    state.trainer = event
+
+
+def end_run(state: Trajectories) -> None:
+    """End a run: its groups go with it (R8). Environments stay connected, as they notice nothing of it."""
+    queue = state.queue
+    connected = [each for each in queue.environments.values() if each.connected]
+    joined, named = queue.joined, queue.named.copy()
+    queues.reset(queue)
+    for environment in connected:
+        queues.join(queue, _empty(environment))
+    queue.joined, queue.named = joined, named
+    state.trainer = state.batch = None
+    state.begun = False
+    state.batches = 0
+
+
+def _empty(environment: Environment) -> Environment:
+    return msgspec.structs.replace(
+        environment, share=EnvironmentShare(), held={}, held_groups=0, held_sequences=0, connected=True
+    )
+
+
+def begin(state: Trajectories) -> None:
+    state.begun = True
+
+
+def join(state: Trajectories, event: ev.EnvironmentJoined) -> None:
+    environment = Environment(
+        id=event.environment,
+        name=event.name,
+        max_tokens=event.max_tokens,
+        weight=event.weight,
+        group_size=event.group_size,
+        minimum=event.minimum,
+    )
+    queues.join(state.queue, environment, event.desired_name)
+    state.heard_ns[event.environment] = event.at_ns
+    state.silent_ns.pop(event.environment, None)
+
+
+def leave(state: Trajectories, event: ev.EnvironmentLeft) -> None:
+    queues.leave(state.queue, event.environment)
+    state.heard_ns.pop(event.environment, None)
+    if event.reason == ev.EnvironmentEnd.SILENT:
+        state.silent_ns[event.environment] = event.at_ns
+        trim(state.silent_ns, queues.ENVIRONMENTS_MAX)
+
+
+def push(state: Trajectories, event: ev.GroupsPushed) -> None:
+    if event.key:
+        held = tuple(queues.held_after(state.queue, event.groups))
+        state.pushes.pop(event.key, None)
+        state.pushes[event.key] = RecentPush(event.at_ns, held)
+        trim(state.pushes, PUSHES_KEPT)
+    queues.push(state.queue, event.groups)
+    if event.groups:
+        state.latest = event.groups[-1]
+    for environment in {group.environment for group in event.groups}:
+        if environment is not None and environment in state.heard_ns:
+            state.heard_ns[environment] = event.at_ns
+
+
+def hand_out(state: Trajectories, event: ev.BatchHandedOut) -> None:
+    groups = queues.take(state.queue, event.groups)
+    state.batches = event.number
+    state.batch = HandedOut(run=event.run, number=event.number, groups=groups, handed_ns=event.at_ns)
+
+
+def deliver(state: Trajectories, event: ev.BatchDelivered) -> None:
+    if state.batch is not None and (state.batch.run, state.batch.number) == (event.run, event.number):
+        state.batch.delivered = True
+
+
+def reset(state: Trajectories) -> None:
+    """Forget all groups and environments."""
+    queues.reset(state.queue)
+    state.batch = state.latest = None
+    for kept in (state.pushes, state.heard_ns, state.silent_ns):
+        kept.clear()

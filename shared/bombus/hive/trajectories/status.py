@@ -1,0 +1,88 @@
+"""What a status shows of scored groups: what waits for a batch, from where, and what no batch can take."""
+
+import msgspec
+
+from bombus.hive.trajectories.queue import Environment
+from bombus.hive.trajectories.standing import stranded
+from bombus.hive.trajectories.state import Trajectories
+
+ENVIRONMENTS_SHOWN = 20
+
+
+class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    environment: int
+    name: str
+    connected: bool
+    group_size: int
+    weight: float
+    minimum: float | None
+    sequences: int  # that a batch can take
+    held_groups: int  # that wait for others to make up the group_size
+
+
+class ScoredStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The queue of an engine, and its outside trainer. Each of `stranded` says why some groups are in no batch."""
+
+    batch_size: int  # 0 while no trainer is registered
+    step: int
+    handed_out: int  # batches of this run
+    delivered: bool  # the last of them, or there was none
+    groups: int
+    sequences: int
+    tokens: int
+    environments: tuple[EnvironmentStatus, ...]
+    stranded: tuple[str, ...]
+
+
+def scored_status(state: Trajectories) -> ScoredStatus | None:
+    """Return the status of an engine's scored groups, None where it has neither any nor a trainer for them."""
+    queue = state.queue
+    if state.trainer is None and not queue.groups and not queue.environments:
+        return None
+    return ScoredStatus(
+        batch_size=0 if state.trainer is None else queue.batch_size,
+        step=state.current_step,
+        handed_out=state.batches,
+        delivered=state.batch is None or state.batch.delivered,
+        groups=len(queue.groups),
+        sequences=queue.sequences,
+        tokens=queue.tokens,
+        environments=tuple(map(_environment, queue.environments.values())),
+        stranded=tuple(stranded(queue)),
+    )
+
+
+def _environment(environment: Environment) -> EnvironmentStatus:
+    return EnvironmentStatus(
+        environment=environment.id,
+        name=environment.name,
+        connected=environment.connected,
+        group_size=environment.group_size,
+        weight=environment.weight,
+        minimum=environment.minimum,
+        sequences=environment.share.sequences,
+        held_groups=environment.held_groups,
+    )
+
+
+def scored_lines(status: ScoredStatus) -> list[str]:
+    """Return a status as text. Names are as their environments gave them: whoever prints them makes them one line."""
+    waits = "" if status.delivered else ", the last one has not arrived"
+    trainer = (
+        f"step {status.step}, batches of {status.batch_size} sequences, {status.handed_out} handed out{waits}"
+        if status.batch_size
+        else "none has registered"
+    )
+    lines = [f"outside trainer: {trainer}"]
+    lines.append(f"scored groups: {status.groups} queued, {status.sequences} sequences, {status.tokens} tokens")
+    for each in status.environments[:ENVIRONMENTS_SHOWN]:
+        minimum = "" if each.minimum is None else f", minimum {each.minimum:g}"
+        held = f", {each.held_groups} groups held" if each.held_groups else ""
+        left = "" if each.connected else ", has left"
+        lines.append(
+            f"  environment {each.environment} {each.name}: {each.sequences} sequences, group_size {each.group_size}, "
+            f"weight {each.weight:g}{minimum}{held}{left}"
+        )
+    if len(status.environments) > ENVIRONMENTS_SHOWN:
+        lines.append(f"  and {len(status.environments) - ENVIRONMENTS_SHOWN} more environments")
+    return [*lines, *(f"  {why}" for why in status.stranded)]

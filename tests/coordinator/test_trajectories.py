@@ -1,0 +1,255 @@
+"""Runs of trajectories: a trainer registers, environments push scored groups, and batches are handed out (R16)."""
+
+import pytest
+
+from bombus.errors import Code
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import AnyEvent, EnvironmentEnd, RunKind
+from bombus.hive.inbox import BatchTaken, Done, Pushed, Refusal
+from bombus.hive.records import BodyRef, digest
+from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.trajectories.queue import QueuedGroup
+from bombus.hive.trajectories.state import REPEAT_S
+from bombus_coordinator.core import Core
+from bombus_coordinator.rules.trajectories.registering import ENVIRONMENT_IDLE_S
+from tests.coordinator.core_in_memory import ENGINE, CoreHarness
+from tests.coordinator.scored_in_memory import ScoredHarness
+
+
+@pytest.fixture
+def harness() -> ScoredHarness:
+    return ScoredHarness()
+
+
+def rolling() -> ScoredHarness:
+    """Return a run whose trainer has asked for a batch of 4 sequences, and found none."""
+    harness = ScoredHarness()
+    harness.register()
+    assert harness.ask() == 0
+    return harness
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------
+
+
+def test_registering_begins_a_run_that_takes_groups_at_once(harness: ScoredHarness) -> None:
+    assert harness.register(starting_step=3) == Done(run=1)
+    assert (harness.phase(), harness.engine.run_kind) == (Phase.ROLLING, RunKind.TRAJECTORIES)
+    assert harness.scored.current_step == 3
+
+
+def test_a_second_trainer_begins_a_new_run_without_the_groups_of_the_first_and_with_its_environments() -> None:
+    harness = rolling()
+    environment = harness.join()
+    harness.push(harness.group(environment), harness.group(environment))
+    assert harness.register(batch_size=2) == Done(run=2)
+    assert harness.ask() == 0
+    harness.push(harness.group(environment))
+    assert harness.ask() == 1
+    assert [group.environment for group in harness.scored.batch.groups] == [environment]  # type: ignore[union-attr]
+
+
+def test_r16_groups_that_come_before_any_trainer_wait_for_it(harness: ScoredHarness) -> None:
+    assert isinstance(harness.push(harness.group(), harness.group()), Pushed)
+    harness.register(batch_size=4)
+    assert harness.ask() == 1
+
+
+def test_what_is_left_of_a_run_that_was_stopped_goes_with_it() -> None:
+    harness = rolling()
+    harness.push(harness.group(), harness.group())
+    harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
+    assert harness.phase() == Phase.OFFLINE
+    harness.register()
+    assert harness.ask() == 0
+
+
+def test_an_engine_that_plays_episodes_takes_neither_a_trainer_nor_groups(harness: ScoredHarness) -> None:
+    harness.boot()
+    for answer in (harness.register(), harness.push(harness.group())):
+        assert isinstance(answer, Refusal)
+        assert answer.code == Code.WRONG_PHASE
+        assert "is one of episodes: stop it, or use another engine" in answer.why
+
+
+def test_a_run_of_trajectories_waits_neither_for_a_trainer_nor_for_replicas(harness: ScoredHarness) -> None:
+    harness.boot()
+    harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
+    harness.register()
+    decided: list[AnyEvent] = []
+    for _ in range(700):
+        harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
+        decided += harness.tick()
+    assert decided == []
+    assert harness.phase() == Phase.ROLLING
+
+
+def test_a_run_of_trajectories_grants_no_claims_and_says_so() -> None:
+    harness = rolling()
+    claim = inbox.Claim(id="c", engine=ENGINE, claim="c", client="me")
+    answer = harness.request(claim)
+    assert isinstance(answer, Refusal)
+    assert "takes scored trajectories and has no episodes" in answer.why
+
+
+def test_a_batch_is_only_handed_out_to_a_trainer_that_has_registered(harness: ScoredHarness) -> None:
+    answer = harness.request(inbox.TakeBatch(id="t", engine=ENGINE))
+    assert isinstance(answer, Refusal)
+    assert answer.code == Code.WRONG_PHASE
+
+
+def test_resetting_ends_the_run_and_forgets_groups_and_environments() -> None:
+    harness = rolling()
+    environment = harness.join()
+    harness.push(harness.group(environment))
+    assert harness.request(inbox.ResetGroups(id="r", engine=ENGINE)) == Done(run=1)
+    assert harness.phase() == Phase.OFFLINE
+    assert (harness.scored.queue.groups, harness.scored.queue.environments) == ({}, {})
+
+
+# ---- batches --------------------------------------------------------------------------------------------------
+
+
+def test_r16_a_batch_is_handed_out_again_until_it_was_delivered() -> None:
+    harness = rolling()
+    for _ in range(4):
+        harness.push(harness.group())
+    assert [harness.ask(), harness.ask()] == [1, 1]
+    harness.arrived(1)
+    assert [harness.ask(), harness.ask()] == [2, 2]
+    assert harness.scored.current_step == 2
+    harness.arrived(2)
+    assert harness.ask() == 0
+
+
+def test_a_batch_that_was_delivered_twice_or_of_another_run_is_not_taken_for_the_next_one() -> None:
+    harness = rolling()
+    for _ in range(4):
+        harness.push(harness.group())
+    harness.ask()
+    assert harness.arrived(2) == []
+    assert len(harness.arrived(1)) == 1
+    assert harness.arrived(1) == []
+
+
+def test_r16_a_leader_that_takes_over_hands_out_the_same_batch() -> None:
+    harness = rolling()
+    harness.push(harness.group(), harness.group())
+    assert harness.ask() == 1
+    hive = Hive()
+    for event in harness.log:
+        evolve(hive, event)
+    assert hive.engines[ENGINE].trajectories == harness.scored
+    answer = CoreHarness(Core(hive)).request(inbox.TakeBatch(id="again", engine=ENGINE))
+    assert answer == BatchTaken(run=1, number=1, again=True)
+
+
+# ---- environments ---------------------------------------------------------------------------------------------
+
+
+def test_environments_wait_until_the_trainer_has_asked_for_a_batch(harness: ScoredHarness) -> None:
+    assert harness.join() is None
+    harness.register()
+    assert harness.join() is None
+    harness.ask()
+    assert [harness.join(), harness.join()] == [0, 1]
+    assert [each.name for each in harness.scored.queue.environments.values()] == ["gsm_0", "gsm_1"]
+
+
+def test_small_groups_are_held_until_they_make_up_the_size_of_their_environment() -> None:
+    harness = rolling()
+    environment = harness.join(group_size=4)
+    assert harness.push(harness.group(environment)) == Pushed(held=(2,))
+    assert harness.ask() == 0
+    assert harness.push(harness.group(environment)) == Pushed(held=(0,))
+    assert harness.ask() == 1
+
+
+def test_a_group_that_no_batch_could_take_is_refused_with_its_position() -> None:
+    harness = rolling()
+    answer = harness.push(harness.group(), harness.group(sequences=5))
+    assert isinstance(answer, Refusal)
+    assert answer.why.startswith("Group 1 has 5 sequences, and a batch has 4")
+    assert harness.scored.queue.groups == {}
+
+
+def test_r16_an_environment_that_is_silent_for_long_is_taken_for_gone_and_blocks_nobody() -> None:
+    harness = rolling()
+    ghost = harness.join(minimum=0.5)
+    assert ghost is not None
+    harness.push(harness.group(), harness.group())
+    assert harness.ask() == 0
+    events = harness.let_pass(ENVIRONMENT_IDLE_S + 1)
+    assert [event.reason for event in events if isinstance(event, ev.EnvironmentLeft)] == [EnvironmentEnd.SILENT]
+    assert harness.ask() == 1
+
+
+def test_one_that_shows_itself_stays_and_one_that_comes_back_is_connected_again() -> None:
+    harness = rolling()
+    environment = harness.join()
+    assert environment is not None
+    assert harness.let_pass(ENVIRONMENT_IDLE_S + 1, touching=environment) == []
+    harness.let_pass(ENVIRONMENT_IDLE_S + 1)
+    assert not harness.scored.queue.environments[environment].connected
+    harness.touch(environment)
+    (joined,) = harness.tick()
+    assert isinstance(joined, ev.EnvironmentJoined)
+    assert harness.scored.queue.environments[environment].connected
+    harness.let_pass(ENVIRONMENT_IDLE_S + 1)
+    harness.push(harness.group(environment))
+    assert harness.scored.queue.environments[environment].connected
+
+
+def test_an_environment_leaves_once_and_one_that_is_not_known_is_told_so() -> None:
+    harness = rolling()
+    environment = harness.join()
+    assert environment is not None
+    for _ in range(2):
+        assert harness.request(inbox.LeaveEnvironment(id=harness.id(), engine=ENGINE, environment=environment)) == Done(
+            run=1
+        )
+    assert sum(isinstance(event, ev.EnvironmentLeft) for event in harness.log) == 1
+    answer = harness.request(inbox.LeaveEnvironment(id="l", engine=ENGINE, environment=9))
+    assert isinstance(answer, Refusal)
+    assert answer.code == Code.UNKNOWN_ENVIRONMENT
+
+
+# ---- repeats and bodies ---------------------------------------------------------------------------------------
+
+
+def test_r16_a_push_that_is_sent_again_counts_once_and_after_the_window_it_is_another_one() -> None:
+    harness = rolling()
+    first = harness.push(harness.group(), key="k")
+    assert harness.push(harness.group(), key="k") == first
+    assert len(harness.scored.queue.groups) == 1
+    harness.let_pass(REPEAT_S + 1)
+    harness.push(harness.group(), key="k")
+    assert len(harness.scored.queue.groups) == 2
+
+
+def test_r16_bodies_are_released_when_nothing_names_them_and_older_ones_are_refused() -> None:
+    harness = rolling()
+    for _ in range(3):
+        harness.push(harness.group())
+    assert harness.ask() == 1
+    stored = inbox.TrajectoriesStored(id="s1", below=10)
+    assert harness.send(stored) == [], "the batch was not delivered, and group 1 is in it"
+    harness.arrived(1)
+    harness.push(harness.group())
+    assert harness.ask() == 2
+    (released,) = harness.send(inbox.TrajectoriesStored(id="s2", below=10))
+    assert isinstance(released, ev.TrajectoriesReleased)
+    assert released.below == 3
+    old = QueuedGroup(environment=None, sequences=2, body=BodyRef(seqs=(2,), size=9, digest=digest(b"old")))
+    answer = harness.push(old)
+    assert isinstance(answer, Refusal)
+    assert answer.code == Code.BODY_GONE
+
+
+def test_after_a_power_cut_what_is_released_goes_back_to_the_end_of_the_stream() -> None:
+    harness = rolling()
+    harness.send(inbox.TrajectoriesStored(id="s1", below=10))
+    (back,) = harness.send(inbox.TrajectoriesStored(id="s2", below=4, shrunk=True))
+    assert isinstance(back, ev.TrajectoriesReleased)
+    assert back.below == 4

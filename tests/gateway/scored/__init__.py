@@ -1,0 +1,1 @@
+"""Tests of the door of scored groups, on a real bus."""

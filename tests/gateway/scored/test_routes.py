@@ -1,0 +1,195 @@
+"""Environments and a trainer of Atropos, request by request, through a real gateway, bus and coordinator."""
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from bombus.bus import Bus
+from bombus.hive.events import RunKind
+from bombus.hive.state import Phase
+from tests.gateway.atropos.groups import random_group
+from tests.gateway.swarm_hive import JOB, PlayedHive, played_hive
+from tests.patience import PATIENCE_S
+
+TRAINER = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "batch_size": 4,
+    "max_token_len": 512,
+    "checkpoint_dir": "/tmp/c",
+    "save_checkpoint_interval": 5,
+    "starting_step": 3,
+    "num_steps": 10,
+}
+ENVIRONMENT = {"max_token_length": 512, "desired_name": "gsm8k", "weight": 1.0, "group_size": 2}
+Json = dict[str, Any]
+
+
+@pytest.fixture
+async def hive(bus: Bus) -> AsyncIterator[PlayedHive]:
+    async with played_hive(bus) as played:
+        yield played
+
+
+async def post(hive: PlayedHive, path: str, body: object, status: int = 200) -> Any:
+    answer = await hive.http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def get(hive: PlayedHive, path: str, body: object = None) -> Any:
+    answer = await hive.http.request("GET", path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def group(score: float = 1.0, environment: int | None = None, sequences: int = 2) -> Json:
+    tokens = [[1, 2, 3]] * sequences
+    masks = [[-100, 2, 3]] * sequences
+    return {"tokens": tokens, "masks": masks, "scores": [score] * sequences, "env_id": environment}
+
+
+async def started(hive: PlayedHive) -> int:
+    """Register a trainer that asks for its first batch, and an environment. Return the environment's number."""
+    await post(hive, "/register", TRAINER)
+    assert await get(hive, "/batch") == {"batch": None}
+    joined = await post(hive, "/register-env", ENVIRONMENT)
+    assert joined["status"] == "success"
+    return int(joined["env_id"])
+
+
+async def test_an_environment_and_a_trainer_go_through_a_step(hive: PlayedHive) -> None:
+    assert await get(hive, "/info") == {"batch_size": -1, "max_token_len": -1}
+    assert (await get(hive, "/batch"))["status"] == "error"
+    assert isinstance((await post(hive, "/register", TRAINER))["uuid"], int)
+    assert (hive.engine.phase, hive.engine.run_kind) == (Phase.ROLLING, RunKind.TRAJECTORIES)
+    assert await post(hive, "/register-env", ENVIRONMENT) == {"status": "wait for trainer to start"}
+    assert await get(hive, "/batch") == {"batch": None}
+    assert await post(hive, "/register-env", ENVIRONMENT) == {
+        "status": "success",
+        "env_id": 0,
+        "wandb_name": "gsm8k_0",
+        "checkpoint_dir": "/tmp/c",
+        "starting_step": 3,
+        "checkpoint_interval": 5,
+        "num_steps": 10,
+    }
+    assert await post(hive, "/scored_data", group(1.0, 0)) == {"status": "received"}
+    status = await get(hive, "/status-env", {"env_id": 0})
+    assert (status["current_step"], status["queue_size"], status["env_weight"]) == (3, 1, 1.0)
+    assert await get(hive, "/status-env?env_id=0") == status
+    assert await post(hive, "/scored_data_list", [group(0.5, 0)]) == {"status": "received", "groups_processed": 1}
+    batch = (await get(hive, "/batch"))["batch"]
+    assert [each["scores"] for each in batch] == [[1.0, 1.0], [0.5, 0.5]]
+    assert await get(hive, "/status") == {"current_step": 4, "queue_size": 0}
+    assert await get(hive, "/wandb_info") == {"group": "g", "project": "p"}
+    assert await post(hive, "/disconnect-env", {"env_id": 0}) == {"status": "success"}
+    assert (await post(hive, "/disconnect-env", {"env_id": 7}))["status"] == "failure"
+    assert (await get(hive, "/"))["message"] == "AtroposLib API"
+
+
+async def test_what_was_posted_comes_back_whatever_it_is(hive: PlayedHive) -> None:
+    await post(hive, "/register", TRAINER | {"batch_size": 64})
+    sent: list[Json] = []
+    for seed in range(200):
+        each = random_group(seed)
+        if sum(len(one["tokens"]) for one in sent) + len(each["tokens"]) <= 64:
+            sent.append(each | {"env_id": None})
+    rest = 64 - sum(len(one["tokens"]) for one in sent)
+    if rest:
+        sent.append(group(sequences=rest))
+    packed = gzip.compress(json.dumps(sent).encode())
+    answer = await hive.http.post("/scored_data_list", content=packed, headers={"content-encoding": "gzip"})
+    assert answer.json() == {"status": "received", "groups_processed": len(sent)}
+    batch = (await get(hive, "/batch"))["batch"]
+    for given, back in zip(sent, batch, strict=True):
+        assert back == {name: given.get(name) for name in back}
+        assert len(back) == 14
+    assert await get(hive, "/batch") == {"batch": None}
+    latest = await get(hive, "/latest_example")
+    assert latest == batch[-1]
+
+
+async def test_r16_a_post_that_is_sent_again_counts_once(hive: PlayedHive) -> None:
+    environment = await started(hive)
+    for _ in range(3):
+        assert await post(hive, "/scored_data", group(1.0, environment)) == {"status": "received"}
+    assert (await get(hive, "/status"))["queue_size"] == 1
+    for key in ("a", "b"):
+        answer = await hive.http.post("/scored_data", json=group(2.0, environment), headers={"x-idempotency-key": key})
+        assert answer.status_code == 200
+    assert (await get(hive, "/status"))["queue_size"] == 3
+
+
+async def test_r16_a_batch_whose_client_hangs_up_is_served_again(hive: PlayedHive, bus: Bus) -> None:
+    await started(hive)
+    await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
+
+    class Cut(Exception):
+        pass
+
+    async def cut(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            raise Cut
+
+    asked = iter([{"type": "http.request", "body": b"", "more_body": False}])
+
+    async def receive() -> Any:
+        return next(asked, None) or await asyncio.Event().wait()
+
+    scope: Json = {"type": "http", "method": "GET", "path": "/batch", "headers": [(b"host", b"hive.test:10086")]}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("hive.test", 10086)}
+    with pytest.raises((Cut, ExceptionGroup)):
+        async with asyncio.timeout(PATIENCE_S):
+            await hive.app(scope, receive, cut)
+    assert len((await get(hive, "/batch"))["batch"]) == 2
+    assert await get(hive, "/batch") == {"batch": None}
+
+
+async def test_groups_that_come_before_the_trainer_wait_for_it(hive: PlayedHive) -> None:
+    await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
+    await post(hive, "/register", TRAINER)
+    assert len((await get(hive, "/batch"))["batch"]) == 2
+
+
+async def test_what_does_not_fit_is_refused_with_its_place_and_nothing_is_queued(hive: PlayedHive) -> None:
+    await started(hive)
+    bad = group() | {"scores": [1.0]}
+    detail = (await post(hive, "/scored_data_list", [group(), bad], 422))["detail"]
+    assert detail[0]["loc"] == ["body", 1, "scores"]
+    text = json.dumps(group()).replace("1.0", "NaN", 1)
+    answer = await hive.http.post("/scored_data", content=text)
+    assert answer.status_code == 422
+    large = await post(hive, "/scored_data", group(sequences=5), 400)
+    assert "no batch could ever take it" in large["detail"]
+    unknown = await hive.http.get("/status-env?env_id=9")
+    assert unknown.status_code == 404
+    assert (await get(hive, "/status"))["queue_size"] == 0
+
+
+async def test_an_engine_that_plays_episodes_takes_no_groups(hive: PlayedHive) -> None:
+    await post(hive, "/sync_train_config", {"yaml_as_string": json.dumps(JOB)})
+    await post(hive, "/start_engine", {})
+    answer = await post(hive, "/scored_data", group(), 400)
+    assert "is one of episodes" in answer["detail"]
+
+
+async def test_the_routes_of_an_engine_are_below_its_name_too(hive: PlayedHive) -> None:
+    await started(hive)
+    await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(hive.app), base_url="http://hive.test:10086") as other:
+        assert len((await other.get("/e/main/batch")).json()["batch"]) == 2
+
+
+async def test_resetting_forgets_everything(hive: PlayedHive) -> None:
+    await started(hive)
+    await post(hive, "/scored_data", group())
+    answer = await hive.http.get("/reset_data")
+    assert (answer.text, answer.headers["content-type"].partition(";")[0]) == ("Reset successful", "text/plain")
+    assert await get(hive, "/status") == {"current_step": 0, "queue_size": 0}
+    assert hive.engine.phase == Phase.OFFLINE

@@ -1,0 +1,276 @@
+"""Scored groups in the simulator: environments that push them, a trainer that takes batches, and what must hold.
+
+No acknowledged group is lost, none is in two batches, and no batch counts as delivered that its trainer never had.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import Event, RunKind
+from bombus.hive.records import BodyRef
+from bombus.hive.state import EngineState, Hive, Phase
+from bombus.hive.trajectories.forming import form
+from bombus.hive.trajectories.queue import QueuedGroup
+from bombus.hive.trajectories.state import REPEAT_S
+from tests.sim.faults import Fault
+from tests.sim.fold import RETRY_S, Follower
+from tests.sim.link import Link, Net
+from tests.sim.loop import Process
+from tests.sim.server import SECOND, TRAJECTORIES_STREAM, Server
+from tests.sim.tenants import fetch, store
+from tests.sim.variants import Variant
+
+SCORED_ENGINE = "scored"
+ANSWER_S = 15.0
+BATCH = 4  # sequences
+BEAT_S = 2.0
+
+
+class ScoredLedger:
+    """Sees every event about scored groups, and every answer to environments and trainers."""
+
+    def __init__(self, server: Server, hive: Callable[[], Hive], seen: Counter[str]) -> None:
+        """`hive` is the fold of the log."""
+        self.hive = hive
+        self.seen = seen
+        self.received: set[tuple[int, int]] = set()  # batches that a trainer has read to their end, by run and number
+        self._server = server
+        self._pushed: dict[str, tuple[int, tuple[bytes, ...]]] = {}  # by key: when, and the digests of its bodies
+        self._acknowledged: set[str] = set()
+        self._forgotten: set[str] = set()  # keys, by a reset
+        self._waiting: set[bytes] = set()
+        self._gone: set[bytes] = set()  # in a batch, or with a run that has ended
+        self._numbers: dict[int, bytes] = {}
+
+    def acknowledged(self, key: str) -> None:
+        assert key in self._pushed, "a group is on the log before its push is answered"
+        self._acknowledged.add(key)
+        self.seen["pushes acknowledged"] += 1
+
+    def check(self, event: Event, engine: EngineState) -> None:
+        match event:
+            case ev.EngineStarted():
+                assert engine.phase == Phase.OFFLINE
+                assert event.run_kind == RunKind.TRAJECTORIES
+            case ev.GroupsPushed():
+                self._check_pushed(event, engine)
+            case ev.BatchHandedOut():
+                self._check_handed_out(event, engine)
+            case ev.BatchDelivered():
+                assert (event.run, event.number) in self.received, "what is delivered has reached its trainer"
+            case ev.EngineStopped() | ev.GroupsReset():
+                self._gone |= self._waiting
+                self._waiting.clear()
+                self._numbers.clear()
+                if isinstance(event, ev.GroupsReset):
+                    self._forgotten |= set(self._pushed)
+
+    def _check_pushed(self, event: ev.GroupsPushed, engine: EngineState) -> None:
+        before = self._pushed.get(event.key)
+        digests = tuple(self._fetch(group.body) for group in event.groups if group.body is not None)
+        if before is not None:
+            is_late = event.at_ns - before[0] > REPEAT_S * SECOND or event.key in self._forgotten
+            assert is_late, f"{event.key} is queued twice"
+            self._forgotten.discard(event.key)
+            self.seen["pushes that came again late"] += 1
+        self._pushed[event.key] = event.at_ns, digests
+        for number, digest in enumerate(digests, start=engine.trajectories.queue.arrived + 1):
+            self._numbers[number] = digest
+            self._waiting.add(digest)
+
+    def _check_handed_out(self, event: ev.BatchHandedOut, engine: EngineState) -> None:
+        state = engine.trajectories
+        assert state.batch is None or state.batch.delivered, "what was not delivered is handed out again first"
+        assert event.number == state.batches + 1
+        groups = [state.queue.groups[number] for number in event.groups]
+        assert sum(group.sequences for group in groups) == BATCH, "a batch is exact"
+        for number in event.groups:
+            digest = self._numbers.pop(number)
+            self._waiting.discard(digest)
+            self._gone.add(digest)
+
+    def _fetch(self, ref: BodyRef) -> bytes:
+        try:
+            fetch(self._server, ref, TRAJECTORIES_STREAM)
+        except LogCorrupted as error:
+            raise AssertionError(f"a body that is needed is gone: {error}") from error
+        return ref.digest
+
+    def purged(self) -> None:
+        """Check that what is needed is still there, whatever was purged."""
+        for body in self.hive().engine(SCORED_ENGINE).trajectories.needed():
+            self._fetch(body)
+        self.seen["groups purged"] += self._server.streams[TRAJECTORIES_STREAM].first_seq > 1
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing is left that could be a batch. A minimum of who fell silent may hold groups back."""
+        state = self.hive().engine(SCORED_ENGINE).trajectories
+        return form(state.queue) is None and (state.batch is None or state.batch.delivered)
+
+    def finish(self) -> None:
+        queue = self.hive().engine(SCORED_ENGINE).trajectories.queue
+        queued = {group.body.digest for group in queue.groups.values() if group.body is not None}
+        assert queued == self._waiting, "the queue has what was pushed and not handed out"
+        digests = {each for key in self._acknowledged for each in self._pushed[key][1]}
+        assert digests <= self._waiting | self._gone, "an acknowledged group is lost"
+
+
+class ScoredClient(Process):
+    """What environments and trainers have in common: a link, a fold, and commands that may not be answered."""
+
+    def __init__(
+        self, name: str, net: Net, ledger: ScoredLedger, playing: Callable[[], bool], variant: Variant | None = None
+    ) -> None:
+        super().__init__(net.loop, name)
+        self._variant = variant
+        self._net = net
+        self._ledger = ledger
+        self._playing = playing
+
+    async def main(self) -> None:
+        self.link = Link(self, self._net)
+        self.follower = Follower(self.link)
+        self.spawn(self.follower.run())
+        while True:
+            await self.sleep(self._net.pick.random())
+            await self._act()
+
+    async def _act(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def _engine(self) -> EngineState:
+        return self.follower.hive.engine(SCORED_ENGINE)
+
+    async def _ask(self, message: inbox.AnyMessage) -> inbox.AnyAnswer | Refused | None:
+        """Send a command. Return None when nobody has answered it."""
+        try:
+            return await self.link.request(message, ANSWER_S)
+        except Refused as refused:
+            return refused
+        except BusUnavailable:
+            await self.sleep(RETRY_S * self._net.pick.random())
+            return None
+
+
+class ScoredEnvironment(ScoredClient):
+    """Joins, pushes groups until each push is answered, and leaves, or falls silent."""
+
+    async def _act(self) -> None:
+        if not self._playing():
+            return
+        pick = self._net.pick
+        joins = inbox.JoinEnvironment(
+            id=self._net.fresh("join"), engine=SCORED_ENGINE, desired_name=self.name, max_tokens=64,
+            weight=pick.choice((0.5, 1.0)), group_size=2, minimum=pick.choice((None, None, 0.25)),
+        )  # fmt: skip
+        joined = await self._ask(joins)
+        environment = joined.environment if isinstance(joined, inbox.Joined) else None
+        for _ in range(pick.choice((1, 4, 10))):
+            await self._push(pick.choice((environment, environment, None)))
+            if environment is not None and pick.random() < 0.3:
+                await self._touch(environment)
+        if environment is not None and pick.random() < 0.7:  # otherwise it is forgotten
+            leaves = inbox.LeaveEnvironment(id=self._net.fresh("leave"), engine=SCORED_ENGINE, environment=environment)
+            await self._ask(leaves)
+
+    async def _touch(self, environment: int) -> None:
+        touch = inbox.Touch(id=self._net.fresh("touch"), engine=SCORED_ENGINE, environments=(environment,))
+        try:
+            await self.link.send(touch)
+        except BusUnavailable:
+            pass  # the next one will do
+
+    async def _push(self, environment: int | None) -> None:
+        """Push groups until that is answered, and sometimes again under the same key."""
+        pick = self._net.pick
+        key = self._net.fresh("push")
+        texts = [self._net.fresh("group").encode() * 3 for _ in range(pick.choice((1, 1, 3)))]
+        sizes = [pick.choice((1, 2, 2, 2)) for _ in texts]
+        while True:
+            try:
+                bodies = [await store(self.link, text, TRAJECTORIES_STREAM) for text in texts]
+            except BusUnavailable:
+                continue
+            if pick.random() < 0.05:
+                await self.sleep(pick.random() * 20)  # a door that hangs between the two
+            groups = tuple(
+                QueuedGroup(environment=environment, sequences=size, tokens=6, longest=3, body=body)
+                for size, body in zip(sizes, bodies, strict=True)
+            )
+            message = inbox.PushGroups(id=self._net.fresh("push"), engine=SCORED_ENGINE, groups=groups, key=key)
+            answer = await self._ask(message)
+            if isinstance(answer, inbox.Pushed):
+                self._ledger.acknowledged(key)
+                if not self._net.faults.strikes(Fault.REPEAT):
+                    return
+            elif isinstance(answer, Refused):
+                self._ledger.seen[f"pushes refused: {answer.code}"] += 1
+                if answer.code not in (Code.STORAGE_FULL, Code.BODY_GONE):
+                    return
+                await self.sleep(pick.random())
+
+
+class ScoredTrainer(ScoredClient):
+    """Registers, and takes batches through a gateway that says what has arrived. It may be killed anywhere."""
+
+    async def _act(self) -> None:
+        pick = self._net.pick
+        engine = self._engine
+        if engine.trajectories.trainer is None or (self._playing() and pick.random() < 0.02):
+            await self._register()
+        elif self._playing() and pick.random() < 0.02:
+            await self._ask(inbox.ResetGroups(id=self._net.fresh("reset"), engine=SCORED_ENGINE))
+        else:
+            await self._take()
+
+    async def _register(self) -> None:
+        registers = inbox.RegisterTrainer(
+            id=self._net.fresh("register"), engine=SCORED_ENGINE, trainer=self._net.fresh("trainer"), batch_size=BATCH,
+            max_token_len=64, checkpoint_dir="c", save_checkpoint_interval=5, starting_step=0, num_steps=9,
+        )  # fmt: skip
+        await self._ask(registers)
+
+    async def _take(self) -> None:
+        answer = await self._ask(inbox.TakeBatch(id=self._net.fresh("take"), engine=SCORED_ENGINE))
+        if not isinstance(answer, inbox.BatchTaken) or not answer.number:
+            return
+        try:
+            await self.follower.wait_for(lambda: self.follower.position >= answer.position, ANSWER_S)
+        except TimeoutError:
+            return
+        batch = self._engine.trajectories.batch
+        if batch is None or (batch.run, batch.number) != (answer.run, answer.number):
+            return
+        if self._variant == Variant.SENT_EARLY:
+            await self._say_sent(answer)
+        for group in batch.groups:
+            assert group.body is not None
+            ref = group.body
+            try:
+                await self.link.call(lambda: fetch(self.link.server, ref, TRAJECTORIES_STREAM))  # noqa: B023
+            except BusUnavailable:
+                return
+            except LogCorrupted:
+                state = self._ledger.hive().engine(SCORED_ENGINE).trajectories.batch
+                late = state is None or state.delivered or (state.run, state.number) != (answer.run, answer.number)
+                assert late, "the body of a batch that is not delivered is gone"
+                return
+        if self._net.pick.random() < 0.2:
+            self._ledger.seen["batches that were cut off"] += 1
+            return
+        self._ledger.seen["batches received again"] += (answer.run, answer.number) in self._ledger.received
+        self._ledger.received.add((answer.run, answer.number))
+        if self._net.pick.random() > 0.05:  # otherwise its gateway has died right after the last byte
+            await self._say_sent(answer)
+
+    async def _say_sent(self, taken: inbox.BatchTaken) -> None:
+        sent = inbox.BatchSent(id=self._net.fresh("sent"), engine=SCORED_ENGINE, run=taken.run, number=taken.number)
+        try:
+            await self.link.send(sent)
+        except BusUnavailable:
+            pass  # it is handed out again
