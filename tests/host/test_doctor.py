@@ -129,7 +129,7 @@ def streams_of(folder: Path, nats: str = "", **streams: Any) -> list[Finding]:
 def test_new_streams_need_their_limits_on_the_disk(tmp_path: Path) -> None:
     (found,) = streams_of(tmp_path / "not" / "yet", calls_bytes_max="100MB", blobs_bytes_max="100MB")
     assert (found.what, found.state) == ("streams", State.OK)
-    assert found.detail.startswith("1 replica; 2.6 GB are reserved, of ")
+    assert found.detail.startswith("1 replica; 4.8 GB are reserved, of ")
     (found,) = streams_of(tmp_path, calls_bytes_max="900TB")
     assert found.state == State.MISSING
     assert found.todo.startswith("lower --calls-bytes-max")
