@@ -208,14 +208,15 @@ async def test_an_episode_whose_reward_command_fails_is_aborted_and_played_again
 
 
 @pytest.mark.parametrize(
-    ("check", "why"), [("sleep 1000", "the reward command took longer than 0.5 s"), ("kill -9 $$", "ended by signal 9")]
+    ("check", "limit_s", "why"),
+    [("sleep 1000", 0.5, "the reward command took longer than 0.5 s"), ("kill -9 $$", PATIENCE_S, "ended by signal 9")],
 )
 async def test_an_episode_whose_reward_command_goes_on_failing_is_lost(
-    client: AsyncSwarmClient, folder: Path, check: str, why: str
+    client: AsyncSwarmClient, folder: Path, check: str, limit_s: float, why: str
 ) -> None:
     (folder / "repo" / "check.sh").write_text(f"#!/bin/sh\n{check}\n")
     write_tasks(folder, {"prompt": "the quick"})
-    tally = await Rolled(folder, client, retries=1, reward_timeout_s=0.5).run()
+    tally = await Rolled(folder, client, retries=1, reward_timeout_s=limit_s).run()
     assert tally.rewards == []
     ((lost, count),) = tally.lost.items()
     assert why in lost
