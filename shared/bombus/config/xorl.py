@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import msgspec
 
@@ -26,6 +27,7 @@ MAPPED: dict[str, str] = {
     "sample_packing_sequence_len": "trainer.max_tokens_per_bin",
     "enable_packing": "trainer.enable_packing",
     "lora_alpha": "trainer.lora_alpha",
+    "attn_implementation": "trainer.attn_implementation",
 }
 
 # xorl's key -> what it becomes.
@@ -35,7 +37,8 @@ READ: dict[str, str] = {
     "lora_rank": f"`trainer.lora_rank` where `enable_lora` is true; {LORA_RANK_DEFAULT} when it is not given",
     "lora_target_modules": "`trainer.target_modules`, a list of names",
     "data_parallel_mode": "`fsdp2`, or `none` with one process",
-    "data_parallel_shard_size": "`trainer.processes`; above 1 also `trainer.backend: verl`",
+    "data_parallel_shard_size": "`trainer.processes`, times `ulysses_parallel_size`; above 1 also `backend: verl`",
+    "ulysses_parallel_size": "`trainer.ulysses_parallel_size`; above 1 also `backend: verl`",
 }
 
 _OWN = "each backend chooses its own"
@@ -43,7 +46,6 @@ _PLACE = "the log says where a run continues"
 _WORKERS = "services connect through the bus"
 # Accepted and without effect: they are about speed, logging or a process layout that is not ours.
 IGNORED: dict[str, str] = {
-    "attn_implementation": _OWN,
     "moe_implementation": _OWN,
     "ce_mode": _OWN,
     "merge_qkv": _OWN,
@@ -61,7 +63,6 @@ IGNORED: dict[str, str] = {
     "enable_reentrant": "gradient checkpointing is never reentrant",
     "enable_compile": _OWN,
     "compile_dynamic_shapes": _OWN,
-    "cp_fsdp_mode": "sequences are not split",
     "pipeline_parallel_schedule": "layers are not split over processes",
     "pp_variable_seq_lengths": "layers are not split over processes",
     "ep_dispatch": "experts are not split over processes",
@@ -96,11 +97,10 @@ _EXPERTS = (
     f"experts; {_INSTEAD}"
 )
 _MATRICES = f"which would take a plan of how each family's matrices are cut; {_INSTEAD}"
-_HEADS = (
-    "which would take an attention that exchanges heads for parts of a sequence (verl's needs flash-attn), and an "
-    f"output layer that finds its terms in each part; {_SHORTER}"
+_RING = (
+    "which would take an attention that passes keys and values from process to process; set ulysses_parallel_size, "
+    f"which has processes exchange heads instead, or {_SHORTER}"
 )
-_RING = f"which would take an attention that passes keys and values from process to process; {_SHORTER}"
 _EMPTY = (None, "")
 LIMITED: dict[str, Only] = {
     "data_parallel_replicate_size": Only((1,), "backend verl shards over all of its processes; raise the shard size"),
@@ -109,8 +109,10 @@ LIMITED: dict[str, Only] = {
     "pipeline_parallel_virtual_stages": Only((1,), f"no backend splits layers over processes, {_STAGES}"),
     "tensor_parallel_size": Only((1,), f"no backend splits matrices over processes, {_MATRICES}"),
     "lm_head_tensor_parallel_size": Only((1,), f"no backend splits matrices over processes, {_MATRICES}"),
-    "ulysses_parallel_size": Only((1,), f"no backend splits a sequence over processes, {_HEADS}"),
-    "ringattn_parallel_size": Only((1,), f"no backend splits a sequence over processes, {_RING}"),
+    "ringattn_parallel_size": Only((1,), f"no backend passes sequences around in a ring, {_RING}"),
+    "cp_fsdp_mode": Only(
+        (None, "all", "ulysses_only"), "weights are sharded over all processes, those that share a sequence too"
+    ),
     "enable_activation_offload": Only((False,), "activations stay on the device; use enable_gradient_checkpointing"),
     "enable_fp8_training": Only((False,), "weights are trained in float32"),
     "enable_qarl": Only((False,), "weights are trained in float32"),
@@ -183,16 +185,27 @@ def _lora(flat: Mapping[str, object]) -> _Derived:
 
 
 def _processes(flat: Mapping[str, object]) -> _Derived:
-    mode, size = flat.get("data_parallel_mode", "fsdp2"), flat.get("data_parallel_shard_size", 1)
-    many = size != 1
+    mode = flat.get("data_parallel_mode", "fsdp2")
+    size, ulysses = flat.get("data_parallel_shard_size", 1), flat.get("ulysses_parallel_size", 1)
     if mode not in ("fsdp2", "none"):
         raise bad_config(f"data_parallel_mode = {shown(mode)} is refused: it takes one of fsdp2, none")
-    if mode == "none" and many:
+    if mode == "none" and (size, ulysses) != (1, 1):
         raise bad_config(
-            "data_parallel_mode = none has one process: data_parallel_shard_size must be 1, or the mode fsdp2"
+            "data_parallel_mode = none has one process: data_parallel_shard_size and ulysses_parallel_size must be 1, "
+            "or the mode fsdp2"
         )
-    found: _Derived = {"trainer.processes": (size, "data_parallel_shard_size")}
-    return {**found, "trainer.backend": ("verl", "data_parallel_shard_size")} if many else found
+    many = size * ulysses if _is_whole(size) and _is_whole(ulysses) else size
+    found: _Derived = {
+        "trainer.processes": (many, "data_parallel_shard_size"),
+        "trainer.ulysses_parallel_size": (ulysses, "ulysses_parallel_size"),
+    }
+    if (size, ulysses) != (1, 1):
+        found["trainer.backend"] = ("verl", "data_parallel_shard_size" if size != 1 else "ulysses_parallel_size")
+    return found
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _flag(flat: Mapping[str, object], key: str) -> bool | None:
