@@ -39,6 +39,8 @@ READ: dict[str, str] = {
     "data_parallel_mode": "`fsdp2`, or `none` with one process",
     "data_parallel_shard_size": "`trainer.processes`, times `ulysses_parallel_size`; above 1 also `backend: verl`",
     "ulysses_parallel_size": "`trainer.ulysses_parallel_size`; above 1 also `backend: verl`",
+    "init_device": "`meta` or `cpu`: a trainer's first process reads the weights, and the others have empty ones until "
+    "they get their parts (all read them where embeddings and output layer are one matrix); `cuda`: one process alone",
 }
 
 _OWN = "each backend chooses its own"
@@ -55,8 +57,7 @@ IGNORED: dict[str, str] = {
     "activation_native": _OWN,
     "rope_native": _OWN,
     "attention_cast_bf16": _OWN,
-    "init_device": "weights are loaded on the device that trains them",
-    "load_weights_mode": "weights are loaded on the device that trains them",
+    "load_weights_mode": "one process reads the weights",
     "enable_full_shard": "fsdp2 shards everything",
     "reshard_after_forward": "fsdp2's own default applies",
     "enable_forward_prefetch": "fsdp2's own default applies",
@@ -66,8 +67,8 @@ IGNORED: dict[str, str] = {
     "pipeline_parallel_schedule": "layers are not split over processes",
     "pp_variable_seq_lengths": "layers are not split over processes",
     "ep_dispatch": "experts are not split over processes",
-    "output_dir": "`--data-dir` of `bombus up`, or `--folder` of a trainer, says where checkpoints go",
-    "ckpt_manager": "checkpoints have one format, which the log names",
+    "output_dir": "`--data-dir` of `bombus up`, or `--folder` of a trainer, says where checkpoints go, and export, "
+    "status and replay look for them there",
     "skip_initial_checkpoint": _PLACE,
     "storage_limit": "two checkpoints and two versions of the weights are kept",
     "idle_session_timeout": "episodes have their own, `discard_episode_timeout`",
@@ -122,6 +123,11 @@ LIMITED: dict[str, Only] = {
     "merge_lora_interval": Only((0,), "adapters are merged at export, never in training"),
     "optimizer": Only(("adamw",), "it is the only optimizer"),
     "optimizer_dtype": Only(("fp32",), "the optimizer's moments are kept in float32"),
+    "ckpt_manager": Only(
+        (None, "dcp"),
+        "a checkpoint is one of torch's distributed checkpoints (dcp) with backend verl, and one file of safetensors "
+        "with backend torch, which has one process; both are chosen by dcp, or by leaving it out",
+    ),
     "load_checkpoint_path": Only(_EMPTY, f"{_PLACE}; to start from other weights, name them as model_path"),
     "train_serve_profile": Only(_EMPTY, "set its keys one by one"),
     "foundation": Only((None, {}), "models are text only"),
@@ -154,7 +160,9 @@ def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
             given[MAPPED[key]], names[MAPPED[key]] = value, key
     if given.get("model.tokenizer") == given.get("model.path"):
         given.pop("model.tokenizer", None)
-    for found in (_precision(flat), _lora(flat), _processes(flat)):
+    processes = _processes(flat)
+    _check_init_device(flat, alone="trainer.backend" not in processes)
+    for found in (_precision(flat), _lora(flat), processes):
         for path, (value, key) in found.items():
             given[path], names[path] = value, key
     return given, names, [key for key in flat if key in IGNORED]
@@ -202,6 +210,19 @@ def _processes(flat: Mapping[str, object]) -> _Derived:
     if (size, ulysses) != (1, 1):
         found["trainer.backend"] = ("verl", "data_parallel_shard_size" if size != 1 else "ulysses_parallel_size")
     return found
+
+
+def _check_init_device(flat: Mapping[str, object], alone: bool) -> None:
+    """Raise `Refused` for a device on which weights are not made. `alone`: there is one process."""
+    key = "init_device"
+    device = flat.get(key)
+    if device not in (None, "meta", "cpu", "cuda"):
+        raise bad_config(f"{key} = {shown(device)} is refused: it takes one of meta, cpu, cuda")
+    if device == "cuda" and not alone:
+        raise bad_config(
+            f"{key} = cuda is refused with several processes: each would hold all weights on its GPU before it has its "
+            "part; set it to meta, with which one process reads them and sends the others their parts"
+        )
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
