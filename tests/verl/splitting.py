@@ -33,7 +33,8 @@ CASES: dict[str, dict[str, object]] = {
 }
 FAMILIES = ("deepseek_v3", "gpt_oss", "olmo3")  # values of another width, and experts; sinks and windows; windows
 OF_FOUR = ("plain", "small rows", "a sequence a pass")  # by four ranks too, in one group and in two
-CANNOT = ("gemma3", "qwen3_next", "lfm2")  # a tower for images; recurrent layers; convolutions
+# A tower for images; recurrent layers; convolutions; attention of its own; verl looks for what its configuration lacks.
+CANNOT = ("gemma3", "qwen3_next", "lfm2", "gptj", "gpt_neox")
 KINDS: dict[str, dict[str, object]] = {"lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}}
 
 

@@ -66,6 +66,18 @@ def test_a_model_with_a_tower_is_refused(found: dict[int, dict[str, Any]]) -> No
     assert "trainer.ulysses_parallel_size is 2, and it has a tower for images, whose rows verl does not split" in said
 
 
+def test_a_model_that_takes_no_attention_from_outside_is_refused(found: dict[int, dict[str, Any]]) -> None:
+    assert (
+        "its layers take no attention from outside, which trainer.ulysses_parallel_siz" in found[2]["refused"]["gptj"]
+    )
+
+
+def test_whatever_verl_raises_about_a_model_is_said_in_one_sentence(found: dict[int, dict[str, Any]]) -> None:
+    said = found[2]["refused"]["gpt_neox"]
+    assert said.startswith("verl cannot load the model at ")
+    assert "has no attribute 'num_key_value_heads'; docs/models.md lists what backend torch trains" in said
+
+
 def test_more_parts_than_ranks_are_refused(found: dict[int, dict[str, Any]]) -> None:
     refusal = "trainer.ulysses_parallel_size is 4, and this trainer has 2 ranks: set it to a number that divides 2, or"
     assert found[2]["too many"].startswith(refusal)

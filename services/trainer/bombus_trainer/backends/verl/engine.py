@@ -33,7 +33,7 @@ from bombus.architectures.probing import (
     sequence_limit,
 )
 from bombus.config.trainer import FLASH
-from bombus.errors import EngineFault
+from bombus.errors import EngineFault, in_one_line
 from bombus.weights.models import load_config, persistent_buffers
 from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.backends.torch.executor import loss_of_terms
@@ -162,8 +162,10 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
             checkpoint_config=CheckpointConfig(),
         )
         engine.initialize()
-    except (OSError, ValueError, KeyError, AssertionError, ImportError) as error:
-        raise EngineFault(f"verl cannot load the model at {folder}: {error}") from error
+    except EngineFault:
+        raise
+    except Exception as error:  # verl and a family's own code may raise anything
+        raise EngineFault(f"verl cannot load the model at {folder}: {_sentence(error)}") from error
     _decay_matrices_only(engine.optimizer)
     hf_config = engine.model_config.hf_config
     tokens = probe_tokens(hf_config, sequence_limit(hf_config, settings.job.rollout.max_model_len))
@@ -171,6 +173,12 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
         found = _check_parts(engine, tokens) if ulysses > 1 else _check_packing(engine, tokens)
         found.check(DTYPES_COMPUTED[computed])
     return engine
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (ULYSSES,):  # it looked for it among its own
+        return "its layers take no attention from outside, which trainer.ulysses_parallel_size needs: set it to 1"
+    return f"{in_one_line(error)}; docs/models.md lists what backend torch trains"
 
 
 def _check_splitting(config: "PretrainedConfig", ranks: int) -> None:
