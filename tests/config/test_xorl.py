@@ -21,7 +21,9 @@ def test_the_example_trains_qwen3_8b_on_eight_gpus() -> None:
     assert (config.trainer.backend, config.trainer.processes) == ("verl", 8)
     assert (config.trainer.gradient_checkpointing, config.trainer.lora_rank) == (True, 0)
     assert (config.collection.batch_size, config.rollout.num_repeat) == (32, 8)
-    assert {"attn_implementation", "init_device", "output_dir", "ckpt_manager"} <= set(config.ignored)
+    assert (config.trainer.ulysses_parallel_size, config.trainer.attn_implementation) == (1, "auto")
+    assert "output_dir" in config.ignored
+    assert {"init_device", "ckpt_manager"}.isdisjoint(config.ignored)
     assert RunConfig.from_json(config.to_json()).digest == config.digest
 
 
@@ -52,6 +54,26 @@ def test_the_sdks_job_reads_flat_keys_and_its_keywords_win() -> None:
     assert (changed.model.path, changed.trainer.lr, changed.trainer.processes) == ("tiny", 0.5, 8)
 
 
+def test_processes_that_share_sequences_are_counted_as_xorl_counts_them() -> None:
+    trainer = parse_job({**FLAT, "data_parallel_shard_size": 4, "ulysses_parallel_size": 2}).trainer
+    assert (trainer.backend, trainer.processes, trainer.ulysses_parallel_size) == ("verl", 8, 2)
+    alone = parse_job({**FLAT, "ulysses_parallel_size": 2, "cp_fsdp_mode": "ulysses_only"}).trainer
+    assert (alone.backend, alone.processes, alone.ulysses_parallel_size) == ("verl", 2, 2)
+
+
+def test_what_computes_attention_is_read() -> None:
+    for name in ("eager", "sdpa", "native"):
+        assert parse_job({**FLAT, "attn_implementation": name}).trainer.attn_implementation == name
+    assert parse_job({**FLAT, "attn_implementation": None}).trainer.attn_implementation == "auto"
+    many = {"data_parallel_shard_size": 2, "attn_implementation": "flash_attention_3"}
+    assert parse_job({**FLAT, **many}).trainer.attn_implementation == "flash_attention_3"
+
+
+@pytest.mark.parametrize("device", [None, "meta", "cpu", "cuda"])
+def test_one_process_makes_its_weights_on_any_device(device: str | None) -> None:
+    assert parse_job({**FLAT, "init_device": device}).digest == parse_job(FLAT).digest
+
+
 def test_our_own_block_wins_over_flat_keys() -> None:
     assert parse_job({**FLAT, "bombus": {"model": {"path": "tiny"}}}).model.path == "tiny"
 
@@ -66,7 +88,26 @@ def test_values_that_change_nothing_are_accepted_and_others_are_refused_by_name(
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"ulysses_parallel_size": 2}, "ulysses_parallel_size = 2 is refused: no backend splits a sequence"),
+        ({"ulysses_parallel_size": 0}, "ulysses_parallel_size = 0 is refused: it takes a whole number, at least 1"),
+        ({"ulysses_parallel_size": True}, "ulysses_parallel_size = true is refused: it takes a whole number"),
+        ({"ulysses_parallel_size": -2}, "ulysses_parallel_size = -2 is refused: it takes a whole number"),
+        ({"ringattn_parallel_size": 2}, "keys and values from process to process; set ulysses_parallel_size, which"),
+        ({"pipeline_parallel_size": 2}, "which would take a model in stages, a schedule of micro-batches between them"),
+        ({"expert_parallel_size": 2}, "which would take an exchange of tokens between the processes in each layer"),
+        ({"init_device": "npu"}, 'init_device = "npu" is refused: it takes one of meta, cpu, cuda'),
+        (
+            {"init_device": "cuda", "data_parallel_shard_size": 2},
+            "init_device = cuda is refused with several processes: each would hold all weights on its GPU",
+        ),
+        ({"init_device": "cuda", "ulysses_parallel_size": 2}, "init_device = cuda is refused with several processes"),
+        ({"ckpt_manager": "torch"}, 'ckpt_manager = "torch" is refused: a checkpoint is one of torch\'s distributed'),
+        ({"cp_fsdp_mode": "ring_only"}, "weights are sharded over all processes, those that share a sequence too"),
+        ({"attn_implementation": "clever"}, "it takes one of auto, eager, sdpa, native, flash_attention_2,"),
+        ({"attn_implementation": "flash_attention_3"}, "with backend torch, where it would take kernels of flash-attn"),
+        (
+            {"attn_implementation": "flash_attention_4", "ulysses_parallel_size": 2},
+            "with ulysses_parallel_size 2, where it would take an exchange of heads around flash-attn: set it to auto",
+        ),
         ({"expert_parallel_size": 8}, "expert_parallel_size = 8 is refused: no backend splits experts"),
         ({"expert_parallel_size": True}, "expert_parallel_size = true is refused"),
         ({"ulyses_parallel_size": 1}, "ulyses_parallel_size is unknown; did you mean ulysses_parallel_size?"),

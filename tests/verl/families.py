@@ -1,5 +1,6 @@
 """What a rank finds about tiny models of several families: what their versions hold, and what LoRA adapts of them."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -39,9 +40,12 @@ def compute(folder: Path, ranks: Ranks) -> Found:
     }
 
 
-def miniature(family: str, folder: Path, ranks: Ranks, seed: int = 0) -> Path:
+def miniature(
+    family: str, folder: Path, ranks: Ranks, seed: int = 0, fields: Mapping[str, object] | None = None
+) -> Path:
+    """Write a tiny model of a family, with these fields of its configuration, and return where it is."""
     if ranks.leads:
-        write_miniature(AutoConfig.for_model(family), folder / "given", seed)
+        write_miniature(AutoConfig.for_model(family, **(fields or {})), folder / "given", seed)
     ranks.agree(True)  # no rank goes on before it is there
     return folder / "given"
 

@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, object]] = {
     "tokens count alike": {"loss_aggregation": "token", "adv_estimator": "rloo"},
     "checkpointed activations": {"gradient_checkpointing": True},
     "a sequence a pass": {"enable_packing": False},
+    "all scores in memory": {"attn_implementation": "eager"},
     "an entropy bonus": {"entropy_coef": 0.05},
     "gspo": {"loss": "gspo", "clip_low": 1e-3, "clip_high": 1e-3, "mini_batch_num": 2, "ppo_epochs": 2},
     "cispo": {"loss": "cispo", "mini_batch_num": 2, "ppo_epochs": 2},

@@ -195,9 +195,13 @@ def test_in_mode_auto_the_launcher_is_a_machine_itself_and_prints_commands_for_t
         with nodes([line]) as (second,):
             head.until("^ready ")
             with SwarmClient(f"http://127.0.0.1:{port}") as client:
-                client.auto_sync_train_config_and_start_engine(job())
-                make_steps(client, 1, 1)
-            assert [each["ranks"] for each in checkpoints(tmp_path)] == [2]
+                client.auto_sync_train_config_and_start_engine(job(ulysses_parallel_size=2))
+                make_steps(client, 1, 2)
+            manifests = checkpoints(tmp_path)
+            assert [each["ranks"] for each in manifests] == [2, 2]
+            # Both compute parts of the same sequences: the replica samples from what they compute together.
+            assert all(each["facts"]["metrics"]["kl_sampler_abs"] < 1e-3 for each in manifests)
+            assert manifests[1]["facts"]["metrics"]["grad_norm"] > 0
             assert second.poll() is None
     finally:
         head.stop()

@@ -158,7 +158,9 @@ class CollectionConfig(ConfigGroup):
 
 
 class ExperimentConfig(ConfigGroup):
-    """`dir` is the folder for checkpoints; `auto` leaves it to the trainer's settings."""
+    """`dir` is kept with the job and has no effect: `--data-dir` of `bombus up`, or `--folder` of a trainer, says where
+    checkpoints go.
+    """
 
     project_name: str = Field(default="ajet_default_project", min_length=1, max_length=256)
     experiment_name: str = Field(default=UNNAMED, min_length=1, max_length=256)

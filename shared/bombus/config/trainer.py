@@ -18,6 +18,7 @@ from bombus.config.algorithms import (
 from bombus.config.groups import Beta, ConfigGroup, Float, Tree
 
 FULL_LR, LORA_LR = 1e-6, 1e-5
+FLASH = "flash_attention_"  # what begins the names of attention that another package computes
 
 
 def _aggregation(value: object) -> object:
@@ -76,12 +77,19 @@ class TrainerConfig(ConfigGroup):
     """How a batch becomes an optimizer step. docs/algorithms.md describes the algorithms and their settings.
 
     Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up
-    in verl. `processes` train together; 0 means as many as the trainer was started with. `clip_low`, `clip_high` and
-    `correction` default to what suits `loss`, `loss_aggregation` to what suits `adv_estimator`. `tis_clip` bounds the
-    importance weight of the sampler's logprobs (0: no correction). A schedule other than constant decays to
-    `min_lr_ratio` x `lr` at `total_steps`, which it needs, and stays there: the run goes on until it is stopped. A
-    `kl_coef` of 0 means that no reference model is kept; a `lora_rank` of 0 that all weights are trained. `lr` is 1e-6
-    by default, and 1e-5 with LoRA.
+    in verl. `processes` train together; 0 means as many as the trainer was started with. With the backend verl
+    `ulysses_parallel_size` of them compute a part of each sequence, so that the activations of long ones are shared
+    between them; it has to divide the number of the model's heads.
+
+    `attn_implementation` says what computes attention: `sdpa` and `native` are torch's own kernels, `eager` has all
+    scores in memory in float32, and the names of flash-attn are for verl on GPUs where that package is installed.
+    `auto` is `flash_attention_2` with verl where it is installed, and else `sdpa`.
+
+    `clip_low`, `clip_high` and `correction` default to what suits `loss`, `loss_aggregation` to what suits
+    `adv_estimator`. `tis_clip` bounds the importance weight of the sampler's logprobs (0: no correction). A schedule
+    other than constant decays to `min_lr_ratio` x `lr` at `total_steps`, which it needs, and stays there: the run goes
+    on until it is stopped. A `kl_coef` of 0 means that no reference model is kept; a `lora_rank` of 0 that all weights
+    are trained. `lr` is 1e-6 by default, and 1e-5 with LoRA.
 
     An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
     update the run is suspended.
@@ -105,6 +113,10 @@ class TrainerConfig(ConfigGroup):
 
     backend: Literal["torch", "verl"] = "torch"
     processes: int = Field(default=0, ge=0, le=4096)
+    ulysses_parallel_size: int = Field(default=1, ge=1, le=64)
+    attn_implementation: Literal[
+        "auto", "eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4"
+    ] = "auto"
     adv_estimator: str = Field(default=Estimator.GRPO.value, min_length=1, max_length=64)
     normalise_by_std: bool = True
     enable_lora: bool | None = None  # None: follows lora_rank
@@ -190,9 +202,34 @@ class TrainerConfig(ConfigGroup):
         return self
 
     @model_validator(mode="after")
-    def _settings_fit(self) -> "TrainerConfig":
+    def _backend_fits(self) -> "TrainerConfig":
         if self.backend == "torch" and self.processes > 1:
             raise ValueError(f"processes {self.processes} is refused: backend torch has one; backend verl has many")
+        ulysses = self.ulysses_parallel_size
+        if self.backend == "torch" and ulysses > 1:
+            raise ValueError(
+                f"ulysses_parallel_size {ulysses} is refused: backend torch has one process; backend verl splits "
+                "sequences over several"
+            )
+        if self.attn_implementation.startswith(FLASH) and (self.backend == "torch" or ulysses > 1):
+            why = "with backend torch, where it would take kernels of flash-attn for sequences that share beginnings"
+            if self.backend == "verl":
+                why = (
+                    f"with ulysses_parallel_size {ulysses}, where it would take an exchange of heads around flash-attn"
+                )
+            raise ValueError(
+                f"attn_implementation {self.attn_implementation} is refused {why}: set it to auto, sdpa, native or "
+                "eager"
+            )
+        if self.processes % ulysses:
+            raise ValueError(
+                f"processes {self.processes} is refused: it has to be a multiple of ulysses_parallel_size {ulysses}, "
+                "the processes that compute a sequence together"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> "TrainerConfig":
         if self.enable_lora and not self.lora_rank:
             raise ValueError("enable_lora needs a lora_rank of at least 1")
         if self.enable_lora is False and self.lora_rank:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import msgspec
 
@@ -26,6 +27,7 @@ MAPPED: dict[str, str] = {
     "sample_packing_sequence_len": "trainer.max_tokens_per_bin",
     "enable_packing": "trainer.enable_packing",
     "lora_alpha": "trainer.lora_alpha",
+    "attn_implementation": "trainer.attn_implementation",
 }
 
 # xorl's key -> what it becomes.
@@ -35,7 +37,10 @@ READ: dict[str, str] = {
     "lora_rank": f"`trainer.lora_rank` where `enable_lora` is true; {LORA_RANK_DEFAULT} when it is not given",
     "lora_target_modules": "`trainer.target_modules`, a list of names",
     "data_parallel_mode": "`fsdp2`, or `none` with one process",
-    "data_parallel_shard_size": "`trainer.processes`; above 1 also `trainer.backend: verl`",
+    "data_parallel_shard_size": "`trainer.processes`, times `ulysses_parallel_size`; above 1 also `backend: verl`",
+    "ulysses_parallel_size": "`trainer.ulysses_parallel_size`; above 1 also `backend: verl`",
+    "init_device": "`meta` or `cpu`: a trainer's first process reads the weights, and the others have empty ones until "
+    "they get their parts (all read them where embeddings and output layer are one matrix); `cuda`: one process alone",
 }
 
 _OWN = "each backend chooses its own"
@@ -43,7 +48,6 @@ _PLACE = "the log says where a run continues"
 _WORKERS = "services connect through the bus"
 # Accepted and without effect: they are about speed, logging or a process layout that is not ours.
 IGNORED: dict[str, str] = {
-    "attn_implementation": _OWN,
     "moe_implementation": _OWN,
     "ce_mode": _OWN,
     "merge_qkv": _OWN,
@@ -53,20 +57,18 @@ IGNORED: dict[str, str] = {
     "activation_native": _OWN,
     "rope_native": _OWN,
     "attention_cast_bf16": _OWN,
-    "init_device": "weights are loaded on the device that trains them",
-    "load_weights_mode": "weights are loaded on the device that trains them",
+    "load_weights_mode": "one process reads the weights",
     "enable_full_shard": "fsdp2 shards everything",
     "reshard_after_forward": "fsdp2's own default applies",
     "enable_forward_prefetch": "fsdp2's own default applies",
     "enable_reentrant": "gradient checkpointing is never reentrant",
     "enable_compile": _OWN,
     "compile_dynamic_shapes": _OWN,
-    "cp_fsdp_mode": "sequences are not split",
     "pipeline_parallel_schedule": "layers are not split over processes",
     "pp_variable_seq_lengths": "layers are not split over processes",
     "ep_dispatch": "experts are not split over processes",
-    "output_dir": "`--data-dir` of `bombus up`, or `--folder` of a trainer, says where checkpoints go",
-    "ckpt_manager": "checkpoints have one format, which the log names",
+    "output_dir": "`--data-dir` of `bombus up`, or `--folder` of a trainer, says where checkpoints go, and export, "
+    "status and replay look for them there",
     "skip_initial_checkpoint": _PLACE,
     "storage_limit": "two checkpoints and two versions of the weights are kept",
     "idle_session_timeout": "episodes have their own, `discard_episode_timeout`",
@@ -96,11 +98,10 @@ _EXPERTS = (
     f"experts; {_INSTEAD}"
 )
 _MATRICES = f"which would take a plan of how each family's matrices are cut; {_INSTEAD}"
-_HEADS = (
-    "which would take an attention that exchanges heads for parts of a sequence (verl's needs flash-attn), and an "
-    f"output layer that finds its terms in each part; {_SHORTER}"
+_RING = (
+    "which would take an attention that passes keys and values from process to process; set ulysses_parallel_size, "
+    f"which has processes exchange heads instead, or {_SHORTER}"
 )
-_RING = f"which would take an attention that passes keys and values from process to process; {_SHORTER}"
 _EMPTY = (None, "")
 LIMITED: dict[str, Only] = {
     "data_parallel_replicate_size": Only((1,), "backend verl shards over all of its processes; raise the shard size"),
@@ -109,8 +110,10 @@ LIMITED: dict[str, Only] = {
     "pipeline_parallel_virtual_stages": Only((1,), f"no backend splits layers over processes, {_STAGES}"),
     "tensor_parallel_size": Only((1,), f"no backend splits matrices over processes, {_MATRICES}"),
     "lm_head_tensor_parallel_size": Only((1,), f"no backend splits matrices over processes, {_MATRICES}"),
-    "ulysses_parallel_size": Only((1,), f"no backend splits a sequence over processes, {_HEADS}"),
-    "ringattn_parallel_size": Only((1,), f"no backend splits a sequence over processes, {_RING}"),
+    "ringattn_parallel_size": Only((1,), f"no backend passes sequences around in a ring, {_RING}"),
+    "cp_fsdp_mode": Only(
+        (None, "all", "ulysses_only"), "weights are sharded over all processes, those that share a sequence too"
+    ),
     "enable_activation_offload": Only((False,), "activations stay on the device; use enable_gradient_checkpointing"),
     "enable_fp8_training": Only((False,), "weights are trained in float32"),
     "enable_qarl": Only((False,), "weights are trained in float32"),
@@ -120,6 +123,11 @@ LIMITED: dict[str, Only] = {
     "merge_lora_interval": Only((0,), "adapters are merged at export, never in training"),
     "optimizer": Only(("adamw",), "it is the only optimizer"),
     "optimizer_dtype": Only(("fp32",), "the optimizer's moments are kept in float32"),
+    "ckpt_manager": Only(
+        (None, "dcp"),
+        "a checkpoint is one of torch's distributed checkpoints (dcp) with backend verl, and one file of safetensors "
+        "with backend torch, which has one process; both are chosen by dcp, or by leaving it out",
+    ),
     "load_checkpoint_path": Only(_EMPTY, f"{_PLACE}; to start from other weights, name them as model_path"),
     "train_serve_profile": Only(_EMPTY, "set its keys one by one"),
     "foundation": Only((None, {}), "models are text only"),
@@ -152,7 +160,9 @@ def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
             given[MAPPED[key]], names[MAPPED[key]] = value, key
     if given.get("model.tokenizer") == given.get("model.path"):
         given.pop("model.tokenizer", None)
-    for found in (_precision(flat), _lora(flat), _processes(flat)):
+    processes = _processes(flat)
+    _check_init_device(flat, alone="trainer.backend" not in processes)
+    for found in (_precision(flat), _lora(flat), processes):
         for path, (value, key) in found.items():
             given[path], names[path] = value, key
     return given, names, [key for key in flat if key in IGNORED]
@@ -183,16 +193,40 @@ def _lora(flat: Mapping[str, object]) -> _Derived:
 
 
 def _processes(flat: Mapping[str, object]) -> _Derived:
-    mode, size = flat.get("data_parallel_mode", "fsdp2"), flat.get("data_parallel_shard_size", 1)
-    many = size != 1
+    mode = flat.get("data_parallel_mode", "fsdp2")
+    size, ulysses = flat.get("data_parallel_shard_size", 1), flat.get("ulysses_parallel_size", 1)
     if mode not in ("fsdp2", "none"):
         raise bad_config(f"data_parallel_mode = {shown(mode)} is refused: it takes one of fsdp2, none")
-    if mode == "none" and many:
+    if mode == "none" and (size, ulysses) != (1, 1):
         raise bad_config(
-            "data_parallel_mode = none has one process: data_parallel_shard_size must be 1, or the mode fsdp2"
+            "data_parallel_mode = none has one process: data_parallel_shard_size and ulysses_parallel_size must be 1, "
+            "or the mode fsdp2"
         )
-    found: _Derived = {"trainer.processes": (size, "data_parallel_shard_size")}
-    return {**found, "trainer.backend": ("verl", "data_parallel_shard_size")} if many else found
+    many = size * ulysses if _is_whole(size) and _is_whole(ulysses) else size
+    found: _Derived = {
+        "trainer.processes": (many, "data_parallel_shard_size"),
+        "trainer.ulysses_parallel_size": (ulysses, "ulysses_parallel_size"),
+    }
+    if (size, ulysses) != (1, 1):
+        found["trainer.backend"] = ("verl", "data_parallel_shard_size" if size != 1 else "ulysses_parallel_size")
+    return found
+
+
+def _check_init_device(flat: Mapping[str, object], alone: bool) -> None:
+    """Raise `Refused` for a device on which weights are not made. `alone`: there is one process."""
+    key = "init_device"
+    device = flat.get(key)
+    if device not in (None, "meta", "cpu", "cuda"):
+        raise bad_config(f"{key} = {shown(device)} is refused: it takes one of meta, cpu, cuda")
+    if device == "cuda" and not alone:
+        raise bad_config(
+            f"{key} = cuda is refused with several processes: each would hold all weights on its GPU before it has its "
+            "part; set it to meta, with which one process reads them and sends the others their parts"
+        )
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _flag(flat: Mapping[str, object], key: str) -> bool | None:

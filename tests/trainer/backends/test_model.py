@@ -1,11 +1,14 @@
 """The packed, shared and chunked computation against plain transformers, one sequence at a time."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -51,6 +54,30 @@ def plain_logprobs(model: torch.nn.Module, wanted: TrainingItem) -> torch.Tensor
     at = torch.from_numpy(wanted.positions_N)
     scaled = logits[at - 1] / torch.from_numpy(wanted.terms.temperatures_N).double()[:, None]
     return torch.log_softmax(scaled, dim=-1).gather(1, torch.from_numpy(wanted.terms.targets_N)[:, None])[:, 0]
+
+
+class Called(TorchFunctionMode):
+    """Notes which functions of torch are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: set[object] = set()
+
+    def __torch_function__(  # type: ignore[no-untyped-def]
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs=None
+    ) -> object:
+        self.functions.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa", "native", "eager"])
+def test_a_job_says_what_computes_attention_and_the_result_is_the_same(folder: Path, name: str) -> None:
+    (packed,) = pack(branching_items(), bin_tokens=1 << 20, shared_tokens_min=4)
+    with Called() as called, torch.no_grad():
+        found_N = PolicyModel.load(folder, tiny_settings(attn_implementation=name)).score(packed).logprobs_N
+    assert (scaled_dot_product_attention in called.functions) == (name != "eager")
+    wanted_N = PolicyModel.load(folder, tiny_settings()).score(packed).logprobs_N
+    torch.testing.assert_close(found_N, wanted_N.detach(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bin_tokens", [100, 1 << 20])

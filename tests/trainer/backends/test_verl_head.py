@@ -55,6 +55,22 @@ def test_logprobs_and_entropies_of_the_terms_are_those_of_whole_logits(packed: b
     assert head.rows_max == 16
 
 
+def test_terms_are_found_in_each_part_of_a_row() -> None:
+    """Three of 37 tokens before the ninth predict a term, and all from the ninth on: 3 + 5 of the first 13."""
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 37, HIDDEN)
+    head = TermsHead(nn.Linear(HIDDEN, VOCABULARY, bias=False), LOGITS_BYTES, entropy_grad=False)
+    whole_query = head.query = query_of(tensors_of(micro_batch()), True, head.rows_max)
+    together = head(hidden)
+    parts, firsts = [], []
+    for start, end in ((0, 13), (13, 26), (26, 39)):  # as three ranks share them, with two tokens of padding
+        head.query = whole_query.within(start, end)
+        firsts.append(head.query.first)
+        parts.append(head(torch.cat([hidden, torch.zeros(1, 2, HIDDEN)], dim=1)[:, start:end]))
+    assert firsts == [0, 8, 21]
+    torch.testing.assert_close(torch.cat(parts, dim=1), together)
+
+
 def test_results_come_back_by_sequence() -> None:
     tensors = tensors_of(micro_batch())
     terms = Terms.concatenate([each.terms for each in micro_batch()])

@@ -32,13 +32,15 @@ class Block:
 
     A segment's keys are its ancestors' tokens in order, then its own, so query i attends to keys up to offset + i, and
     a key's place is its position in the sequence. Padding comes last, where only padding attends to it. `causal`: all
-    offsets are zero, so that without a window this is plain causal attention.
+    offsets are zero, so that without a window this is plain causal attention. `in_full`: all scores are in memory, in
+    float32, also where a fused kernel could do without.
     """
 
     queries_BQ: Tensor
     keys_BK: Tensor
     offsets_B: Tensor
     causal: bool
+    in_full: bool = False
     masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
@@ -79,12 +81,15 @@ class AttentionPlan:
     arrays: dict[str, Ints]
     causal: tuple[bool, ...]  # for each block: whether none of its segments has ancestors
 
-    def tree(self, moved: Mapping[str, Tensor]) -> TrieAttention:
-        """Return the attention with `moved`, the tensors of `arrays` on a device. It may have other tensors too."""
+    def tree(self, moved: Mapping[str, Tensor], in_full: bool = False) -> TrieAttention:
+        """Return the attention with `moved`, the tensors of `arrays` on a device. It may have other tensors too.
+
+        For `in_full` see `Block`.
+        """
         blocks = []
         for number, causal in enumerate(self.causal):
             queries_BQ, keys_BK, offsets_B = (moved[f"{what}.{number}"] for what in ("queries", "keys", "offsets"))
-            blocks.append(Block(queries_BQ, keys_BK, offsets_B, causal))
+            blocks.append(Block(queries_BQ, keys_BK, offsets_B, causal, in_full))
         return TrieAttention(tuple(blocks), moved["where"])
 
 
@@ -196,7 +201,7 @@ def _attend(block: Block, query: Tensor, key: Tensor, value: Tensor, scoring: Sc
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     window = scoring.window
-    if not scoring.fused:
+    if block.in_full or not scoring.fused:
         by_group = query.view(rows, kv_heads, groups, queries, size)
         mask = block.mask(window, 1, torch.float32)
         return attend_in_full(by_group, key, value, mask, scoring).flatten(1, 2)

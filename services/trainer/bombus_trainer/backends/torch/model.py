@@ -180,7 +180,7 @@ class PolicyModel:
                 input_ids=moved["tokens"][None],
                 position_ids=moved["positions"][None],
                 use_cache=False,
-                tree=layout.tree(moved),
+                tree=layout.tree(moved, in_full=self._settings.config.attn_implementation == "eager"),
             ).last_hidden_state
         head = HeadPlan(
             head_of_term_N=moved["head_of_term"],

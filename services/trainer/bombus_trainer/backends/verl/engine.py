@@ -12,12 +12,17 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.utils.import_utils import (
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_flash_attn_4_available,
+)
 
 from bombus.architectures.miniatures import empty_model
 from bombus.architectures.probing import (
@@ -27,7 +32,8 @@ from bombus.architectures.probing import (
     refusing,
     sequence_limit,
 )
-from bombus.errors import EngineFault
+from bombus.config.trainer import FLASH
+from bombus.errors import EngineFault, in_one_line
 from bombus.weights.models import load_config, persistent_buffers
 from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.backends.torch.executor import loss_of_terms
@@ -36,13 +42,23 @@ from bombus_trainer.backends.torch.lora import layers_to_adapt
 from bombus_trainer.backends.torch.model import ScoredTerms, probe, recompute_layers
 from bombus_trainer.backends.verl.algorithms import VerlPolicyLoss, check_estimator, look_up, with_advantages
 from bombus_trainer.backends.verl.head import TermsHead, of_sequences, query_of, tensors_of
+from bombus_trainer.backends.verl.ulysses import NAME as ULYSSES
+from bombus_trainer.backends.verl.ulysses import SplitRow, check_heads, joined, split_row
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.sharding import MicroBatch
 from bombus_trainer.settings import TrainerSettings
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 VERSION = "0.9.1"  # its engines "may still change", so this file is written for one version
 DTYPES_COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EXPERT = "mlp.experts.*.gate_proj.weight"  # as transformers writes the name in a family's files that verl also gives it
+FLASH_PACKAGES: dict[str, tuple[str, Callable[[], bool]]] = {
+    "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
+    "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
+    "flash_attention_4": ("flash-attn-4", is_flash_attn_4_available),
+}
 Advantages = Callable[[PreparedBatch, list[EpisodeGroup]], PreparedBatch]
 TermLoss = Callable[[ScoredTerms, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
 LossOfBatch = Callable[..., tuple[Tensor, dict[str, float]]]
@@ -66,8 +82,32 @@ def prepare_process(device: str) -> None:
         importlib.import_module("bombus_trainer.backends.verl.cpu_platform")  # registers it
 
 
-def has_flash_attention(settings: TrainerSettings) -> bool:
-    return settings.device != "cpu" and find_spec("flash_attn") is not None
+def attention_of(settings: TrainerSettings) -> str | None:
+    """Return transformers' name of what computes attention, or None for its default: `sdpa`, or `eager` without it.
+
+    Raises `EngineFault` for what is not installed here.
+    """
+    wanted = settings.config.attn_implementation
+    if settings.config.ulysses_parallel_size > 1:
+        return ULYSSES
+    on_gpu = settings.device != "cpu"
+    if wanted == "auto":
+        return "flash_attention_2" if on_gpu and find_spec("flash_attn") is not None else None
+    if wanted in FLASH_PACKAGES:
+        package, is_installed = FLASH_PACKAGES[wanted]
+        if not (on_gpu and is_installed()):
+            raise EngineFault(
+                f"trainer.attn_implementation is {wanted}, which takes a GPU and the package {package} in verl's "
+                f"environment, and this trainer (--device {settings.device}) has not got both: install it, or set "
+                "attn_implementation to auto"
+            )
+    return "sdpa" if wanted == "native" else wanted
+
+
+def packs(settings: TrainerSettings) -> bool:
+    """Return whether a micro-batch is one row, whose sequences attention tells apart at no cost."""
+    attention = attention_of(settings) or ""
+    return attention == ULYSSES or attention.startswith(FLASH)
 
 
 def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtype, packed: bool) -> Any:
@@ -81,7 +121,9 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
     on_cpu = settings.device == "cpu"
-    attention = "flash_attention_2" if has_flash_attention(settings) else "sdpa"
+    ulysses = settings.config.ulysses_parallel_size
+    if ulysses > 1:
+        _check_splitting(load_config(folder), ulysses)
     computed = "fp32" if on_cpu or export_dtype == torch.float32 else "bf16"
     config = settings.config
     try:
@@ -89,7 +131,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
         model = HFModelConfig(
             path=str(folder),
             load_tokenizer=False,
-            override_config={"attn_implementation": attention},
+            override_config={"attn_implementation": attention_of(settings)},
             use_remove_padding=packed,
             enable_gradient_checkpointing=False,  # ours works in evaluation mode too
             lora_rank=config.lora_rank,
@@ -106,6 +148,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
                 use_torch_compile=False,  # it would only compile an entropy that we do not use
                 use_remove_padding=packed,
                 use_dynamic_bsz=False,
+                ulysses_sequence_parallel_size=ulysses,
             ),
             optimizer_config=FSDPOptimizerConfig(
                 lr=config.lr,
@@ -119,14 +162,34 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
             checkpoint_config=CheckpointConfig(),
         )
         engine.initialize()
-    except (OSError, ValueError, KeyError, AssertionError) as error:
-        raise EngineFault(f"verl cannot load the model at {folder}: {error}") from error
+    except EngineFault:
+        raise
+    except Exception as error:  # verl and a family's own code may raise anything
+        raise EngineFault(f"verl cannot load the model at {folder}: {_sentence(error)}") from error
     _decay_matrices_only(engine.optimizer)
     hf_config = engine.model_config.hf_config
-    limit = sequence_limit(hf_config, settings.job.rollout.max_model_len)
+    tokens = probe_tokens(hf_config, sequence_limit(hf_config, settings.job.rollout.max_model_len))
     with engine.eval_mode(), refusing(hf_config, "trained"):
-        _check_packing(engine, probe_tokens(hf_config, limit)).check(DTYPES_COMPUTED[computed])
+        found = _check_parts(engine, tokens) if ulysses > 1 else _check_packing(engine, tokens)
+        found.check(DTYPES_COMPUTED[computed])
     return engine
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (ULYSSES,):  # it looked for it among its own
+        return "its layers take no attention from outside, which trainer.ulysses_parallel_size needs: set it to 1"
+    return f"{in_one_line(error)}; docs/models.md lists what backend torch trains"
+
+
+def _check_splitting(config: "PretrainedConfig", ranks: int) -> None:
+    """Raise `EngineFault` for a model whose rows that many ranks cannot share."""
+    with refusing(config, "trained"):
+        if hasattr(config, "vision_config"):
+            raise EngineFault(
+                f"trainer.ulysses_parallel_size is {ranks}, and it has a tower for images, whose rows verl does not "
+                "split in the same way: set it to 1"
+            )
+        check_heads(int(config.get_text_config().num_attention_heads), ranks)
 
 
 def _check_packing(engine: Any, tokens: int) -> Disagreement:
@@ -135,9 +198,26 @@ def _check_packing(engine: Any, tokens: int) -> Disagreement:
     verl computes with transformers' own attention, so what can be wrong is that sequences of a row see each other, or
     that a window counts from the row's beginning. Raises if the model changes what its head returns.
     """
-    vocabulary = int(engine.model_config.hf_config.get_text_config().vocab_size)
-    lines = [probe(line.numpy(), 0) for line in probe_lines(vocabulary, tokens)]
+    lines = _probe_items(engine, tokens)
     return Disagreement.between([_scored(engine, lines)], [_scored(engine, [line]) for line in lines])
+
+
+def _check_parts(engine: Any, tokens: int) -> Disagreement:
+    """Compare sequences whose rows are shared by ranks with transformers' own forward pass of each, on one rank.
+
+    A layer that looks at earlier tokens in another way than by attention would begin anew in each part. So each
+    sequence is also a row of its own, which is then split in its middle.
+    """
+    lines = _probe_items(engine, tokens)
+    ours = [_scored(engine, lines), *(_scored(engine, [line]) for line in lines)]
+    with _whole_rows(engine):
+        alone = [_scored(engine, [line]) for line in lines]
+    return Disagreement.between(ours, alone + alone)
+
+
+def _probe_items(engine: Any, tokens: int) -> MicroBatch:
+    vocabulary = int(engine.model_config.hf_config.get_text_config().vocab_size)
+    return [probe(line.numpy(), 0) for line in probe_lines(vocabulary, tokens)]
 
 
 def _scored(engine: Any, micro_batch: MicroBatch) -> Tensor:
@@ -164,6 +244,8 @@ def _engine_class() -> Any:
         def __init__(self, settings: TrainerSettings, **configs: object) -> None:
             super().__init__(**configs)
             self._settings = settings
+            self._in_full = settings.config.attn_implementation == "eager"
+            self._row: SplitRow | None = None  # of the current micro-batch, where ranks share rows
 
         def _build_module(self) -> Any:
             module, settings = super()._build_module(), self._settings
@@ -187,18 +269,43 @@ def _engine_class() -> Any:
 
         def prepare_model_inputs(self, micro_batch: Any) -> Any:
             packed = self.model_config.use_remove_padding
-            self._head.query = query_of(micro_batch, packed, self._head.rows_max)
-            return super().prepare_model_inputs(micro_batch)
+            query = query_of(micro_batch, packed, self._head.rows_max)
+            inputs, arguments = super().prepare_model_inputs(micro_batch)
+            self._row = row = _row_of(micro_batch, self, self._in_full)
+            self._query = self._head.query = query if row is None else query.within(row.start, row.end)
+            return inputs if row is None else {**inputs, "row": row}, arguments
 
         def prepare_model_outputs(self, output: Any, micro_batch: Any, **_: object) -> dict[str, Tensor]:
             result, self._head.result = self._head.result, None
             if result is None or output.logits is not result:
                 raise EngineFault("it does more to its logits than multiply with a matrix")
-            logprobs_N, entropy_N = result
             mask = micro_batch["loss_mask"]
+            if self._row is not None:
+                result = joined(result, self._query.first, int((mask.values() > 0).sum()), self._row.group)
+            logprobs_N, entropy_N = result
             return {"log_probs": of_sequences(logprobs_N, mask), "entropy": of_sequences(entropy_N, mask)}
 
     return Engine
+
+
+@contextmanager
+def _whole_rows(engine: Any) -> Iterator[None]:
+    """Have each rank compute whole rows meanwhile, with transformers' own attention."""
+    engine.use_ulysses_sp = False
+    engine.module.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        engine.use_ulysses_sp = True
+        engine.module.set_attn_implementation(ULYSSES)
+
+
+def _row_of(micro_batch: Any, engine: Any, in_full: bool) -> SplitRow | None:
+    """Return the row that a micro-batch is, where the ranks of a group compute a part of it each."""
+    if not engine.use_ulysses_sp:
+        return None
+    tokens = micro_batch["input_ids"]
+    return split_row(tokens.offsets().diff().tolist(), engine.ulysses_parallel_group, tokens.device, in_full)
 
 
 @contextmanager

@@ -55,8 +55,8 @@ class VerlExecutor:
     ) -> None:
         """Load the model in `folder` at step 0, as `Executor` does. Raises `EngineFault`.
 
-        Sequences are `packed` where flash attention is available, and padded otherwise: without it, attention between
-        all tokens of a packed row is computed and masked.
+        Sequences are `packed` with flash attention and where ranks share rows, and padded otherwise: there attention
+        between all tokens of a packed row is computed and masked.
         """
         verl_engine.prepare_process(settings.device)
         torch.manual_seed(settings.job.model.seed)
@@ -64,7 +64,14 @@ class VerlExecutor:
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
         self._ranks = ranks
         self._export_dtype = export_dtype(folder, settings)
-        self._packed = verl_engine.has_flash_attention(settings) if packed is None else packed
+        self._sharing = settings.config.ulysses_parallel_size  # the ranks in a row that compute parts of the same rows
+        if ranks.size % self._sharing:
+            raise EngineFault(
+                f"trainer.ulysses_parallel_size is {self._sharing}, and this trainer has {ranks.size} ranks: set it to "
+                f"a number that divides {ranks.size}, or start the trainer with a multiple of {self._sharing}"
+            )
+        self._counts = ranks.rank % self._sharing == 0  # the others have the same loss and metrics
+        self._packed = verl_engine.packs(settings) if packed is None else packed
         self._estimate, self._loss = verl_engine.algorithms(settings)
         make = partial(verl_engine.new_engine, folder, settings, self._export_dtype, self._packed)
         self._engine = make()
@@ -150,11 +157,11 @@ class VerlExecutor:
                 scored = ScoredTerms(logprobs_N[part], entropy_N[part], of_terms, len(micro_batch))
                 of_reference = reference[part] if reference is not None else None
                 of_loss = self._loss(scored, old_N[part], of_reference, self.settings)
-                if of_loss.loss.isfinite():
+                if self._counts and of_loss.loss.isfinite():
                     tally.note_terms(of_loss, old_N[part], of_terms["sampler_logprobs_N"], scored.entropy_N.detach())
                 shares.append(of_loss.loss)
             total = torch.stack(shares).sum()
-            share = float(total.detach())
+            share = float(total.detach()) if self._counts else 0.0
             return total * self._ranks.size, {}  # verl's engine takes the mean over ranks, and ours is a sum
 
         verl_engine.compute(self._engine, micro_batch, loss, backward=True)
@@ -182,8 +189,9 @@ class VerlExecutor:
         items = [item for part in parts for item in part]
         with tally.phase("old_logprobs"):
             for micro_batch in self._micro_batches(items, tally, interrupted, backward=False):
-                ids_N = np.concatenate([item.terms.ids_N for item in micro_batch])
-                old[ids_N] = self._score(self._engine, micro_batch).cpu().numpy()
+                found_N = self._score(self._engine, micro_batch).cpu().numpy()
+                if self._counts:
+                    old[np.concatenate([item.terms.ids_N for item in micro_batch])] = found_N
             return self._ranks.total(old)
 
     def _score(self, engine: Any, micro_batch: MicroBatch) -> Tensor:
@@ -203,7 +211,9 @@ class VerlExecutor:
         settings = self.settings
         packing = settings.config.enable_packing
         tokens_max = settings.bin_tokens if packing else 1  # a pass for each sequence: no two fit into one
-        shards = shard(items, self._ranks.size, tokens_max, self._packed, self._engine.cost.of_attention)
+        shards = shard(
+            items, self._ranks.size // self._sharing, tokens_max, self._packed, self._engine.cost.of_attention
+        )
         if self._ranks.leads:
             lengths = [len(item.tokens_T) - 1 for item in items]
             terms, pairs = sum(len(item.terms) for item in items), sum(length * (length + 1) // 2 for length in lengths)
@@ -212,7 +222,7 @@ class VerlExecutor:
                 everywhere = [micro_batch for of_rank in shards for micro_batch in of_rank]
                 computed = sum(computed_tokens(each, self._packed) for each in everywhere)
                 tally.note_tokens(len(everywhere), len(items), computed, sum(lengths), max(lengths, default=0))
-        ours = shards[self._ranks.rank]
+        ours = shards[self._ranks.rank // self._sharing]
         for number, micro_batch in enumerate(ours, 1):
             if self._ranks.agree(interrupted()):
                 raise Interrupted

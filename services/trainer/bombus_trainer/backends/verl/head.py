@@ -17,10 +17,25 @@ from bombus_trainer.data.sharding import MicroBatch
 
 @dataclass(frozen=True, eq=False)
 class TermQuery:
-    """Which of the hidden states [B x T] at the head predict the N terms, and the targets and temperatures."""
+    """Which of the hidden states [B x T] at the head predict the N terms, and the targets and temperatures.
+
+    `first` is the number of the first of them among those of the micro-batch, where ranks share a row.
+    """
 
     rows_N: Tensor
     head: HeadPlan
+    first: int = 0
+
+    def within(self, start: int, end: int) -> "TermQuery":
+        """Return the terms that the hidden states from `start` to `end` predict, for a head that has only those."""
+        edges = torch.tensor([start, end], device=self.rows_N.device)
+        first, last = torch.searchsorted(self.rows_N, edges).tolist()
+        targets_N, temperatures_N = (
+            values_N[first:last] for values_N in (self.head.targets_N, self.head.temperatures_U)
+        )
+        here = torch.arange(last - first, device=self.rows_N.device)
+        head = HeadPlan(here, targets_N, temperatures_N, self.head.rows_max)
+        return TermQuery(self.rows_N[first:last] - start, head, first)
 
 
 class TermsHead(nn.Module):
