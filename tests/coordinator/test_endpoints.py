@@ -40,6 +40,19 @@ def test_an_endpoint_that_is_added_again_has_the_size_that_was_given_last() -> N
     assert [each.world_size for each in harness.tenants.endpoints.values()] == [8]
 
 
+def test_an_endpoint_stays_its_owners_whoever_adds_it_again() -> None:
+    harness = TenantHarness()
+
+    def add(owner: str, world_size: int) -> inbox.AnyAnswer:
+        given = {"host": "gpu-1", "port": 30000, "world_size": world_size, "owner": owner}
+        return harness.request(inbox.AddEndpoint(id=harness.id(), engine=ENGINE, **given))  # type: ignore[arg-type]
+
+    assert isinstance(add("ann", 1), inbox.Done)
+    assert "gpu-1:30000 was registered by another client" in refused(add("eve", 1), Code.UNSUPPORTED)
+    assert isinstance(add("", 2), inbox.Done), "a key without a name opens everything"
+    assert [(each.owner, each.world_size) for each in harness.tenants.endpoints.values()] == [("ann", 2)]
+
+
 @pytest.mark.parametrize(
     ("host", "port", "size"), [("", 1, 1), ("a b", 1, 1), ("a", 0, 1), ("a", 65_536, 1), ("a", 1, 0)]
 )

@@ -387,6 +387,34 @@ def test_saved_models_are_listed_replaced_removed_and_expire() -> None:
     assert harness.tenants.kept == {}
 
 
+def test_a_saved_model_has_the_owner_of_its_session_also_when_that_is_forgotten() -> None:
+    harness = TenantHarness()
+    harness.open_session(owner="ann")
+    harness.create()
+    harness.serve()
+    harness.done("0")
+    harness.operate("1", SAVE)
+    harness.done("1", saved=saved("a"))
+    harness.operate("2", END)
+    harness.done("2", closes=True)
+    harness.close_session()
+    harness.tick(after_s=8 * 24 * 3600)
+    assert harness.tenants.sessions == {}
+    assert [each.noted.owner for each in harness.tenants.kept.values()] == ["ann"]
+
+
+def test_operations_of_another_client_on_a_model_are_no_repeats_of_its_own() -> None:
+    harness = TenantHarness()
+    harness.open_session(owner="ann")
+    harness.open_session("s-eve", owner="eve")
+    harness.create()
+    why = refused(harness.create(session="s-eve"), Code.MODEL_EXISTS)
+    assert why == f"Model {MODEL} belongs to another client: give yours another name."
+    harness.operate("1", text="same")
+    refused(harness.operate("1", text="same", session="s-eve"), Code.UNKNOWN_MODEL)
+    assert isinstance(harness.operate("1", text="same"), Accepted), "a repeat"
+
+
 def test_the_time_to_live_of_a_saved_model_is_changed_from_now_on() -> None:
     harness = TenantHarness().serving()
     harness.operate("1", SAVE)

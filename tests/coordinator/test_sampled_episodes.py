@@ -15,12 +15,12 @@ SNAPSHOT = f"{MODEL}/sampler/step-1"
 DAY_S = 86_400.0
 
 
-def with_snapshot(**rules: object) -> TenantHarness:
+def with_snapshot(owner: str = "", **rules: object) -> TenantHarness:
     """Return a run with one saved model. Its clients show no life, so they have to live for long."""
     harness = TenantHarness()
     if rules:
         harness.configure(Collection(**rules))  # type: ignore[arg-type]
-    harness.open_session(idle_s=7 * DAY_S)
+    harness.open_session(idle_s=7 * DAY_S, owner=owner)
     harness.create()
     harness.serve()
     harness.done("0", made=ev.ModelShape(adapter=ev.AdapterShape(rank=8, alpha=16.0)))
@@ -92,6 +92,17 @@ def test_a_saved_model_of_all_weights_or_on_another_base_is_refused_in_words() -
     harness.serve()
     why = refused(harness.request(harness.claim_message(sampler=SNAPSHOT)), Code.UNKNOWN_MODEL)
     assert why == f"{SNAPSHOT} is an adapter on tiny, and engine main runs org/other now."
+
+
+def test_episodes_play_with_saved_models_of_their_own_clients_and_with_those_that_are_published() -> None:
+    harness = with_snapshot(owner="ann")
+    why = refused(harness.request(harness.claim_message(sampler=SNAPSHOT, owner="eve")), Code.UNKNOWN_MODEL)
+    assert why == f"There is no saved model {SNAPSHOT} here, or not any longer: save one."
+    for owner in ("ann", ""):
+        assert isinstance(harness.request(harness.claim_message(sampler=SNAPSHOT, owner=owner)), Granted)
+    mark = {"model": MODEL, "use": "sampler", "name": "step-1", "public": True}
+    harness.request(inbox.PublishWeights(id=harness.id(), engine=ENGINE, **mark))  # type: ignore[arg-type]
+    assert isinstance(harness.request(harness.claim_message(sampler=SNAPSHOT, owner="eve")), Granted)
 
 
 def test_a_run_that_trains_its_own_policy_takes_no_sampler_and_an_engine_that_is_offline_neither() -> None:

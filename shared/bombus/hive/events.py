@@ -687,7 +687,7 @@ class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="wei
     """A model was saved for its client. One of the same use and name is replaced. It outlives its model and its run.
 
     It comes again where what is said of it has changed: `saved_ns` is when it was saved then. `public` is a mark that
-    its client may give it; whoever may use the hive may read all that is saved.
+    its client may give it, after which every client may read it. `owner` is its session's, the name of a key.
     """
 
     run: int
@@ -700,6 +700,7 @@ class WeightsKept(Event, frozen=True, kw_only=True, omit_defaults=True, tag="wei
     metadata: dict[str, str] = {}
     public: bool = False
     saved_ns: int = 0
+    owner: str = ""
 
 
 class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.removed"):
@@ -712,11 +713,15 @@ class WeightsRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class EndpointAdded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint.added"):
-    """An inference server elsewhere gets the weights that a client of training operations puts in sync."""
+    """An inference server elsewhere gets the weights that a client of training operations puts in sync.
+
+    `owner` is the name of the key of the client that registered it.
+    """
 
     host: str
     port: int
     world_size: int = 1
+    owner: str = ""
 
 
 class EndpointRemoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="endpoint.removed"):

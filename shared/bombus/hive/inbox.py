@@ -177,11 +177,15 @@ class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class AddEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="add_endpoint"):
-    """Give the weights that are put in sync to this inference server too. One that is there already is changed."""
+    """Give the weights that are put in sync to this inference server too. One that is there already is changed.
+
+    `owner` is the name of its client's key, "" where that has none.
+    """
 
     host: str
     port: int
     world_size: int = 1
+    owner: str = ""
 
 
 class RemoveEndpoint(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_endpoint"):

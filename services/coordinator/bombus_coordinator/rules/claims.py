@@ -8,6 +8,7 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import BASE_SAMPLER, Claim, Granted
 from bombus.hive.pacing import pace, served
 from bombus.hive.state import EngineState, Phase, episode_id
+from bombus.hive.tenants.owners import may_read
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.rules.live import CONFIRM_S, Live, Unconfirmed, ns
 from bombus_coordinator.rules.waiting import Waiting, over_cap, share_of
@@ -137,7 +138,7 @@ def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
         return ev.SamplerWeights()
     named = claim.sampler[:NAME_SHOWN]
     kept = engine.tenants.kept.get(claim.sampler)
-    if kept is None:
+    if kept is None or not may_read(kept, claim.owner):
         raise Refused(Code.UNKNOWN_MODEL, f"There is no saved model {named} here, or not any longer: save one.")
     if kept.noted.adapter is None:
         raise Refused(

@@ -6,10 +6,12 @@ from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.inbox import AddEndpoint, Done, RemoveEndpoint
 from bombus.hive.state import EngineState
+from bombus.hive.tenants.owners import may_use
 from bombus.hive.tenants.state import endpoint_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.sessions import TEXT_CHARS_MAX
 
 ENDPOINTS_MAX = 64  # of one engine
 WORLD_MAX = 4096
@@ -17,21 +19,26 @@ _HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}\Z")
 
 
 def add(engine: EngineState, live: Live, message: AddEndpoint) -> Decisions:
-    """Add an endpoint. One that is there as it is changes nothing."""
+    """Add an endpoint. One that is there as it is changes nothing, and keeps its owner."""
     if not _HOST.match(message.host) or not 1 <= message.port <= 65_535:
         raise Refused(Code.MALFORMED, f"{message.host[:40]!r}, port {message.port}, is not the address of a server.")
     if not 1 <= message.world_size <= WORLD_MAX:
         raise Refused(Code.MALFORMED, f"world_size is {message.world_size}, and has to be 1 to {WORLD_MAX}.")
+    if len(message.owner) > TEXT_CHARS_MAX:
+        raise Refused(Code.MALFORMED, f"The name of a key has at most {TEXT_CHARS_MAX} characters.")
     endpoints = engine.tenants.endpoints
     name = endpoint_id(message.host, message.port)
+    before = endpoints.get(name)
+    if before is not None and not may_use(before.owner, message.owner):
+        raise Refused(Code.UNSUPPORTED, f"{name} was registered by another client, and gets the weights of that alone.")
     added = ev.EndpointAdded(
         at_ns=live.now_ns,
         engine=engine.name,
         host=message.host,
         port=message.port,
         world_size=message.world_size,
+        owner=message.owner if before is None else before.owner,
     )
-    before = endpoints.get(name)
     is_new = before is None or before.world_size != message.world_size
     if is_new and live.refusing:
         raise no_room(live)

@@ -11,6 +11,7 @@ from bombus.hive.inbox import Accepted, CoverWritten, Done, ModelAway, Operate, 
 from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status import byte_size
+from bombus.hive.tenants.owners import owner_of
 from bombus.hive.tenants.state import KeptWeights, Queued, TenantModel, bodies_share
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
@@ -41,6 +42,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     model = tenants.models.get(message.model)
     before = None if model is None else model.operations.get(message.key)
     if model is not None and before is not None:
+        _check_owner(engine, message, model)
         yield Decision(replies=(CommandReply(message.id, _again(model, live, message, before)),))
         return
     _check_form(message)
@@ -92,6 +94,14 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     )
     reply = Accepted(run=run, operation=accepted.operation, number=number)
     yield Decision(events=(*events, accepted), replies=(CommandReply(message.id, reply),))
+
+
+def _check_owner(engine: EngineState, message: Operate, model: TenantModel) -> None:
+    """Raise `Refused` where a model has a name that a client of another key has chosen too, at the same time."""
+    session = engine.tenants.sessions.get(message.session)
+    if session is not None and session.owner != owner_of(engine.tenants, model):
+        code = Code.MODEL_EXISTS if message.op == CREATE else Code.UNKNOWN_MODEL
+        raise Refused(code, f"Model {message.model} belongs to another client: give yours another name.")
 
 
 def _again(model: TenantModel, live: Live, message: Operate, before: Queued) -> Accepted:
@@ -340,6 +350,7 @@ def _kept(engine: EngineState, live: Live, model: TenantModel, queued: Queued, m
         step=message.step,
         adapter=model.adapter,
         metadata=queued.metadata,
+        owner=owner_of(engine.tenants, model),
     )
     return [kept]
 

@@ -14,6 +14,7 @@ from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
+from bombus.hive.tenants.owners import may_use, seen_model
 from bombus.hive.tenants.state import Queued, Tenants
 from bombus.operations import (
     Category,
@@ -84,7 +85,7 @@ class OperationDesk:
         self._repeat_s = repeat_s
         self._parts = Parts(gateway.bus)
         self._decoding = asyncio.Semaphore(DECODING_MAX)
-        self._failures: dict[str, Failed] = {}
+        self._failures: dict[str, tuple[str, Failed]] = {}  # with the owners of their clients' keys
         self._submitted: dict[str, Submission] = {}  # without their data
 
     @property
@@ -114,21 +115,22 @@ class OperationDesk:
 
     # ---- operations -----------------------------------------------------------------------------------------------
 
-    async def submit(self, session: str, submission: Submission, base: str = "") -> str:
+    async def submit(self, session: str, submission: Submission, base: str = "", owner: str = "") -> str:
         """Put an operation on the log, and return the id of its future. It is durable then.
 
-        What cannot be done becomes a future that has failed. Raises `Refused` for what only has to wait, and
-        `BusUnavailable`.
+        `session` is "" where its client, whose key has the name `owner`, has no such model. What cannot be done becomes
+        a future that has failed. Raises `Refused` for what only has to wait, and `BusUnavailable`.
         """
         model, failure = submission.model, submission.operation
         operation = _on_the_log(submission)
         body = encode_operation(operation)
-        own_name = f"{model}:{submission.seq}:{digest(body).hex()[:8]}"  # not that of one that may be accepted yet
-        if isinstance(failure, Failed) and not self._is_open(model):
-            return self._remember_failure(own_name, failure)
+        own = digest(f"{owner}//".encode() + body).hex()[:8]
+        own_name = f"{model}:{submission.seq}:{own}"  # not that of one that may be accepted yet
+        if isinstance(failure, Failed) and not (session and self._is_open(model)):
+            return self._remember_failure(own_name, failure, owner)
         if not session:
             why = f"There is no model {model}: create it first."
-            return self._remember_failure(own_name, Failed(error=why, category=Category.USER))
+            return self._remember_failure(own_name, Failed(error=why, category=Category.USER), owner)
         try:
             name = await self._accepted(session, submission, operation, body, base)
         except Refused as refusal:
@@ -136,8 +138,8 @@ class OperationDesk:
                 raise
             refused = Failed(error=in_short(refusal.why), category=Category.USER)
             if isinstance(operation, CreateModel | Rejected) or refusal.code in _WITHOUT_PLACE:
-                return self._remember_failure(own_name, refused)
-            return await self.submit(session, msgspec.structs.replace(submission, operation=refused))
+                return self._remember_failure(own_name, refused, owner)
+            return await self.submit(session, msgspec.structs.replace(submission, operation=refused), owner=owner)
         self._remember(name, msgspec.structs.replace(submission, operation=_without_data(operation)))
         return name
 
@@ -206,16 +208,16 @@ class OperationDesk:
         self._submitted[name] = submission
         trim(self._submitted, REMEMBERED)
 
-    def _remember_failure(self, name: str, failure: Failed) -> str:
-        self._failures[name] = failure
+    def _remember_failure(self, name: str, failure: Failed, owner: str) -> str:
+        self._failures[name] = (owner, failure)
         trim(self._failures, REMEMBERED)
         return name
 
     # ---- results --------------------------------------------------------------------------------------------------
 
-    async def result(self, asked: FutureRequest, hold_s: float = HOLD_S) -> FutureAnswer:
+    async def result(self, asked: FutureRequest, holder: str, hold_s: float = HOLD_S) -> FutureAnswer:
         """Return what has become of an operation. Where it waits, the answer is held for a while."""
-        outcome = await self.outcome(asked.id, hold_s)
+        outcome = await self.outcome(asked.id, hold_s, holder)
         if outcome is None:
             return unknown(asked.id)
         if isinstance(outcome, Waits):
@@ -227,11 +229,12 @@ class OperationDesk:
         submission = await self._submission(model, queued)
         return ready(await asyncio.to_thread(write_result, dialect, submission, outcome), asked)
 
-    async def outcome(self, name: str, hold_s: float) -> Result | Waits | None:
-        """Return the result of an operation, or what it waits for after `hold_s`; None where it is not known."""
-        queued = await self._found(name)
+    async def outcome(self, name: str, hold_s: float, holder: str = "") -> Result | Waits | None:
+        """Return the result of an operation, or what it waits for after `hold_s`; None where the holder has no such."""
+        queued = await self._found(name, holder)
         if queued is None:
-            return self._failures.get(name)
+            owner, failure = self._failures.get(name, ("", None))
+            return failure if may_use(owner, holder) else None
         if queued.waits and not await self._is_over(name, hold_s):
             return self._why_it_waits(name)
         queued = self.tenants.operation(name)
@@ -241,11 +244,15 @@ class OperationDesk:
             return Failed(error=queued.error, category=Category.SERVER)
         return decode_result(await self._parts.fetch(queued.result))
 
-    async def _found(self, name: str) -> Queued | None:
-        """Return an operation, which another gateway may have put on the log a moment ago."""
-        if self.tenants.operation(name) is None and name not in self._failures:
+    async def _found(self, name: str, holder: str) -> Queued | None:
+        """Return an operation of the holder of a key, which another gateway may have put on the log a moment ago."""
+        if self._seen(name, holder) is None and name not in self._failures:
             await hear_news(self._gateway.follower)
-        return self.tenants.operation(name)
+        return self._seen(name, holder)
+
+    def _seen(self, name: str, holder: str) -> Queued | None:
+        model = seen_model(self.tenants, name.rpartition(":")[0], holder)
+        return None if model is None else self.tenants.operation(name)
 
     async def _is_over(self, name: str, hold_s: float) -> bool:
         def over() -> bool:

@@ -4,6 +4,7 @@ import asyncio
 
 from bombus.config.job import RunConfig
 from bombus.hive.state import EngineState
+from bombus.hive.tenants.owners import is_anothers_name, seen_by, seen_model
 from bombus.hive.tenants.state import TenantModel
 from bombus.operations import CreateModel, EndModel, Failed
 from bombus_gateway.tenants.bases import base_names, job_of
@@ -30,15 +31,16 @@ class RegisteredModel:
         self._sessions = sessions
         self._creating = asyncio.Lock()
 
-    def existing(self, model: str) -> TenantModel | None:
+    def existing(self, model: str, holder: str) -> TenantModel | None:
         """Return the model that a client which creates `model` gets, because it is there and the engine has one."""
-        found = self._open()
+        found = self._open(holder)
         return found if model == DEFAULT_MODEL and self._is_registered() else None
 
-    def names(self) -> list[str]:
-        """Return the names of all models that take operations."""
-        names = [model.name for model in self._desk.tenants.open_models]
-        return names if DEFAULT_MODEL in names or not self._is_registered() else [DEFAULT_MODEL, *names]
+    def names(self, holder: str) -> list[str]:
+        """Return the names of all models that take operations of the holder of a key."""
+        names = [model.name for model in seen_by(self._desk.tenants, holder).open_models]
+        is_there = DEFAULT_MODEL in names or not self._is_free(holder)
+        return names if is_there or not self._is_registered() else [DEFAULT_MODEL, *names]
 
     async def create_for(self, submission: Submission, owner: str) -> None:
         """Create the model where a client begins with this operation on it.
@@ -49,14 +51,18 @@ class RegisteredModel:
         if not begins or isinstance(submission.operation, EndModel | Failed):
             return
         async with self._creating:
-            if self._open() is None and self._is_registered():
+            if self._open(owner) is None and self._is_free(owner) and self._is_registered():
                 base = base_names(self._desk.state)[0]
                 create = Submission(model=DEFAULT_MODEL, seq=0, operation=CreateModel(base=base))
-                await self._desk.submit(await self._sessions.open_for_model(owner), create, base)
+                await self._desk.submit(await self._sessions.open_for_model(owner), create, base, owner)
 
-    def _open(self) -> TenantModel | None:
-        model = self._desk.tenants.models.get(DEFAULT_MODEL)
+    def _open(self, holder: str) -> TenantModel | None:
+        model = seen_model(self._desk.tenants, DEFAULT_MODEL, holder)
         return None if model is None or model.closed is not None else model
+
+    def _is_free(self, holder: str) -> bool:
+        """Return whether the model is nobody else's."""
+        return not is_anothers_name(self._desk.tenants, DEFAULT_MODEL, holder)
 
     def _is_registered(self) -> bool:
         return adapter_defaults(self._desk.state).full_weights

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from bombus.errors import Code, Refused
 from bombus.hive.events import AdapterShape
+from bombus.hive.tenants.owners import may_read, may_use, seen_model, seen_session
 from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants, TenantSession, kept_id
 from bombus.operations import AdapterPart, CheckpointKind
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
@@ -24,12 +25,24 @@ def path_of(kept: KeptWeights) -> CheckpointPath:
     return CheckpointPath(kept.noted.model, CheckpointKind(saved.use), saved.name)
 
 
-def found_checkpoint(tenants: Tenants, path: CheckpointPath) -> KeptWeights:
-    """Return a saved model. Raises `Refused` UNKNOWN_MODEL."""
+def found_checkpoint(tenants: Tenants, path: CheckpointPath, holder: str) -> KeptWeights:
+    """Return a saved model that the holder of a key may read. Raises `Refused` UNKNOWN_MODEL."""
     kept = tenants.kept.get(kept_id(path.model, path.kind, path.name))
-    if kept is None:
-        raise Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {path.id} of {path.model}, or not any longer.")
+    if kept is None or not may_read(kept, holder):
+        raise no_checkpoint(path)
     return kept
+
+
+def own_checkpoint(tenants: Tenants, path: CheckpointPath, holder: str) -> KeptWeights:
+    """Return a saved model that the holder of a key may change or remove. Raises `Refused` UNKNOWN_MODEL."""
+    kept = found_checkpoint(tenants, path, holder)
+    if not may_use(kept.noted.owner, holder):
+        raise no_checkpoint(path)
+    return kept
+
+
+def no_checkpoint(path: CheckpointPath) -> Refused:
+    return Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {path.id} of {path.model}, or not any longer.")
 
 
 def synced_weights(tenants: Tenants, kind: CheckpointKind, model: str = "") -> list[KeptWeights]:
@@ -44,17 +57,17 @@ def synced_weights(tenants: Tenants, kind: CheckpointKind, model: str = "") -> l
     ]
 
 
-def found_model(tenants: Tenants, name: str) -> TenantModel:
-    """Return a model, which may have ended. Raises `Refused` UNKNOWN_MODEL."""
-    model = tenants.models.get(name)
+def found_model(tenants: Tenants, name: str, holder: str) -> TenantModel:
+    """Return a model of the holder of a key, which may have ended. Raises `Refused` UNKNOWN_MODEL."""
+    model = seen_model(tenants, name, holder)
     if model is None:
         raise Refused(Code.UNKNOWN_MODEL, f"There is no model {name[:100]} here, or not any longer.")
     return model
 
 
-def found_session(tenants: Tenants, name: str) -> TenantSession:
-    """Return a session, which may have ended. Raises `Refused` UNKNOWN_SESSION."""
-    session = tenants.sessions.get(name)
+def found_session(tenants: Tenants, name: str, holder: str) -> TenantSession:
+    """Return a session of the holder of a key, which may have ended. Raises `Refused` UNKNOWN_SESSION."""
+    session = seen_session(tenants, name, holder)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {name[:100]} here, or not any longer.")
     return session

@@ -17,8 +17,9 @@ from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Phase
-from bombus.hive.tenants.state import KeptWeights, TenantModel
-from bombus.operations import Category, CheckpointKind, CreateModel, Failed, ModelEnded
+from bombus.hive.tenants.owners import is_anothers_name, seen_by, seen_session
+from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants
+from bombus.operations import Category, CheckpointKind, CreateModel, Failed, LoadWeights, ModelEnded
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
@@ -32,9 +33,9 @@ from bombus_gateway.tenants.listings import (
     checkpoints_of,
     found_checkpoint,
     found_model,
-    found_session,
     lora_fields,
     model_entry,
+    own_checkpoint,
     page,
     run_entry,
     weights_entry,
@@ -186,14 +187,13 @@ class TrainingRoutes:
         if dialect_of("create_session", "", names_in(body)) == TrainingDialect.XORL:
             return await self._create_for_session(request, body)
         key = request.headers.get("x-idempotency-key", "")
-        session = await self._sessions.open(body, self._owner(request), key)
+        session = await self._sessions.open(body, self._holder(request), key)
         return in_json({"type": "create_session", "session_id": session})
 
     async def _create_for_session(self, request: Request, body: bytes) -> Response:
         """Create the model that xorl's clients call a session, and answer when it is there."""
         submission = read_create_model(TrainingDialect.XORL, body, adapter_defaults(self._desk.state))
-        await self._sessions.of_model(submission.model)
-        known = self._desk.tenants.models.get(submission.model)
+        known = await self._sessions.model(submission.model, self._holder(request))
         about = {"type": "create_session", "session_id": submission.model, "model_id": submission.model}
         if known is not None and known.closed is None:
             return in_json({**about, "success": True, "message": f"The session of {submission.model} is open."})
@@ -206,20 +206,20 @@ class TrainingRoutes:
         return in_json({**about, "success": not isinstance(outcome, Waits), "message": message, "request_id": name})
 
     async def session_heartbeat(self, request: Request) -> Response:
-        await self._sessions.beat(await read_body(request))
+        await self._sessions.beat(await read_body(request), self._holder(request))
         return in_json({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
-        await self._sessions.finish(request.path_params["session"], await read_body(request))
+        session, body = request.path_params["session"], await read_body(request)
+        await self._sessions.finish(session, body, self._holder(request))
         return in_json({})
 
     async def list_sessions(self, request: Request) -> Response:
-        sessions, _ = page(self._desk.tenants.sessions, request.query_params)
+        sessions, _ = page(self._seen(request).sessions, request.query_params)
         return in_json({"sessions": sessions})
 
     async def show_session(self, request: Request) -> Response:
-        name = request.path_params["session"]
-        known = await self._found(lambda: found_session(self._desk.tenants, name))
+        known = await self._sessions.found(request.path_params["session"], self._holder(request))
         return in_json(session_entry(self._desk.tenants, known))
 
     # ---- operations -----------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class TrainingRoutes:
         body = await read_body(request)
         dialect = dialect_of("create_model", "", names_in(body))
         submission = read_create_model(dialect, body, adapter_defaults(self._desk.state))
-        there = self._registered.existing(submission.model)
+        there = self._registered.existing(submission.model, self._holder(request))
         if there is None:
             return await self._create(request, submission, dialect)
         made = next((each for each in there.operations.values() if each.number == there.begun), None)
@@ -280,10 +280,9 @@ class TrainingRoutes:
     async def kill_session(self, request: Request) -> Response:
         """End a model of xorl's client, and answer when it has ended."""
         body = await read_body(request)
-        session = await self._sessions.of_model(read_end_model(body).model)
-        model = self._desk.tenants.models.get(read_end_model(body).model)
+        model = await self._sessions.model(read_end_model(body).model, self._holder(request))
         submission = read_end_model(body, "" if model is None else _ended_name(model))
-        name = await self._desk.submit(session, submission)
+        name = await self._desk.submit("" if model is None else model.session, submission, owner=self._holder(request))
         outcome = await self._desk.outcome(name, LAST_S)
         if isinstance(outcome, ModelEnded | Failed):
             return in_json(kill_session_answer(TrainingDialect.XORL, submission.model, outcome))
@@ -291,12 +290,12 @@ class TrainingRoutes:
         return in_json({"success": False, "message": f"{submission.model} has not ended yet. {why}"})
 
     async def session_info(self, request: Request) -> Response:
-        tenants = self._desk.tenants
+        tenants = self._seen(request)
         models = [model.name for model in tenants.open_models]
         activity = {model.name: model.last_ns / 1e9 for model in tenants.open_models}
         adapters = [model.name for model in tenants.open_models if model.adapter is not None]
         answer = {
-            "registered_models": self._registered.names(),
+            "registered_models": self._registered.names(self._holder(request)),
             "active_sessions": models,
             "session_activity": activity,
             "idle_timeout_seconds": XORL_IDLE_S,
@@ -305,58 +304,76 @@ class TrainingRoutes:
         return in_json(answer)
 
     async def retrieve_future(self, request: Request) -> Response:
-        asked = read_retrieve(await read_body(request))
-        self._sessions.waits_for(asked.id)
-        if self._samples.knows(asked.id):
+        asked, holder = read_retrieve(await read_body(request)), self._holder(request)
+        self._sessions.waits_for(asked.id, holder)
+        if self._samples.knows(asked.id, holder):
             return answered(await self._samples.result(asked, HOLD_S))
-        return answered(await self._desk.result(asked))
+        return answered(await self._desk.result(asked, holder))
 
     async def _create(self, request: Request, submission: Submission, dialect: TrainingDialect) -> Response:
         return answered(accepted(await self._accepted(request, submission, dialect), submission.model))
 
     async def _accepted(self, request: Request, submission: Submission, dialect: TrainingDialect) -> str:
         """Put a new model on the log, and return the id of its future. Its base is the engine's of that name."""
-        operation, base = submission.operation, ""
+        operation, base, owner = submission.operation, "", self._holder(request)
         if isinstance(operation, CreateModel):
             try:
-                wanted = self._bases.path_of(operation.base) or await self._base_of(operation.checkpoint)
+                await self._sessions.check_new(submission.model, owner)
+                wanted = self._bases.path_of(operation.base)
+                if operation.checkpoint:
+                    kept = await self._checkpoint(path_of_operation(operation.checkpoint), owner)
+                    wanted = wanted or kept.noted.base
                 may_configure = self._bases.leads_to(wanted) or self._may_configure(request)
                 base = await self._sessions.base(wanted, may_configure)
                 operation = msgspec.structs.replace(operation, base=base)
             except Refused as refusal:
                 operation = Failed(error=refusal.why, category=Category.USER)
             submission = msgspec.structs.replace(submission, operation=operation)
-        session = session_of(submission.model)
+        known = seen_session(self._desk.tenants, session_of(submission.model), owner)
+        session = "" if known is None else known.session
         if dialect == TrainingDialect.XORL:
-            await self._sessions.of_model(submission.model)  # which waits for news of it
-            known = self._desk.tenants.models.get(submission.model)
-            session = "" if known is None or known.closed is not None else known.session
+            model = await self._sessions.model(submission.model, owner)
+            session = "" if model is None or model.closed is not None else model.session
             if not session and not isinstance(operation, Failed):
-                session = await self._sessions.open_for_model(self._owner(request))
-        return await self._desk.submit(session, submission, base)
-
-    async def _base_of(self, checkpoint: str) -> str:
-        return (await self._checkpoint(path_of_operation(checkpoint))).noted.base
+                session = await self._sessions.open_for_model(owner)
+        return await self._desk.submit(session, submission, base, owner)
 
     async def _found(self, find: Callable[[], _T]) -> _T:
         return await found(self._gateway.follower, find)
 
-    async def _model(self, name: str) -> TenantModel:
-        return await self._found(lambda: found_model(self._desk.tenants, name))
+    async def _model(self, name: str, holder: str) -> TenantModel:
+        return await self._found(lambda: found_model(self._desk.tenants, name, holder))
 
-    async def _checkpoint(self, path: CheckpointPath) -> KeptWeights:
-        return await self._found(lambda: found_checkpoint(self._desk.tenants, path))
+    async def _checkpoint(self, path: CheckpointPath, holder: str) -> KeptWeights:
+        return await self._found(lambda: found_checkpoint(self._desk.tenants, path, holder))
 
     async def _submitted(self, request: Request, submission: Submission) -> Response:
-        await self._registered.create_for(submission, self._owner(request))
-        name = await self._desk.submit(await self._sessions.of_model(submission.model), submission)
-        return answered(accepted(name, submission.model))
+        owner = self._holder(request)
+        await self._registered.create_for(submission, owner)
+        session = await self._sessions.of_model(submission.model, owner)
+        if isinstance(submission.operation, LoadWeights) and owner:
+            submission = await self._readable(submission, submission.operation, owner)
+        return answered(accepted(await self._desk.submit(session, submission, owner=owner), submission.model))
+
+    async def _readable(self, submission: Submission, load: LoadWeights, holder: str) -> Submission:
+        """Return a load, or that it has failed where its client may not read the checkpoint.
+
+        A checkpoint of the client's own may be saved by an operation that still waits.
+        """
+        path = path_of_operation(load.checkpoint)
+        try:
+            await self._checkpoint(path, holder)
+        except Refused as refusal:
+            if is_anothers_name(self._desk.tenants, path.model, holder) or path.model not in self._desk.tenants.models:
+                failure = Failed(error=refusal.why, category=Category.USER)
+                return msgspec.structs.replace(submission, operation=failure)
+        return submission
 
     # ---- models and checkpoints -----------------------------------------------------------------------------------
 
     async def get_info(self, request: Request) -> Response:
         given = decode_body(_asked, await read_body(request))
-        model = await self._model(given.model_id or DEFAULT_MODEL)
+        model = await self._model(given.model_id or DEFAULT_MODEL, self._holder(request))
         name = self._bases.name_of(model.base)
         answer = {
             "type": "get_info",
@@ -378,46 +395,50 @@ class TrainingRoutes:
         body = await read_body(request)
         given = decode_body(_asked, body)
         if given.model_id and not names_in(body) & {"tinker_path", "xorl_path"}:
-            return in_json(self._bases.with_names(model_entry(await self._model(given.model_id))))
-        return in_json(self._bases.with_names(weights_entry(await self._checkpoint(read_weights_info(body)))))
+            return in_json(
+                self._bases.with_names(model_entry(await self._model(given.model_id, self._holder(request))))
+            )
+        kept = await self._checkpoint(read_weights_info(body), self._holder(request))
+        return in_json(self._bases.with_names(weights_entry(kept)))
 
     async def training_runs(self, request: Request) -> Response:
-        tenants = self._desk.tenants
+        tenants = self._seen(request)
         runs, cursor = page(tenants.models.values(), request.query_params)
         entries = [self._bases.with_names(run_entry(tenants, model)) for model in runs]
         return in_json({"training_runs": entries, "cursor": cursor})
 
     async def training_run(self, request: Request) -> Response:
-        model = await self._model(request.path_params["model"])
+        model = await self._model(request.path_params["model"], self._holder(request))
         return in_json(self._bases.with_names(run_entry(self._desk.tenants, model)))
 
     async def run_checkpoints(self, request: Request) -> Response:
-        return in_json({"checkpoints": checkpoints_of(self._desk.tenants, request.path_params["model"])})
+        return in_json({"checkpoints": checkpoints_of(self._seen(request), request.path_params["model"])})
 
     async def all_checkpoints(self, request: Request) -> Response:
-        every, cursor = page(checkpoints_of(self._desk.tenants), request.query_params)
+        every, cursor = page(checkpoints_of(self._seen(request)), request.query_params)
         return in_json({"checkpoints": every, "cursor": cursor})
 
     async def list_checkpoints(self, request: Request) -> Response:
         given = decode_body(_asked, await read_body(request))
-        return in_json({"checkpoints": checkpoints_of(self._desk.tenants, given.model_id or DEFAULT_MODEL)})
+        return in_json({"checkpoints": checkpoints_of(self._seen(request), given.model_id or DEFAULT_MODEL)})
 
     async def delete_named(self, request: Request) -> Response:
         params = request.path_params
-        await self._remove(f"{params['kind']}/{params['name']}", params["model"])
+        await self._remove(f"{params['kind']}/{params['name']}", params["model"], self._holder(request))
         return Response(status_code=204)
 
     async def delete_checkpoint(self, request: Request) -> Response:
         given = decode_body(_asked, await read_body(request))
         try:
-            uri = await self._remove(given.checkpoint_id or "", given.model_id or DEFAULT_MODEL)
+            model = given.model_id or DEFAULT_MODEL
+            uri = await self._remove(given.checkpoint_id or "", model, self._holder(request))
         except Refused as refusal:
             return in_json({"success": False, "error": refusal.why})
         return in_json({"success": True, "deleted_path": uri})
 
-    async def _remove(self, name: str, model: str) -> str:
+    async def _remove(self, name: str, model: str, holder: str) -> str:
         path = read_path(name, model)
-        await self._checkpoint(path)
+        await self._found(lambda: own_checkpoint(self._desk.tenants, path, holder))
         remove = inbox.RemoveWeights(
             id=f"remove-{path}-{time.time_ns()}",
             engine=self._desk.engine,
@@ -432,8 +453,12 @@ class TrainingRoutes:
         """Return whether a client may give the engine a job: with the admin key, where the hive has one."""
         return self._control.refusal(request.scope["headers"]) is None
 
-    def _owner(self, request: Request) -> str:
+    def _holder(self, request: Request) -> str:
+        """Return the name of the key that a request has shown, "" where it has none: it may use everything then."""
         return self._guard.holder(request.scope["headers"]).name
+
+    def _seen(self, request: Request) -> Tenants:
+        return seen_by(self._desk.tenants, self._holder(request))
 
 
 def _ended_name(model: TenantModel) -> str:

@@ -11,13 +11,15 @@ from bombus.hive import inbox
 from bombus.hive.events import EngineConfigured
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.tenants.state import TenantSession
+from bombus.hive.tenants.owners import is_anothers_name, seen_model, seen_session
+from bombus.hive.tenants.state import TenantModel, TenantSession
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bases import base_names
 from bombus_gateway.tenants.desk import OperationDesk
+from bombus_gateway.tenants.listings import found_session
 from bombus_gateway.tenants.news import found, hear_news
-from bombus_gateway.training.dialects import TrainingDialect
+from bombus_gateway.training.dialects import TrainingDialect, is_tinkers, session_of
 from bombus_gateway.training.submission import DEFAULT_MODEL
 
 XORL_IDLE_S = 7200.0  # xorl's clients show no life between their requests
@@ -84,41 +86,65 @@ class Sessions:
         await self._desk.carry_out(command)
         return session
 
-    async def beat(self, body: bytes) -> None:
+    async def beat(self, body: bytes, holder: str) -> None:
         """Take in a sign of life. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
         given = decode_body(_named, body)
         session = given.session_id or given.model_id or DEFAULT_MODEL
-        known = await found(self._gateway.follower, lambda: self._beating(session))
+        known = await found(self._gateway.follower, lambda: self._beating(session, holder))
         self._gateway.heartbeats.touch_session(self._desk.engine, known.session)
 
-    def _beating(self, name: str) -> TenantSession:
-        model = self._desk.tenants.models.get(name)  # xorl's clients call their model a session
-        known = self._desk.tenants.sessions.get(name if model is None else model.session)
+    def _beating(self, name: str, holder: str) -> TenantSession:
+        model = seen_model(self._desk.tenants, name, holder)  # xorl's clients call their model a session
+        known = seen_session(self._desk.tenants, name if model is None else model.session, holder)
         if known is None or known.ended is not None:
             raise Refused(Code.SESSION_OVER, f"Session {name[:100]} has ended here; open another one.")
         return known
 
-    def waits_for(self, operation: str) -> None:
+    def waits_for(self, operation: str, holder: str) -> None:
         """Take it as a sign of life that a client asks for the result of an operation."""
-        model = self._desk.tenants.models.get(operation.rpartition(":")[0])
+        model = seen_model(self._desk.tenants, operation.rpartition(":")[0], holder)
         session = None if model is None else self._desk.tenants.sessions.get(model.session)
         if session is not None and session.ended is None:
             self._gateway.heartbeats.touch_session(self._desk.engine, session.session)
 
-    async def finish(self, session: str, body: bytes) -> None:
+    async def finish(self, session: str, body: bytes, holder: str) -> None:
         """End a session. Its models end after what waits for them, and are saved first."""
         given = decode_body(_finishes, body or b"{}")
+        await self.found(session, holder)
         detail = " ".join(part for part in (given.reason.type, given.detail or "") if part)[:DETAIL_CHARACTERS]
         close = inbox.CloseSession(id=uuid.uuid4().hex, engine=self._desk.engine, session=session, detail=detail)
         await self._desk.carry_out(close)
 
-    async def of_model(self, model: str) -> str:
-        """Return the session of a model, "" where there is no such model."""
-        known = self._desk.tenants.models.get(model)
+    async def found(self, session: str, holder: str) -> TenantSession:
+        """Return a session of the holder of a key. Raises `Refused` UNKNOWN_SESSION."""
+        return await found(self._gateway.follower, lambda: found_session(self._desk.tenants, session, holder))
+
+    async def model(self, name: str, holder: str) -> TenantModel | None:
+        """Return a model of the holder of a key, None where there is no such model."""
+        known = seen_model(self._desk.tenants, name, holder)
         if known is None or known.closed is not None:  # it may have been created at another gateway
             await hear_news(self._gateway.follower)
-            known = self._desk.tenants.models.get(model)
+            known = seen_model(self._desk.tenants, name, holder)
+        return known
+
+    async def of_model(self, model: str, holder: str) -> str:
+        """Return the session of a model, "" where there is no such model."""
+        known = await self.model(model, holder)
         return "" if known is None else known.session
+
+    async def check_new(self, model: str, holder: str) -> None:
+        """Raise `Refused` unless the holder of a key may create a model of this name.
+
+        A name of xorl's client is its own for as long as anything of that name is there: a model or a checkpoint.
+        """
+        if is_tinkers(model):
+            await self.found(session_of(model), holder)
+            return
+        await hear_news(self._gateway.follower)
+        if is_anothers_name(self._desk.tenants, model, holder):
+            raise Refused(
+                Code.MODEL_EXISTS, f"The name {model[:100]} is in use by another client: give another model_id."
+            )
 
     async def base(self, wanted: str, may_configure: bool) -> str:
         """Return what the engine calls the base that a client names.

@@ -13,7 +13,9 @@ from bombus.errors import Refused
 from bombus.hive import inbox
 from bombus.hive.events import EndpointAdded
 from bombus.hive.state import EngineState
+from bombus.hive.tenants.owners import seen_by
 from bombus.hive.tenants.state import endpoint_id
+from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.tenants.bodies import in_json, read_body
 from bombus_gateway.tenants.desk import OperationDesk
@@ -31,6 +33,7 @@ class EndpointRoutes:
         self._gateway = gateway
         self._desk = desk
         self._sync = WeightSync(desk)
+        self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
 
     def add_to(self, root: APIRouter) -> None:
         """Add the routes at the root, and what is below `/api/v1` too."""
@@ -45,12 +48,15 @@ class EndpointRoutes:
         root.add_api_route("/sleep", self.sleep, methods=["POST"])
         root.add_api_route("/wake_up", self.wake_up, methods=["POST"])
 
+    def _holder(self, request: Request) -> str:
+        return self._guard.holder(request.scope["headers"]).name
+
     # ---- endpoints ------------------------------------------------------------------------------------------------
 
     async def add(self, request: Request) -> Response:
-        return await _told(self._add(await read_body(request)))
+        return await _told(self._add(await read_body(request), self._holder(request)))
 
-    async def _add(self, body: bytes) -> dict[str, object]:
+    async def _add(self, body: bytes, holder: str) -> dict[str, object]:
         asked = read_new_endpoint(body)
         check_allowed(self._gateway.settings.inference_hosts, asked.at)
         target = await looked_at(asked.at)
@@ -62,11 +68,12 @@ class EndpointRoutes:
             host=asked.at.host,
             port=asked.at.port,
             world_size=asked.world_size,
+            owner=holder,
         )
         await self._desk.carry_out(add)
         synced, said = False, None
         if asked.sync:
-            synced, said = await self._synced(asked.at)
+            synced, said = await self._synced(asked.at, holder)
         return {
             "success": True,
             "message": f"{endpoint_id(asked.at.host, asked.at.port)} gets weights that are put in sync.",
@@ -75,29 +82,29 @@ class EndpointRoutes:
             "sync_message": said,
         }
 
-    async def _synced(self, at: Endpoint) -> tuple[bool, str]:
+    async def _synced(self, at: Endpoint, holder: str) -> tuple[bool, str]:
         """Give a new endpoint the weights of now: it is registered whether that can be done or not."""
         try:
-            report = await self._sync.sync(SyncRequest(), only=at)
+            report = await self._sync.sync(SyncRequest(), holder, only=at)
         except Refused as refusal:
             return False, refusal.why
         return report.success, report.message
 
     async def remove(self, request: Request) -> Response:
-        return await _told(self._remove(await read_body(request)))
+        return await _told(self._remove(await read_body(request), self._holder(request)))
 
-    async def _remove(self, body: bytes) -> dict[str, object]:
+    async def _remove(self, body: bytes, holder: str) -> dict[str, object]:
         at = read_endpoint(body)
         name = endpoint_id(at.host, at.port)
-        if name not in self._desk.tenants.endpoints:
+        if name not in seen_by(self._desk.tenants, holder).endpoints:
             return {"success": False, "message": f"{name} is not registered."}
         remove = inbox.RemoveEndpoint(id=uuid.uuid4().hex, engine=self._desk.engine, host=at.host, port=at.port)
         await self._desk.carry_out(remove)
         return {"success": True, "message": f"{name} gets no more weights."}
 
     async def list(self, request: Request) -> Response:
-        """Answer with all endpoints. Those that do not answer now stay, as not `healthy`."""
-        added = [*self._desk.tenants.endpoints.values()]
+        """Answer with all endpoints that the client may use. Those that do not answer now stay, as not `healthy`."""
+        added = [*seen_by(self._desk.tenants, self._holder(request)).endpoints.values()]
         entries = await asyncio.gather(*map(_looked_up, added))
         return in_json({"endpoints": entries, "count": len(entries)})
 
@@ -105,7 +112,7 @@ class EndpointRoutes:
         body = await read_body(request)
 
         async def synced() -> object:
-            return await self._sync.sync(read_sync(body))
+            return await self._sync.sync(read_sync(body), self._holder(request))
 
         return await _told(synced())
 

@@ -10,6 +10,7 @@ import msgspec
 from bombus.endpoints.servers import FoundServer, ServerKind
 from bombus.errors import Code, Refused
 from bombus.hive import inbox
+from bombus.hive.tenants.owners import owner_of, seen_by
 from bombus.hive.tenants.state import TenantModel
 from bombus.operations import CheckpointKind, CheckpointSaved, Failed, SaveWeights
 from bombus_gateway.tenants.desk import OperationDesk, Waits
@@ -44,12 +45,16 @@ class WeightSync:
         self._desk = desk
         self._lock = asyncio.Lock()
 
-    async def sync(self, asked: SyncRequest, only: Endpoint | None = None) -> SyncReport:
-        """Give a model's weights to all endpoints, or to one. Raises `Refused` where none could get them."""
+    async def sync(self, asked: SyncRequest, holder: str, only: Endpoint | None = None) -> SyncReport:
+        """Give a model's weights to all endpoints of its owner, or to one. Raises `Refused` where none could get them.
+
+        Both are looked for among what the holder of a key may use.
+        """
         async with self._lock:
             start_s = time.monotonic()
-            model = self._model(asked.model)
-            targets = await self._targets(only)
+            model = self._model(asked.model, holder)
+            endpoints = seen_by(self._desk.tenants, holder or owner_of(self._desk.tenants, model)).endpoints
+            targets = await self._targets([Endpoint(each.host, each.port) for each in endpoints.values()], only)
             name = f"{SYNCED}{_stamp(time.time())}"
             kinds = self._wanted(model, targets)
             saved = await self._saved(model, name, kinds)
@@ -59,7 +64,7 @@ class WeightSync:
             sizes = [_of(each, saved) for each, outcome in zip(targets, found, strict=True) if outcome.success]
             return SyncReport(
                 success=bool(found) and all(outcome.success for outcome in found),
-                message=_message(model, found, bool(self._desk.tenants.endpoints)),
+                message=_message(model, found, bool(endpoints)),
                 transfer_time=time.monotonic() - start_s,
                 total_bytes=sum(each.size_bytes for each in sizes if each is not None),
                 num_parameters=model.parameters,
@@ -68,11 +73,12 @@ class WeightSync:
 
     # ---- what, and where ------------------------------------------------------------------------------------------
 
-    def _model(self, name: str) -> TenantModel:
+    def _model(self, name: str, holder: str) -> TenantModel:
         """Return the model that is meant: xorl's client names none, and has called its model `default` as a rule."""
         if self._desk.state.rest_wanted:
             raise Refused(Code.WRONG_PHASE, "The trainer sleeps, so its weights are not there: POST /wake_up first.")
-        models = {model.name: model for model in self._desk.tenants.open_models if not is_tinkers(model.name)}
+        open_models = seen_by(self._desk.tenants, holder).open_models
+        models = {model.name: model for model in open_models if not is_tinkers(model.name)}
         if name not in models and name:
             why = f"There is no model {name[:140]} of xorl's client here: create it, or name one of {_some(models)}."
             raise Refused(Code.UNKNOWN_MODEL, why)
@@ -83,9 +89,8 @@ class WeightSync:
             raise Refused(Code.UNKNOWN_MODEL, f"Say which model is to be put in sync, as model_id: {_some(models)}.")
         return found
 
-    async def _targets(self, only: Endpoint | None) -> list[Target]:
+    async def _targets(self, endpoints: Sequence[Endpoint], only: Endpoint | None) -> list[Target]:
         """Return the servers: those that are registered, or without any the replicas of the hive itself."""
-        endpoints = [Endpoint(each.host, each.port) for each in self._desk.tenants.endpoints.values()]
         if endpoints:
             return list(await asyncio.gather(*(looked_at(each) for each in endpoints if only in (None, each))))
         if self._desk.state.usable:  # the base of a run that has just begun takes a moment

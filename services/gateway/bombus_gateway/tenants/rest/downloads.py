@@ -13,6 +13,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.state import KeptWeights
+from bombus_gateway.access import NOBODY
 from bombus_gateway.keys import Keys
 from bombus_gateway.tenants.listings import found_checkpoint, path_of
 from bombus_gateway.training.paths import path_of_operation
@@ -63,7 +64,7 @@ class Downloads:
             raise Refused(Code.UNKNOWN_PATH, f"This link is to a checkpoint of engine {link.engine}: ask there.")
         if now_ns >= link.expires_ns:
             raise Refused(Code.KEY_EXPIRED, f"This link was for {LINK_S / 60:.0f} minutes: ask for another one.")
-        kept = found_checkpoint(engine.tenants, path_of_operation(link.checkpoint))
+        kept = found_checkpoint(engine.tenants, path_of_operation(link.checkpoint), NOBODY.name)
         if kept.noted.saved.address != link.address:
             raise Refused(
                 Code.UNKNOWN_PATH, f"{path_of(kept).id} was saved again since this link was made: ask for another one."

@@ -15,18 +15,19 @@ from starlette.types import Receive, Scope, Send
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import EngineState
+from bombus.hive.tenants.owners import seen_by
 from bombus.hive.tenants.state import KeptWeights
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bodies import in_json, read_body
 from bombus_gateway.tenants.desk import OperationDesk
-from bombus_gateway.tenants.listings import found_checkpoint, iso_time, path_of
+from bombus_gateway.tenants.listings import found_checkpoint, iso_time, own_checkpoint, path_of
 from bombus_gateway.tenants.news import found
 from bombus_gateway.tenants.rest.downloads import ARCHIVE, LINK_S, Archive, Downloads, files_of
 from bombus_gateway.tenants.rest.searching import found_sessions, read_search
 from bombus_gateway.training.checkpoints import TTL_S_MAX
-from bombus_gateway.training.paths import read_path
+from bombus_gateway.training.paths import CheckpointPath, read_path
 
 CHECKPOINT = "/training_runs/{model}/checkpoints/{kind}/{name}"
 
@@ -80,9 +81,14 @@ class RestRoutes:
         return self._desk.state
 
     async def _kept(self, request: Request) -> KeptWeights:
-        params = request.path_params
-        path = read_path(f"{params['kind']}/{params['name']}", params["model"])
-        return await found(self._gateway.follower, lambda: found_checkpoint(self._state.tenants, path))
+        """Return the checkpoint that a request may read."""
+        path, holder = _path(request), self._guard.holder(request.scope["headers"]).name
+        return await found(self._gateway.follower, lambda: found_checkpoint(self._state.tenants, path, holder))
+
+    async def _own(self, request: Request) -> KeptWeights:
+        """Return the checkpoint that a request may change."""
+        path, holder = _path(request), self._guard.holder(request.scope["headers"]).name
+        return await found(self._gateway.follower, lambda: own_checkpoint(self._state.tenants, path, holder))
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -92,7 +98,7 @@ class RestRoutes:
         if given is not None and not 0 < given <= TTL_S_MAX:
             why = f"ttl_seconds is {given}, and has to be above 0 and at most {TTL_S_MAX}; null is for ever."
             raise Refused(Code.MALFORMED, why)
-        noted = (await self._kept(request)).noted
+        noted = (await self._own(request)).noted
         retain = inbox.RetainWeights(
             id=uuid.uuid4().hex,
             engine=self._desk.engine,
@@ -111,7 +117,7 @@ class RestRoutes:
         return await self._publish(request, public=False)
 
     async def _publish(self, request: Request, public: bool) -> Response:
-        noted = (await self._kept(request)).noted
+        noted = (await self._own(request)).noted
         mark = inbox.PublishWeights(
             id=uuid.uuid4().hex,
             engine=self._desk.engine,
@@ -174,7 +180,7 @@ class RestRoutes:
     async def search_sessions(self, request: Request) -> Response:
         search = read_search(await read_body(request))
         caller = self._guard.holder(request.scope["headers"]).name
-        return in_json(found_sessions(self._state.tenants, search, caller))
+        return in_json(found_sessions(seen_by(self._state.tenants, caller), search, caller))
 
     async def projects(self, request: Request) -> Response:
         raise Refused(Code.UNSUPPORTED, "A hive has no projects: give a session its project_id when it is created.")
@@ -186,12 +192,17 @@ class RestRoutes:
     async def copy_weights(self, request: Request) -> Response:
         raise Refused(
             Code.UNSUPPORTED,
-            "Checkpoints are not copied here, where all clients of the hive can load them: create a model from this "
-            "one and save it under another name, or set its ttl.",
+            "Checkpoints are not copied here: create a model from this one and save it under another name, set its "
+            "ttl, or publish it, after which all clients of the hive can load it.",
         )
 
     async def accounts(self, request: Request) -> Response:
         raise Refused(Code.UNSUPPORTED, "A hive bills nobody and has no organization: its log is what happened.")
+
+
+def _path(request: Request) -> CheckpointPath:
+    params = request.path_params
+    return read_path(f"{params['kind']}/{params['name']}", params["model"])
 
 
 class _Download(Response):

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import msgspec
+
 from bombus.errors import STATUS, BombusError, Code, Refused
 from bombus.hive.records import digest
+from bombus.hive.tenants.owners import may_use
 from bombus.operations import Category, Failed
 from bombus_gateway.call.capacity import CallCapacity
 from bombus_gateway.tenants.sampling.drawing import SampleDrawing
@@ -27,31 +30,40 @@ ANSWERS_MAX = 65_536  # that are remembered, and
 ANSWERS_BYTES_MAX = 512 << 20  # all of them together: the oldest are forgotten, and sampled again if they are asked for
 
 
+class _Drawn(msgspec.Struct, frozen=True):
+    """A sample, or its drawing, and whose key it was asked for with."""
+
+    owner: str
+    task: asyncio.Task[FutureAnswer]
+
+
 class SampleFutures:
     """The samples of one engine that training clients have asked this gateway for."""
 
     def __init__(self, drawing: SampleDrawing, capacity: CallCapacity) -> None:
         self._drawing = drawing
         self._capacity = capacity
-        self._drawn: dict[str, asyncio.Task[FutureAnswer]] = {}  # oldest first
+        self._drawn: dict[str, _Drawn] = {}  # oldest first
         self._bytes = 0
         self._open_bytes = 0
 
-    def submit(self, submission: SampleSubmission, body: bytes) -> str:
+    def submit(self, submission: SampleSubmission, body: bytes, holder: str) -> str:
         """Begin to draw, and return the id of the future. The same body again is a repeat, and has the same answer.
+
+        It is read with a key of the name of `holder` alone.
 
         Raises `Refused`: OVERLOADED, or UNKNOWN_MODEL for a sampler that is not known.
         """
-        name = f"{submission.request_id}:{digest(body).hex()[:16]}"
+        name = f"{submission.request_id}:{digest(f'{holder}//'.encode() + body).hex()[:16]}"
         if name not in self._drawn:
-            found_sampler(self._drawing.engine, submission.session)
+            found_sampler(self._drawing.engine, submission.session, holder)
             with ExitStack() as room:
                 room.enter_context(self._capacity.open_unrecorded())
                 room.enter_context(self._open(len(body)))
-                task = asyncio.create_task(self._answer(submission))
+                task = asyncio.create_task(self._answer(submission, holder))
                 task.add_done_callback(partial(_leave, room.pop_all()))
             task.add_done_callback(self._count)
-            self._drawn[name] = task
+            self._drawn[name] = _Drawn(holder, task)
         return name
 
     @contextmanager
@@ -66,13 +78,13 @@ class SampleFutures:
         finally:
             self._open_bytes -= size
 
-    async def _answer(self, submission: SampleSubmission) -> FutureAnswer:
+    async def _answer(self, submission: SampleSubmission, holder: str) -> FutureAnswer:
         """Return the answer, which may be that sampling has failed. It raises nothing but what is a bug."""
         asked = submission.asked
         if isinstance(asked, Failed):
             return failed(asked)
         try:
-            return await self._samples(submission.session, asked)
+            return await self._samples(submission.session, asked, holder)
         except Refused as refusal:
             is_users = STATUS[refusal.code] < 500
             return failed(Failed(error=refusal.why, category=Category.USER if is_users else Category.SERVER))
@@ -80,8 +92,8 @@ class SampleFutures:
             log.warning("a sample has failed", extra={"sampler": submission.session, "why": str(error)})
             return failed(Failed(error=str(error), category=Category.SERVER))
 
-    async def _samples(self, session: str, asked: SampleRequest) -> FutureAnswer:
-        sampler = found_sampler(self._drawing.engine, session)
+    async def _samples(self, session: str, asked: SampleRequest, holder: str) -> FutureAnswer:
+        sampler = found_sampler(self._drawing.engine, session, holder)
         drawn = await self._drawing.draw(sampler, asked)
         body = write_samples(drawn.samples, drawn.prompt_logprobs, drawn.top_prompt, drawn.cached_prompt_tokens)
         return FutureAnswer(200, PROTOBUF, body)
@@ -92,18 +104,20 @@ class SampleFutures:
         for name, each in list(self._drawn.items()):
             if self._bytes <= ANSWERS_BYTES_MAX and len(self._drawn) <= ANSWERS_MAX:
                 return
-            if each.done():
+            if each.task.done():
                 del self._drawn[name]
-                self._bytes -= _size(each)
+                self._bytes -= _size(each.task)
 
-    def knows(self, name: str) -> bool:
-        return name in self._drawn
+    def knows(self, name: str, holder: str) -> bool:
+        drawn = self._drawn.get(name)
+        return drawn is not None and may_use(drawn.owner, holder)
 
     async def result(self, asked: FutureRequest, hold_s: float) -> FutureAnswer:
         """Return a sample, or after `hold_s` that it is not there yet, and why."""
-        task = self._drawn.get(asked.id)
-        if task is None:
+        drawn = self._drawn.get(asked.id)
+        if drawn is None:
             return unknown(asked.id)
+        task = drawn.task
         await asyncio.wait({task}, timeout=hold_s)
         if not task.done():
             return try_again(asked, self._why_it_waits())

@@ -9,7 +9,9 @@ from fastapi import APIRouter, Request, Response
 
 from bombus.errors import Code, Refused
 from bombus.hive.records import pack_tokens, unpack_tokens
+from bombus.hive.tenants.owners import seen_session
 from bombus.hive.tenants.state import Tenants
+from bombus_gateway.access import Access, Guard
 from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.refusals import RETRY_AFTER
@@ -33,6 +35,7 @@ class SamplingRoutes:
     def __init__(self, calls: Calls, engine: str, bases: Bases) -> None:
         self._calls = calls
         self._bases = bases
+        self._guard = Guard(Access.CLIENT, calls.settings.keys, calls.settings.public_url)
         self._drawing = SampleDrawing(calls, engine)
         self.futures = SampleFutures(self._drawing, calls.capacity)
 
@@ -45,27 +48,27 @@ class SamplingRoutes:
     async def create_sampling_session(self, request: Request) -> Response:
         body = await read_body(request)
         dialect = dialect_of("create_sampling_session", "", names_in(body))
-        asked = read_sampling_session(dialect, body)
+        asked, holder = read_sampling_session(dialect, body), self._holder(request)
         if dialect == TrainingDialect.TINKER:
-            await self._found(lambda: _check_session(self._drawing.engine.tenants, asked.id))
+            await self._found(lambda: _check_session(self._drawing.engine.tenants, asked.id, holder))
         wanted = msgspec.structs.replace(asked, base=self._bases.path_of(asked.base))
-        name, sampler = await self._found(lambda: begun_sampler(self._drawing.engine, wanted))
+        name, sampler = await self._found(lambda: begun_sampler(self._drawing.engine, wanted, holder))
         if dialect == TrainingDialect.TINKER:
             return in_json({"type": "create_sampling_session", "sampling_session_id": name})
         lora = "" if sampler.checkpoint is None else sampler.checkpoint.name
         return in_json({"success": True, "model_path": asked.id, "lora_name": lora})
 
     async def sampler(self, request: Request) -> Response:
-        name = request.path_params["sampler"]
-        sampler = await self._found(lambda: found_sampler(self._drawing.engine, name))
+        name, holder = request.path_params["sampler"], self._holder(request)
+        sampler = await self._found(lambda: found_sampler(self._drawing.engine, name, holder))
         path = None if sampler.checkpoint is None else sampler.checkpoint.uri(TrainingDialect.TINKER)
         return in_json({"sampler_id": name, "base_model": self._bases.name_of(sampler.base), "model_path": path})
 
     async def asample(self, request: Request) -> Response:
         body = await read_body(request)
-        submission = read_sample(body)
+        submission, holder = read_sample(body), self._holder(request)
         try:
-            name = await self._found(lambda: self.futures.submit(submission, body))
+            name = await self._found(lambda: self.futures.submit(submission, body, holder))
         except Refused as refusal:
             if refusal.code != Code.OVERLOADED:
                 raise
@@ -76,22 +79,25 @@ class SamplingRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Answer xorl's sampling client, directly, and whoever asks in vLLM's form for the base."""
-        body = await read_body(request)
+        body, holder = await read_body(request), self._holder(request)
         if is_vllm(names_in(body)):
-            return await self._generate_as_vllm(read_vllm(body))
+            return await self._generate_as_vllm(read_vllm(body), holder)
         given = read_generate(body)
-        sampler = await self._found(lambda: named_sampler(self._drawing.engine, given.adapter))
+        sampler = await self._found(lambda: named_sampler(self._drawing.engine, given.adapter, holder))
         with self._calls.capacity.open_unrecorded():
             given = await self._with_prompt(given)
             drawn = await self._drawing.draw(sampler, given.asked)
         count = len(given.asked.prompt) // 4
         return in_json(write_generated(drawn.samples, drawn.texts, count, given.logprobs))
 
+    def _holder(self, request: Request) -> str:
+        return self._guard.holder(request.scope["headers"]).name
+
     async def _found(self, find: Callable[[], _T]) -> _T:
         return await found(self._calls.follower, find)
 
-    async def _generate_as_vllm(self, given: VllmRequest) -> Response:
-        sampler = named_sampler(self._drawing.engine, "")
+    async def _generate_as_vllm(self, given: VllmRequest, holder: str) -> Response:
+        sampler = named_sampler(self._drawing.engine, "", holder)
         with self._calls.capacity.open_unrecorded():
             given = await self._with_prompt(given)
             drawn = await self._drawing.draw(sampler, given.asked)
@@ -111,9 +117,9 @@ class SamplingRoutes:
         return msgspec.structs.replace(given, asked=asked)
 
 
-def _check_session(tenants: Tenants, sampling_session: str) -> None:
+def _check_session(tenants: Tenants, sampling_session: str, holder: str) -> None:
     """Raise `Refused` unless the client's session is open."""
     session = sampling_session.rpartition(OF_SAMPLE)[0]
-    known = tenants.sessions.get(session)
+    known = seen_session(tenants, session, holder)
     if known is None or known.ended is not None:
         raise Refused(Code.SESSION_OVER, f"Session {session[:100]} has ended here, or never began; open another one.")

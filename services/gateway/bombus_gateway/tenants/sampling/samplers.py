@@ -5,18 +5,19 @@ The id of a sampler says it, so every gateway knows it, also after a restart. `S
 save, which has that number in its name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.tenants.state import KeptWeights
+from bombus.hive.tenants.owners import may_read, seen_by
+from bombus.hive.tenants.state import KeptWeights, Tenants
 from bombus.operations import CheckpointKind
 from bombus_gateway.tenants.bases import base_names
 from bombus_gateway.tenants.listings import SYNCED, found_checkpoint, path_of, synced_weights
 from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
-from bombus_gateway.training.dialects import OF_SAMPLE, is_tinkers, session_of
+from bombus_gateway.training.dialects import OF_SAMPLE, TrainingDialect, is_tinkers, session_of
 from bombus_gateway.training.paths import CheckpointPath, read_path
 from bombus_gateway.training.sampling import SamplingSession
 
@@ -33,21 +34,24 @@ class Sampler(msgspec.Struct, frozen=True):
     folder: str = ""
 
 
-def begun_sampler(engine: EngineState, asked: SamplingSession) -> tuple[str, Sampler]:
+def begun_sampler(engine: EngineState, asked: SamplingSession, holder: str) -> tuple[str, Sampler]:
     """Return the id of a new sampler, and its weights. Raises `Refused` where there are none such."""
     if asked.checkpoint is not None:
-        sampler = _of_checkpoint(engine, found_checkpoint(engine.tenants, asked.checkpoint))
+        sampler = _of_checkpoint(engine, found_checkpoint(engine.tenants, asked.checkpoint, holder))
         return f"{asked.id}:{sampler.address[:ADDRESS_CHARACTERS]}", sampler
     return f"{asked.id}:{BASE}", _of_base(engine, asked.base)
 
 
-def found_sampler(engine: EngineState, name: str) -> Sampler:
-    """Return the weights of a sampler by its id. Raises `Refused` UNKNOWN_MODEL, or where they are not served now."""
+def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
+    """Return the weights of a sampler by its id, which the holder of a key may read.
+
+    Raises `Refused` UNKNOWN_MODEL, or where they are not served now.
+    """
     session, _, numbered = name.rpartition(OF_SAMPLE)
     number, _, what = numbered.partition(":")
     if what == BASE and session:
         return _of_base(engine, "")
-    kept = engine.tenants.kept.values()
+    kept = [each for each in engine.tenants.kept.values() if may_read(each, holder)]
     if what:
         found = [each for each in kept if len(what) == ADDRESS_CHARACTERS and each.noted.saved.address.startswith(what)]
     else:
@@ -63,25 +67,42 @@ def found_sampler(engine: EngineState, name: str) -> Sampler:
     return _of_checkpoint(engine, first)
 
 
-def named_sampler(engine: EngineState, name: str) -> Sampler:
+def named_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
     """Return the weights that xorl's client calls `name`: a path, or the name of the checkpoint saved last under it.
 
-    Without a name they are what was put in sync last in this run, or else the base.
+    Without a name they are what was put in sync last in this run, or else the base. A name alone is looked for among
+    the client's own. Raises `Refused` where there is no such checkpoint, or several models have one.
     """
+    tenants = seen_by(engine.tenants, holder)
     if not name:
-        synced = [each for each in synced_weights(engine.tenants, CheckpointKind.SAMPLER) if _is_of_run(engine, each)]
+        synced = [each for each in synced_weights(tenants, CheckpointKind.SAMPLER) if _is_of_run(engine, each)]
         return _of_checkpoint(engine, synced[-1]) if synced else _of_base(engine, "")
     if "/" in name:
-        return _of_checkpoint(engine, found_checkpoint(engine.tenants, read_path(name)))
+        return _of_checkpoint(engine, found_checkpoint(engine.tenants, read_path(name), holder))
     named = [
-        each
-        for each in engine.tenants.kept.values()
-        if each.noted.saved.name == name and not is_tinkers(each.noted.model)
+        each for each in tenants.kept.values() if each.noted.saved.name == name and not is_tinkers(each.noted.model)
     ]
     samplers = [each for each in named if each.noted.saved.use == CheckpointKind.SAMPLER] or named
     if not samplers:
         raise Refused(Code.UNKNOWN_MODEL, f"There is no checkpoint {name[:140]} here, or not any longer.")
-    return _of_checkpoint(engine, samplers[-1])
+    return _of_checkpoint(engine, _of_one_model(tenants, samplers))
+
+
+def _of_one_model(tenants: Tenants, named: Sequence[KeptWeights]) -> KeptWeights:
+    """Return the newest of checkpoints of one name, which are of one model, or of one that has not ended."""
+    if len({each.noted.saved.address for each in named}) > 1 and len({each.noted.model for each in named}) > 1:
+        names = {model.name for model in tenants.open_models}
+        of_open = [each for each in named if each.noted.model in names]
+        if len({each.noted.model for each in of_open}) != 1:
+            models = ", ".join(dict.fromkeys(each.noted.model for each in named))
+            path = path_of(named[-1]).uri(TrainingDialect.XORL)
+            raise Refused(
+                Code.MALFORMED,
+                f"Several models have a checkpoint {named[-1].noted.saved.name}: {models[:300]}. Give its path as "
+                f"lora_path, such as {path}, or save each under a name of its own.",
+            )
+        named = of_open
+    return named[-1]
 
 
 def _is_of_run(engine: EngineState, kept: KeptWeights) -> bool:
