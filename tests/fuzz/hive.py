@@ -21,6 +21,7 @@ from bombus.bus.follow import Follower
 from bombus.demo.hive import running
 from bombus.errors import BombusError, Refused
 from bombus.hive import inbox
+from bombus.hive.events import RunKind
 from bombus.hive.state import EngineState, Phase
 from bombus.logs import INDENT
 from bombus.sdk.aio import AsyncSwarmClient
@@ -75,9 +76,10 @@ class FuzzedHive:
 
     @property
     def settled(self) -> tuple[int, int] | None:
-        """Return the run and version while the engine rolls and its replica serves it, else None."""
+        """Return the run and version while the engine rolls for episodes and its replica serves it, else None."""
         state = self.state
-        ready = state.phase == Phase.ROLLING and state.weights is not None and bool(state.loaded)
+        rolls = state.phase == Phase.ROLLING and state.run_kind == RunKind.EPISODES
+        ready = rolls and state.weights is not None and bool(state.loaded)
         return (state.run, state.weights.version) if ready and state.weights is not None else None
 
     @property
@@ -90,10 +92,12 @@ class FuzzedHive:
     # ---- the engine and its clients ----
 
     async def roll(self) -> None:
-        """Give the engine its job, start it where it is not running, and wait until it hands out episodes."""
+        """Give the engine its job, start it where it is not running it, and wait until it hands out episodes."""
         async with asyncio.timeout(ROLLING_S), AsyncSwarmClient(self.url, verbose=False) as client:
             while self.settled is None:
-                if self.state.phase == Phase.OFFLINE:
+                if self.state.phase == Phase.ROLLING and self.state.run_kind != RunKind.EPISODES:
+                    await self.stop_engine()  # a case has begun it
+                elif self.state.phase == Phase.OFFLINE:
                     await client.auto_sync_train_config_and_start_engine(json.dumps(JOB), force_restart=True)
                 await asyncio.sleep(0.1)
 
