@@ -17,6 +17,8 @@ from tests.sim.server import INBOX_STREAM, Message, Server
 
 T = TypeVar("T")
 ACK_S = 3.0
+ANSWER_S = 15.0
+PAUSE_S_MAX = 1.0
 AGAIN_S = 1.0
 RETRY_S = 3.0
 LATE_S_MAX = 6.0
@@ -113,6 +115,16 @@ class Link:
     async def send(self, message: inbox.AnyMessage, timeout_s: float = 10.0) -> PubAck:
         """Put a fact into the inbox, once for its id."""
         return await self.publish(INBOX_STREAM, _outgoing(message, message.id, ""), timeout_s)
+
+    async def ask(self, message: inbox.AnyMessage) -> AnyAnswer | Refused | None:
+        """Send a command. Return its answer or refusal, or after a pause None, when nobody has answered it."""
+        try:
+            return await self.request(message, ANSWER_S)
+        except Refused as refused:
+            return refused
+        except BusUnavailable:
+            await self.process.sleep(PAUSE_S_MAX * self.net.pick.random())
+            return None
 
     async def request(self, message: inbox.AnyMessage, timeout_s: float) -> AnyAnswer:
         """Put a command into the inbox until it is answered. Raises `Refused`, `BusUnavailable`."""

@@ -16,15 +16,14 @@ from bombus.hive.trajectories.forming import form
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import REPEAT_S
 from tests.sim.faults import Fault
-from tests.sim.fold import RETRY_S, Follower
-from tests.sim.link import Link, Net
+from tests.sim.fold import Follower
+from tests.sim.link import ANSWER_S, Link, Net
 from tests.sim.loop import Process
 from tests.sim.server import SECOND, TRAJECTORIES_STREAM, Server
 from tests.sim.tenants import fetch, store
 from tests.sim.variants import Variant
 
 SCORED_ENGINE = "scored"
-ANSWER_S = 15.0
 BATCH = 4  # sequences
 BEAT_S = 2.0
 
@@ -146,16 +145,6 @@ class ScoredClient(Process):
     def _engine(self) -> EngineState:
         return self.follower.hive.engine(SCORED_ENGINE)
 
-    async def _ask(self, message: inbox.AnyMessage) -> inbox.AnyAnswer | Refused | None:
-        """Send a command. Return None when nobody has answered it."""
-        try:
-            return await self.link.request(message, ANSWER_S)
-        except Refused as refused:
-            return refused
-        except BusUnavailable:
-            await self.sleep(RETRY_S * self._net.pick.random())
-            return None
-
 
 class ScoredEnvironment(ScoredClient):
     """Joins, pushes groups until each push is answered, and leaves, or falls silent."""
@@ -168,7 +157,7 @@ class ScoredEnvironment(ScoredClient):
             id=self._net.fresh("join"), engine=SCORED_ENGINE, desired_name=self.name, max_tokens=64,
             weight=pick.choice((0.5, 1.0)), group_size=2, minimum=pick.choice((None, None, 0.25)),
         )  # fmt: skip
-        joined = await self._ask(joins)
+        joined = await self.link.ask(joins)
         environment = joined.environment if isinstance(joined, inbox.Joined) else None
         for _ in range(pick.choice((1, 4, 10))):
             await self._push(pick.choice((environment, environment, None)))
@@ -176,7 +165,7 @@ class ScoredEnvironment(ScoredClient):
                 await self._touch(environment)
         if environment is not None and pick.random() < 0.7:  # otherwise it is forgotten
             leaves = inbox.LeaveEnvironment(id=self._net.fresh("leave"), engine=SCORED_ENGINE, environment=environment)
-            await self._ask(leaves)
+            await self.link.ask(leaves)
 
     async def _touch(self, environment: int) -> None:
         touch = inbox.Touch(id=self._net.fresh("touch"), engine=SCORED_ENGINE, environments=(environment,))
@@ -203,7 +192,7 @@ class ScoredEnvironment(ScoredClient):
                 for size, body in zip(sizes, bodies, strict=True)
             )
             message = inbox.PushGroups(id=self._net.fresh("push"), engine=SCORED_ENGINE, groups=groups, key=key)
-            answer = await self._ask(message)
+            answer = await self.link.ask(message)
             if isinstance(answer, inbox.Pushed):
                 self._ledger.acknowledged(key)
                 if not self._net.faults.strikes(Fault.REPEAT):
@@ -224,7 +213,7 @@ class ScoredTrainer(ScoredClient):
         if engine.trajectories.trainer is None or (self._playing() and pick.random() < 0.02):
             await self._register()
         elif self._playing() and pick.random() < 0.02:
-            await self._ask(inbox.ResetGroups(id=self._net.fresh("reset"), engine=SCORED_ENGINE))
+            await self.link.ask(inbox.ResetGroups(id=self._net.fresh("reset"), engine=SCORED_ENGINE))
         else:
             await self._take()
 
@@ -233,10 +222,10 @@ class ScoredTrainer(ScoredClient):
             id=self._net.fresh("register"), engine=SCORED_ENGINE, trainer=self._net.fresh("trainer"), batch_size=BATCH,
             max_token_len=64, checkpoint_dir="c", save_checkpoint_interval=5, starting_step=0, num_steps=9,
         )  # fmt: skip
-        await self._ask(registers)
+        await self.link.ask(registers)
 
     async def _take(self) -> None:
-        answer = await self._ask(inbox.TakeBatch(id=self._net.fresh("take"), engine=SCORED_ENGINE))
+        answer = await self.link.ask(inbox.TakeBatch(id=self._net.fresh("take"), engine=SCORED_ENGINE))
         if not isinstance(answer, inbox.BatchTaken) or not answer.number:
             return
         try:

@@ -22,13 +22,12 @@ from bombus.hive.tenants.state import Queued, TenantModel
 from bombus_coordinator.rules.operations import CREATE, END, SAVE
 from tests.sim.faults import Fault
 from tests.sim.fold import RETRY_S, Follower
-from tests.sim.link import Link, Net
+from tests.sim.link import ANSWER_S, Link, Net
 from tests.sim.loop import Process
 from tests.sim.server import OPS_STREAM, Server
 
 OPS_ENGINE = "ops"
 BASE = "tiny"
-ANSWER_S = 15.0
 BEAT_S = 2.0
 SUPERSEDED_S = 5.0
 AGAIN = (Code.QUOTA, Code.STORAGE_FULL, Code.BODY_GONE)
@@ -238,29 +237,19 @@ class TenantClient(Process):
             model=BASE,
         )
         while self._engine.configured is None:
-            if await self._ask(configured) is not None:
+            if await self.link.ask(configured) is not None:
                 return
 
     @property
     def _engine(self) -> EngineState:
         return self.follower.hive.engine(OPS_ENGINE)
 
-    async def _ask(self, message: inbox.AnyMessage) -> inbox.AnyAnswer | Refused | None:
-        """Send a command. Return None when nobody has answered it."""
-        try:
-            return await self.link.request(message, ANSWER_S)
-        except Refused as refused:
-            return refused
-        except BusUnavailable:
-            await self.sleep(RETRY_S * self._net.pick.random())
-            return None
-
     async def _play(self) -> None:
         """Play one session: with a few models, one after another, and an end that may be forgotten."""
         pick = self._net.pick
         session = self._net.fresh(f"{self.name}-s")
         opens = inbox.OpenSession(id=self._net.fresh("open"), engine=OPS_ENGINE, session=session)
-        opened = await self._ask(opens)
+        opened = await self.link.ask(opens)
         if not isinstance(opened, inbox.Done):
             return
         if pick.random() < 0.1:
@@ -272,7 +261,7 @@ class TenantClient(Process):
         beating.close()
         self.tasks.pop(beating, None)
         if pick.random() < 0.5:  # otherwise it is forgotten and becomes idle
-            await self._ask(inbox.CloseSession(id=self._net.fresh("close"), engine=OPS_ENGINE, session=session))
+            await self.link.ask(inbox.CloseSession(id=self._net.fresh("close"), engine=OPS_ENGINE, session=session))
 
     async def _put_to_sleep(self) -> None:
         """Have the trainer free its memory, and take it again."""
@@ -281,14 +270,14 @@ class TenantClient(Process):
             await self._ask_rest(False)
 
     async def _ask_rest(self, asleep: bool) -> inbox.AnyAnswer | Refused | None:
-        return await self._ask(inbox.AskRest(id=self._net.fresh("rest"), engine=OPS_ENGINE, asleep=asleep))
+        return await self.link.ask(inbox.AskRest(id=self._net.fresh("rest"), engine=OPS_ENGINE, asleep=asleep))
 
     async def _register(self) -> None:
         """Register an inference server elsewhere, and sometimes remove it."""
         host, port = "elsewhere", 30_000 + self._net.pick.randrange(2)
-        await self._ask(inbox.AddEndpoint(id=self._net.fresh("add"), engine=OPS_ENGINE, host=host, port=port))
+        await self.link.ask(inbox.AddEndpoint(id=self._net.fresh("add"), engine=OPS_ENGINE, host=host, port=port))
         if self._net.pick.random() < 0.5:
-            await self._ask(inbox.RemoveEndpoint(id=self._net.fresh("rm"), engine=OPS_ENGINE, host=host, port=port))
+            await self.link.ask(inbox.RemoveEndpoint(id=self._net.fresh("rm"), engine=OPS_ENGINE, host=host, port=port))
 
     async def _beat(self, session: str) -> None:
         while True:
@@ -326,7 +315,7 @@ class TenantClient(Process):
         claim = inbox.Claim(
             id=name, engine=OPS_ENGINE, claim=name, client=self.name, count=2, sampler=sampler, discard_timeout_s=5.0
         )
-        granted = await self._ask(claim)
+        granted = await self.link.ask(claim)
         if not isinstance(granted, inbox.Granted):
             return
         episodes = granted.episodes
@@ -346,7 +335,7 @@ class TenantClient(Process):
     async def _ask_again(self, message: inbox.AnyMessage) -> inbox.AnyAnswer | Refused | None:
         """Send a command up to three times."""
         for _ in range(3):
-            if (answer := await self._ask(message)) is not None:
+            if (answer := await self.link.ask(message)) is not None:
                 return answer
         return None
 
@@ -366,7 +355,7 @@ class TenantClient(Process):
                 id=self._net.fresh("operate"), engine=OPS_ENGINE, session=session, model=model, key=key, op=op,
                 body=body, passive=op == "forward", base=BASE,
             )  # fmt: skip
-            answer = await self._ask(message)
+            answer = await self.link.ask(message)
             if isinstance(answer, inbox.Accepted):
                 self._ledger.acknowledged(answer)
                 answered = answer
