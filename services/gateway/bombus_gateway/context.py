@@ -1,14 +1,20 @@
 """What all doors of a gateway share."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.errors import Code, Refused
+from bombus.hive.inbox import AnyAnswer, Message
 from bombus_gateway.heartbeats import Heartbeats
 from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+POSITION_S = 5.0  # in which the event of a command comes back
 
 
 @dataclass
@@ -24,6 +30,19 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.heartbeats = Heartbeats(self.bus)
+
+    async def carry_out(self, command: Message, limit_s: float | None = None, traceparent: str = "") -> AnyAnswer:
+        """Carry out a command. After it, this gateway's own reads show its effect.
+
+        Its answer must come within `limit_s`, by default the bus' timeout. Raises `Refused` and `BusUnavailable`.
+        """
+        limit_s = self.settings.bus_timeout_s if limit_s is None else limit_s
+        answer = await self.bus.inbox.request(command, limit_s, traceparent=traceparent)
+        try:
+            await self.follower.wait_position(answer.position, POSITION_S)
+        except TimeoutError:
+            log.warning("a command was carried out, but its event has not come back yet", extra={"command": command.id})
+        return answer
 
     def engines_at(self, engine: str, any_engine: bool) -> tuple[str, ...]:
         """Return the engines of a door: its own, or at the root all of them."""

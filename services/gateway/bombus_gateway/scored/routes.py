@@ -152,7 +152,7 @@ class ScoredRoutes:
         """Begin a run for a trainer. The batches and groups of the run before it are over."""
         given = read_trainer(await _read(request, self._shelf))
         uuid = secrets.randbits(UUID_BITS)
-        await self._shelf.carry_out(
+        await self._gateway.carry_out(
             inbox.RegisterTrainer(
                 id=f"register-{uuid:032x}",
                 engine=self._shelf.engine,
@@ -214,7 +214,7 @@ class ScoredRoutes:
 
     async def reset_data(self, request: Request) -> Response:
         """End the run, and forget its groups and environments."""
-        await self._shelf.carry_out(inbox.ResetGroups(id=f"reset-{secrets.token_hex(16)}", engine=self._shelf.engine))
+        await self._gateway.carry_out(inbox.ResetGroups(id=f"reset-{secrets.token_hex(16)}", engine=self._shelf.engine))
         return _answered(request, answers.RESET, "text/plain")
 
     # ---- environments ---------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class ScoredRoutes:
     async def register_environment(self, request: Request) -> Response:
         """Let an environment join, or tell it to wait until the trainer asks for its first batch."""
         given = read_environment(await _read(request, self._shelf))
-        answer = await self._shelf.carry_out(
+        answer = await self._gateway.carry_out(
             inbox.JoinEnvironment(
                 id=f"join-{secrets.token_hex(16)}",
                 engine=self._shelf.engine,
@@ -254,7 +254,7 @@ class ScoredRoutes:
             id=f"leave-{secrets.token_hex(16)}", engine=self._shelf.engine, environment=environment
         )
         try:
-            await self._shelf.carry_out(leave)
+            await self._gateway.carry_out(leave)
         except Refused as refusal:
             if refusal.code is not Code.UNKNOWN_ENVIRONMENT:
                 raise

@@ -1,7 +1,6 @@
 """Puts scored groups on the log, and reads the batches that the log hands out."""
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -17,9 +16,6 @@ from bombus.hive.trajectories.state import HandedOut, Trajectories
 from bombus_gateway.atropos.scored_data import record_of
 from bombus_gateway.context import Gateway
 
-log = logging.getLogger(__name__)
-
-POSITION_S = 5.0
 ARRIVAL_S = 1.0  # within which a batch that was sent is known to have arrived
 ATTEMPTS_MAX = 4
 DECODING_MAX = 2  # bodies at once: one takes many times its size while it is read
@@ -55,18 +51,6 @@ class GroupShelf:
         async with self._decoding:
             return await asyncio.to_thread(compute, *given)
 
-    async def carry_out(self, command: inbox.Message) -> inbox.AnyAnswer:
-        """Carry out a command. After it, this gateway's own reads show its effect.
-
-        Raises `Refused` and `BusUnavailable`.
-        """
-        answer = await self._gateway.bus.inbox.request(command, self._gateway.settings.bus_timeout_s)
-        try:
-            await self._gateway.follower.wait_position(answer.position, POSITION_S)
-        except TimeoutError:
-            log.warning("a command was carried out, but its event has not come back yet", extra={"command": command.id})
-        return answer
-
     # ---- in -------------------------------------------------------------------------------------------------------
 
     async def push(self, groups: Sequence[ScoredGroup], key: str = "") -> tuple[int | None, ...]:
@@ -85,7 +69,7 @@ class GroupShelf:
             queued = tuple(map(_queued, groups, bodies))
             message = inbox.PushGroups(id=uuid.uuid4().hex, engine=self.engine, groups=queued, key=key)
             try:
-                answer = await self.carry_out(message)
+                answer = await self._gateway.carry_out(message)
             except Refused as refusal:
                 if refusal.code is not Code.BODY_GONE or attempt == ATTEMPTS_MAX:
                     raise
@@ -106,7 +90,7 @@ class GroupShelf:
         Raises `Refused`: WRONG_PHASE before a trainer has registered; and `BusUnavailable`.
         """
         for _ in range(ATTEMPTS_MAX):
-            answer = await self.carry_out(inbox.TakeBatch(id=uuid.uuid4().hex, engine=self.engine))
+            answer = await self._gateway.carry_out(inbox.TakeBatch(id=uuid.uuid4().hex, engine=self.engine))
             assert isinstance(answer, inbox.BatchTaken)
             if not answer.number:
                 return None

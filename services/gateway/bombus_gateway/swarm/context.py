@@ -1,6 +1,5 @@
 """What the swarm routes of one engine share: its state, and how a command is carried out."""
 
-import logging
 import uuid
 from math import inf
 from typing import Any
@@ -17,10 +16,6 @@ from bombus.hive.state import EngineState
 from bombus.telemetry import traceparent_of
 from bombus_gateway import limits
 from bombus_gateway.context import Gateway
-
-log = logging.getLogger(__name__)
-
-POSITION_S = 5.0
 
 
 class JsonResponse(JSONResponse):
@@ -55,15 +50,10 @@ class EngineContext:
         traceparent = traceparent_of(request.headers.get(TRACEPARENT, ""))
         try:
             limit_s = wait_s + min(answer_s, self.gateway.settings.bus_timeout_s)
-            answer = await self.gateway.bus.inbox.request(command, limit_s, traceparent=traceparent)
+            return await self.gateway.carry_out(command, limit_s, traceparent)
         except (OverflowError, UnicodeError, RecursionError) as error:
             # The encoder raises these: JSON allows numbers, text and depths that the log's format does not.
             raise Refused(Code.MALFORMED, f"The body holds something that cannot be stored: {error}") from error
-        try:
-            await self.gateway.follower.wait_position(answer.position, POSITION_S)
-        except TimeoutError:
-            log.warning("a command was carried out, but its event has not come back yet", extra={"command": command.id})
-        return answer
 
     def command_id(self, request: Request, kind: str, client: str, body: bytes) -> str:
         """Return the command's id. It follows from an Idempotency-Key: an equal command gets an equal answer (R3)."""

@@ -1,7 +1,6 @@
 """Puts operations of training clients on the log, and answers with their results."""
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Callable
 from typing import TypeVar
@@ -48,10 +47,7 @@ from bombus_gateway.training.futures import (
 from bombus_gateway.training.results import write_result
 from bombus_gateway.training.submission import Submission
 
-log = logging.getLogger(__name__)
-
 HOLD_S = 30.0  # a request for a result that is not there yet is held for so long
-POSITION_S = 5.0
 ATTEMPTS_MAX = 4
 REPEAT_S = 30.0  # within which xorl's client may send a request again; it has no other mark
 REMEMBERED = 10_000
@@ -100,18 +96,6 @@ class OperationDesk:
         """Return what `decode` makes of a body that may be large, while other requests go on."""
         async with self._decoding:
             return await asyncio.to_thread(decode, body)
-
-    async def carry_out(self, command: inbox.Message) -> inbox.AnyAnswer:
-        """Carry out a command. After it, this gateway's own reads show its effect.
-
-        Raises `Refused` and `BusUnavailable`.
-        """
-        answer = await self._gateway.bus.inbox.request(command, self._gateway.settings.bus_timeout_s)
-        try:
-            await self._gateway.follower.wait_position(answer.position, POSITION_S)
-        except TimeoutError:
-            log.warning("a command was carried out, but its event has not come back yet", extra={"command": command.id})
-        return answer
 
     # ---- operations -----------------------------------------------------------------------------------------------
 
@@ -166,7 +150,7 @@ class OperationDesk:
                 again_s=0.0 if is_tinkers(model) else self._repeat_s,
             )
             try:
-                answer = await self.carry_out(message)
+                answer = await self._gateway.carry_out(message)
             except Refused as refusal:
                 is_xorls = refusal.code == Code.OTHER_BODY and not is_tinkers(model)  # it came too late, or another did
                 if attempt == ATTEMPTS_MAX or not (is_xorls or refusal.code == Code.BODY_GONE):

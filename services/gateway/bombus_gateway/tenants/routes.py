@@ -446,7 +446,7 @@ class TrainingRoutes:
             use=path.kind.value,
             name=path.name,
         )
-        await self._desk.carry_out(remove)
+        await self._gateway.carry_out(remove)
         return path.uri(TrainingDialect.XORL)
 
     def _may_configure(self, request: Request) -> bool:

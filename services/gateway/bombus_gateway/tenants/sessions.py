@@ -83,7 +83,7 @@ class Sessions:
             metadata=metadata,
             for_model=is_xorls,
         )
-        await self._desk.carry_out(command)
+        await self._gateway.carry_out(command)
         return session
 
     async def beat(self, body: bytes, holder: str) -> None:
@@ -113,7 +113,7 @@ class Sessions:
         await self.found(session, holder)
         detail = " ".join(part for part in (given.reason.type, given.detail or "") if part)[:DETAIL_CHARACTERS]
         close = inbox.CloseSession(id=uuid.uuid4().hex, engine=self._desk.engine, session=session, detail=detail)
-        await self._desk.carry_out(close)
+        await self._gateway.carry_out(close)
 
     async def found(self, session: str, holder: str) -> TenantSession:
         """Return a session of the holder of a key. Raises `Refused` UNKNOWN_SESSION."""
@@ -167,7 +167,7 @@ class Sessions:
                 collection=config.to_collection(),
                 model=config.model.path,
             )
-            await self._desk.carry_out(configure)
+            await self._gateway.carry_out(configure)
             return wanted
         return names[0] if wanted in names else wanted
 

@@ -32,7 +32,7 @@ class EndpointRoutes:
     def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
         self._gateway = gateway
         self._desk = desk
-        self._sync = WeightSync(desk)
+        self._sync = WeightSync(gateway, desk)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
 
     def add_to(self, root: APIRouter) -> None:
@@ -70,7 +70,7 @@ class EndpointRoutes:
             world_size=asked.world_size,
             owner=holder,
         )
-        await self._desk.carry_out(add)
+        await self._gateway.carry_out(add)
         synced, said = False, None
         if asked.sync:
             synced, said = await self._synced(asked.at, holder)
@@ -99,7 +99,7 @@ class EndpointRoutes:
         if name not in seen_by(self._desk.tenants, holder).endpoints:
             return {"success": False, "message": f"{name} is not registered."}
         remove = inbox.RemoveEndpoint(id=uuid.uuid4().hex, engine=self._desk.engine, host=at.host, port=at.port)
-        await self._desk.carry_out(remove)
+        await self._gateway.carry_out(remove)
         return {"success": True, "message": f"{name} gets no more weights."}
 
     async def list(self, request: Request) -> Response:
@@ -126,7 +126,7 @@ class EndpointRoutes:
 
     async def _rest(self, asleep: bool) -> dict[str, object]:
         """Let the trainer sleep or wake up, and answer when it has."""
-        await self._desk.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=self._desk.engine, asleep=asleep))
+        await self._gateway.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=self._desk.engine, asleep=asleep))
         run = self._desk.state.run
         is_over = _over(lambda: self._desk.state, run, asleep)
         try:

@@ -13,6 +13,7 @@ from bombus.hive import inbox
 from bombus.hive.tenants.owners import owner_of, seen_by
 from bombus.hive.tenants.state import TenantModel
 from bombus.operations import CheckpointKind, CheckpointSaved, Failed, SaveWeights
+from bombus_gateway.context import Gateway
 from bombus_gateway.tenants.desk import OperationDesk, Waits
 from bombus_gateway.tenants.endpoints.servers import EndpointOutcome, Target, given, looked_at
 from bombus_gateway.tenants.listings import SYNCED, synced_weights
@@ -41,7 +42,8 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 class WeightSync:
     """The syncs of one engine at this gateway, one after the other."""
 
-    def __init__(self, desk: OperationDesk) -> None:
+    def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
+        self._gateway = gateway
         self._desk = desk
         self._lock = asyncio.Lock()
 
@@ -157,7 +159,7 @@ class WeightSync:
                     use=kind,
                     name=name,
                 )
-                await self._desk.carry_out(remove)
+                await self._gateway.carry_out(remove)
 
 
 def _own(url: str) -> Target:

@@ -107,7 +107,7 @@ class RestRoutes:
             name=noted.saved.name,
             ttl_s=given or 0.0,
         )
-        await self._desk.carry_out(retain)
+        await self._gateway.carry_out(retain)
         return Response(status_code=204)
 
     async def publish(self, request: Request) -> Response:
@@ -126,7 +126,7 @@ class RestRoutes:
             name=noted.saved.name,
             public=public,
         )
-        await self._desk.carry_out(mark)
+        await self._gateway.carry_out(mark)
         return Response(status_code=204)
 
     # ---- downloads ------------------------------------------------------------------------------------------------
