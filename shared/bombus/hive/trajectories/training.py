@@ -4,16 +4,19 @@ A group that it would train otherwise than its environment meant is refused, by 
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from bombus.hive.events import TrainerRegistered
 from bombus.hive.trajectories.records import ScoredGroup, int_rows
 
 NOT_TRAINED = -100  # the mask of a token that is not trained; that of any other is the token itself
 LOGPROB_MAX = 0.01  # a logprob is 0 at most, but for the rounding of whoever computed it
 ADVANTAGE_MAX = float.fromhex("0x1.fffffep+127")  # the largest float32
+FOLDER, FOLDERS_MAX = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"), 8  # of `checkpoint_dir`
 ZERO, TEMPERATURE = "set_advantage_to_zero", "temperature"  # the overrides that Atropos's own trainer knows
 
 
@@ -93,6 +96,34 @@ def _temperature(where: str, given: dict[str, Any]) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
         raise ValueError(f"{where}.{TEMPERATURE} is a number from 0 to 100, not {value!r}.")
     return float(value) or 1.0
+
+
+# ---- why a trainer cannot be registered --------------------------------------------------------------------------
+
+
+def why_not_registered(event: TrainerRegistered, begun: int) -> str:
+    """Return why our own trainer cannot make a run of these settings that begins at step `begun`; empty if it can."""
+    if event.max_token_len < 1:
+        return f"max_token_len is {event.max_token_len}: it is the most tokens of a sequence, at least 1."
+    if event.starting_step != begun:
+        return (
+            f"starting_step is {event.starting_step}, and this engine's own trainer begins at step {begun}: send that. "
+            "The job's trainer.resume says where it begins."
+        )
+    if event.num_steps <= begun:
+        return f"num_steps is {event.num_steps}: it is the last step of the run, which begins at step {begun}."
+    parts = event.checkpoint_dir.removeprefix("./").rstrip("/").split("/") if event.checkpoint_dir else []
+    if len(parts) > FOLDERS_MAX or not all(FOLDER.fullmatch(part) for part in parts):
+        return (
+            f"checkpoint_dir is {event.checkpoint_dir!r}: this engine's own trainer keeps checkpoints below its own "
+            "folder. Send a relative name of letters, digits, dots, dashes and underscores, or an empty one."
+        )
+    return ""
+
+
+def checkpoint_folder(event: TrainerRegistered | None) -> str:
+    """Return the folder below a run's checkpoints that its trainer was registered with, "" for none."""
+    return "" if event is None else event.checkpoint_dir.removeprefix("./").rstrip("/")
 
 
 # ---- why a group is not trained ----------------------------------------------------------------------------------
