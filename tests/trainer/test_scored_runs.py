@@ -56,10 +56,10 @@ class ScoredStage:
     async def version(self, version: int) -> None:
         await self.stage.until(Phase.ROLLING, version)
 
-    async def begin(self, registered: Json | None = None, **job: object) -> None:
+    async def begin(self, registered: object = TRAINER, **job: object) -> None:
         """Configure the engine, and register the trainer that it has itself."""
         await self.stage.configure(scored_job(self.stage, **job))
-        await self.post("/register", registered or TRAINER)
+        await self.post("/register", registered)
 
     async def push_batch(self, step: int) -> None:
         """Push the two groups of a step: the same in every hive."""
