@@ -16,7 +16,7 @@ from tests.trainer.test_scored_runs import TRAINER, ScoredStage
 from tests.trainer.trainer_hive import WAIT_S, Stage, staged
 
 STEPS = 8
-GROUPS, SIZE = 2, 8  # of a step
+GROUPS, SIZE = 2, 32  # of a step: so many that a mean is within 0.06 of what it stands for, as a rule
 PROMPT = [5, 6]
 BETTER = 32  # tokens below it score 1: about half of those of a model that has learnt nothing
 GENERATE = {"logprobs": 0, "n": SIZE, "max_tokens": 1, "temperature": 1.0}
@@ -76,4 +76,4 @@ async def test_the_reward_of_an_environment_rises_that_samples_from_the_policy_w
         replica.cancel()
         with suppress(asyncio.CancelledError):
             await replica
-    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.2, means
+    assert sum(means[-4:]) / 4 > means[0] + 0.15, means
