@@ -95,7 +95,7 @@ $(ATROPOS_STAMP): tests/atropos/requirements.txt locks/$(TORCH).txt
 	touch $(ATROPOS_STAMP)
 
 test-atropos: $(STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and its environments, unmodified, on a hive (SEQUENCES=2000)
-	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored
+	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored tests/trainer/test_scored_runs.py tests/system/test_scored_training.py
 	$(BIN)/python -m tests.atropos.faults
 
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.

@@ -16,7 +16,6 @@ WHOLE = "the whole rule"
 NOT_BUILT = {
     13: "sets of episodes over several engines",
     15: "pinned versions, NCCL",
-    16: "our own trainer takes such batches",
 }
 
 

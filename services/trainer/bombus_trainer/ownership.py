@@ -60,12 +60,13 @@ class RunOwnership:
         await self._follower.caught_up()
 
     async def next_run(self) -> None:
-        """Wait for a run that we have not owned yet, and take it. One of trajectories has a trainer of its own."""
+        """Wait for a run that we have not owned yet, and take it. One of trajectories may have an outside trainer."""
         await self._follower.wait_for(lambda _: self._is_new(self.engine))
         self.run = self.engine.run
 
     def _is_new(self, engine: EngineState) -> bool:
-        return engine.phase != Phase.OFFLINE and engine.run > self.run and not engine.takes_trajectories
+        is_ours = engine.trains_scored or not engine.takes_trajectories
+        return engine.phase != Phase.OFFLINE and engine.run > self.run and is_ours
 
     def is_running(self) -> bool:
         return self.engine.phase != Phase.OFFLINE and self.engine.run == self.run

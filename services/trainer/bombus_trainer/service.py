@@ -10,6 +10,7 @@ from time import perf_counter
 
 from bombus import telemetry
 from bombus.bus import Blobs, Bus
+from bombus.bus.large.parts import Parts
 from bombus.config.job import RunConfig
 from bombus.datums.reading import BusCallReader
 from bombus.errors import BusUnavailable, EngineFault
@@ -18,11 +19,13 @@ from bombus.hive.events import BatchReady, RunKind, WeightsReady
 from bombus.hive.inbox import StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import EngineState
 from bombus.hive.steps import checkpoints, is_due, steps_after
+from bombus.hive.trajectories.training import checkpoint_folder
 from bombus.private import private_folder
 from bombus_trainer.backend import BackendLost, Interrupted, Loader, TrainerBackend
 from bombus_trainer.backends.torch.metrics import LEFT_OUT
-from bombus_trainer.data.reading import read_batch
+from bombus_trainer.data.reading import ReadBatch, read_batch
 from bombus_trainer.data.samples import Origin
+from bombus_trainer.data.scored import read_scored
 from bombus_trainer.loading import load_backend, pack_tokenizer
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
@@ -36,7 +39,7 @@ from bombus_trainer.recovery.reports import RunReports, reason_of
 from bombus_trainer.recovery.restoring import restored
 from bombus_trainer.recovery.watch import Watch
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
-from bombus_trainer.replay.retraining import read_again
+from bombus_trainer.replay.retraining import read_whole
 from bombus_trainer.serving.server import OperationServer
 from bombus_trainer.versions import Versions
 
@@ -207,10 +210,7 @@ class Trainer:
             number, recorded = step.batch.step, step.done.metrics if step.done is not None else {}
             log.warning("step %d is made again, since the checkpoint of step %d", number, self._restored)
             await self._reports.stage(f"making step {number} again", f"again-{number}")
-            max_staleness = engine.collection.trained_staleness
-            side_calls = executor.settings.job.rollout.trains_side_calls
-            reader = BusCallReader(self._bus)
-            groups = await read_again(reader, step.batch, recorded, max_staleness, side_calls=side_calls)
+            groups = read_whole(await self._read(executor, step.batch), step.batch, recorded)
             again = partial(executor.train_step, groups, number, over.is_set)
             await in_thread(Kind.STEP, f"step {number}, made again", again)
             reached(Point.TRAINER_STEP_MADE_AGAIN)
@@ -277,7 +277,7 @@ class Trainer:
         with telemetry.span("trainer.step", ownership.batch_trace, engine=self._options.engine, step=batch.step):
             metrics = await self._train(executor, batch)
             reached(Point.TRAINER_STEP_TRAINED)
-            due = is_due(ownership.engine.steps, batch.step, executor.settings.config.checkpoint_every)
+            due = is_due(ownership.engine.steps, batch.step, self._checkpoint_every(executor))
             saved = await self._checkpoint(executor, batch, metrics) if due else NO_CHECKPOINT
             done = StepDone(
                 id=ownership.id(f"step-{batch.step}-{self._attempt}"),
@@ -296,20 +296,19 @@ class Trainer:
             self._made_again = {}
             engine = ownership.engine
             named = [done.checkpoint for done in (*engine.kept, *checkpoints(engine.steps))]
-            remove = partial(remove_others, self._directory("checkpoints"), named, ownership.epoch)
+            remove = partial(remove_others, self._checkpoints(), named, ownership.epoch)
             await in_thread(Kind.REMOVAL, "removing old checkpoints", remove)
             reached(Point.TRAINER_CHECKPOINTS_PRUNED)
         log.info("step %d: reward %.4g, loss %.4g", batch.step, metrics["reward_mean"], metrics["loss"])
 
     async def _train(self, executor: TrainerBackend, batch: BatchReady) -> dict[str, float]:
         start = perf_counter()
-        max_staleness = self._ownership.engine.collection.trained_staleness
-        side_calls = executor.settings.job.rollout.trains_side_calls
-        read = await read_batch(BusCallReader(self._bus), batch, max_staleness, side_calls=side_calls)
+        read = await self._read(executor, batch)
         read_s = perf_counter() - start
         reached(Point.TRAINER_BATCH_READ)
         for episode, why in read.lost.items():
-            log.error("episode %s is left out of step %d: %s", episode, batch.step, why)
+            what = "group" if batch.taken else "episode"
+            log.error("%s %s is left out of step %d: %s", what, episode, batch.step, why)
         for episode, age in read.stale.items():
             log.error("episode %s is left out of step %d: it is %d versions old", episode, batch.step, age)
         groups, interrupted = list(read.groups), self._ownership.over.is_set
@@ -326,6 +325,18 @@ class Trainer:
             metrics |= await in_thread(Kind.SAMPLES, "writing samples", lambda: debug.save(origin, groups))
         return metrics
 
+    async def _read(self, executor: TrainerBackend, batch: BatchReady) -> ReadBatch:
+        """Read the calls of a batch, or the scored groups that it was made of. Raises `BusUnavailable`."""
+        engine = self._ownership.engine
+        if batch.taken:
+            bodies = Parts(self._bus, self._bus.subjects.trajectories_stream)
+            registered = engine.trajectories.trainer
+            tokens_max = 0 if registered is None else registered.max_token_len
+            return await read_scored(bodies, batch.scored, batch.step, tokens_max)
+        side_calls = executor.settings.job.rollout.trains_side_calls
+        max_staleness = engine.collection.trained_staleness
+        return await read_batch(BusCallReader(self._bus), batch, max_staleness, side_calls=side_calls)
+
     async def _checkpoint(self, executor: TrainerBackend, batch: BatchReady, metrics: dict[str, float]) -> Saved:
         facts = Facts(
             engine=self._options.engine,
@@ -337,7 +348,7 @@ class Trainer:
             metrics=metrics,
             machine=this_machine(self._options.device),
         )
-        save = partial(executor.save, self._directory("checkpoints"), facts)
+        save = partial(executor.save, self._checkpoints(), facts)
         return await in_thread(Kind.CHECKPOINT, f"the checkpoint of step {batch.step}", save)
 
     # ---- failures ---------------------------------------------------------------------------------------------
@@ -361,6 +372,15 @@ class Trainer:
         )
         await ownership.send(broke)
         await ownership.wait(lambda engine: _counts(engine) != before)
+
+    def _checkpoint_every(self, executor: TrainerBackend) -> int:
+        """Return after how many steps there is a checkpoint: as registered for scored groups, or as the job says."""
+        registered = self._ownership.engine.trajectories.trainer
+        interval = 0 if registered is None else registered.save_checkpoint_interval
+        return interval if interval > 0 else executor.settings.config.checkpoint_every
+
+    def _checkpoints(self) -> Path:
+        return self._directory("checkpoints") / checkpoint_folder(self._ownership.engine.trajectories.trainer)
 
     def _directory(self, what: str) -> Path:
         hive = self._bus.subjects.hive

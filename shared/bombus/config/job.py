@@ -141,6 +141,7 @@ class CollectionConfig(ConfigGroup):
     With the methods in which clients agree, syncing weights takes at least `agreed_sync_s`: a client of the swarm
     contract that has agreed polls for that phase every 5 s, and would wait for ever if it missed it.
     Calls of the newest `replay_steps` steps are kept for replay, fewer when the stream of calls is over half full.
+    With `scored_groups` the job trains what environments of Atropos score, and plays no episodes (docs/atropos.md).
     """
 
     method: CollectionMethod = Method.ENOUGH_TASKS
@@ -155,6 +156,7 @@ class CollectionConfig(ConfigGroup):
     boot_s: Float = Field(default=1800.0, gt=0, le=86_400)
     max_step_failures: int = Field(default=3, ge=1, le=100)
     replay_steps: int = Field(default=1000, ge=0, le=10_000)
+    scored_groups: bool = False
 
 
 class ExperimentConfig(ConfigGroup):
@@ -186,6 +188,15 @@ class RunConfig(ConfigGroup):
             )
         return self
 
+    @model_validator(mode="after")
+    def _scored_groups_are_ours(self) -> "RunConfig":
+        if self.collection.scored_groups and self.trainer.backend != "torch":
+            raise ValueError(
+                f"bombus.trainer.backend is {self.trainer.backend}, and scored groups are trained by torch alone: set "
+                "it to torch, or bombus.collection.scored_groups to false"
+            )
+        return self
+
     def to_collection(self) -> Collection:
         """Return what the coordinator needs to know of this job."""
         rules = self.collection
@@ -204,6 +215,7 @@ class RunConfig(ConfigGroup):
             agreed_sync_s=rules.agreed_sync_s,
             max_step_failures=rules.max_step_failures,
             replay_steps=rules.replay_steps,
+            scored_groups=rules.scored_groups,
             resume=self.trainer.resume,
             checkpoints_kept=self.trainer.checkpoints_kept,
         )

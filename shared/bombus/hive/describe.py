@@ -73,7 +73,8 @@ def _(event: ev.EngineStarted) -> str:
     if event.run_kind == ev.RunKind.OPERATIONS:
         return f"run {event.run} started for training operations on {event.base}"
     if event.run_kind == ev.RunKind.TRAJECTORIES:
-        return f"run {event.run} started for scored trajectories"
+        ours = f", which configuration {event.config_digest[:8]} trains" if event.config_digest else ""
+        return f"run {event.run} started for scored trajectories{ours}"
     text = f"run {event.run} started with configuration {event.config_digest[:8]}"
     begun = where_begun(event)
     return f"{text}, {begun}" if begun else text
@@ -188,6 +189,8 @@ def _(event: ev.PoolCleared) -> str:
 
 @_text.register
 def _(event: ev.BatchReady) -> str:
+    if event.taken:
+        return f"batch of step {event.step}: {_count(len(event.taken), 'scored group')}"
     episodes = sum(len(group.episodes) for group in event.groups)
     return f"batch of step {event.step}: {_count(len(event.groups), 'group')}, {_count(episodes, 'episode')}"
 

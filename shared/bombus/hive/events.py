@@ -119,6 +119,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     resume: str = "never"  # which checkpoint a new run begins at: never, auto, or "from VERSION"
     checkpoints_kept: int = 2
     tenancy: Tenancy = Tenancy()
+    scored_groups: bool = False  # the job trains what environments have scored, and plays no episodes
 
     @property
     def episode_target(self) -> int:
@@ -399,12 +400,18 @@ class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.ready"):
-    """The batch of optimizer step `step` is sealed, which trains policy version `step - 1` into version `step`."""
+    """The batch of optimizer step `step` is sealed, which trains policy version `step - 1` into version `step`.
+
+    In a run of trajectories it is `taken` from the queue of scored groups, by their numbers. On the log it does not
+    have them as `scored`: the fold takes them from the queue.
+    """
 
     run: int
     step: int
     groups: tuple[BatchGroup, ...]
     config_digest: str
+    taken: tuple[int, ...] = ()
+    scored: tuple[QueuedGroup, ...] = ()
 
 
 class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opened"):

@@ -4,7 +4,7 @@ Every service folds the same log with the same function, so all of them have the
 `evolve` never refuses an event: what is on the log has happened.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import LeftRun, goes_on, keep, leave, step_of
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall, RunKind
-from bombus.hive.records import CallRef, CallStatus
+from bombus.hive.records import BodyRef, CallRef, CallStatus
 from bombus.hive.steps import SealedStep, complete, lacking
 from bombus.hive.tenants import state as tenancy
 from bombus.hive.tenants.state import Tenants
@@ -203,6 +203,17 @@ class EngineState(msgspec.Struct, kw_only=True):
         return self.phase != Phase.OFFLINE and self.run_kind == RunKind.TRAJECTORIES
 
     @property
+    def trains_scored(self) -> bool:
+        """Return whether a run is on in which our own trainer takes the batches of scored groups."""
+        return self.takes_trajectories and self.started is not None and self.started.config_digest != ""
+
+    def bodies_needed(self) -> Iterator[BodyRef]:
+        """Yield the bodies of scored groups that can still be asked for, or trained again."""
+        yield from self.trajectories.needed()
+        for step in self.steps if self.trains_scored else ():
+            yield from (group.body for group in step.batch.scored if group.body is not None)
+
+    @property
     def collection(self) -> Collection:
         """Return the rules of the running job; before the first start, those of the configured one."""
         source = self.active or self.configured
@@ -240,7 +251,7 @@ class EngineState(msgspec.Struct, kw_only=True):
         """
         if self.serves_operations:
             return self.phase == Phase.BOOTING or (self.tenants.waiting > 0 and not self.rest_wanted)
-        if self.takes_trajectories:
+        if self.takes_trajectories and not self.trains_scored:
             return False
         return self.batch is not None or self.version < max(self.step, 0)
 
@@ -346,7 +357,7 @@ def _released(hive: Hive, event: ev.OperationsReleased) -> None:
 
 
 def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
-    """Return the event that was folded last with what the fold has added: to a batch, the calls of its episodes."""
+    """Return the event that was folded last with what the fold has added: to a batch, its calls or scored groups."""
     batch = hive.engine(event.engine).batch
     return batch if isinstance(event, ev.BatchReady) and batch is not None else event
 
@@ -694,12 +705,15 @@ def _with_calls(engine: EngineState, event: ev.BatchReady) -> ev.BatchReady:
 @_on(ev.BatchReady)
 def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
     event = _with_calls(engine, event)
+    if event.taken:
+        taken = scored.seal(engine.trajectories, event.taken)
+        event = msgspec.structs.replace(event, scored=event.scored or taken)
     engine.batch = event
     engine.step = event.step
     engine.step_failures = engine.trainers_lost = 0
     left = [_leave_pool(engine, episode.episode) for group in event.groups for episode in group.episodes]
     sealed = [completed for completed in left if completed is not None]
-    engine.counters.trained += len(sealed)
+    engine.counters.trained += len(sealed) + sum(group.sequences for group in event.scored)
     engine.steps_from.append(min((completed.calls_from for completed in sealed), default=engine.newest_call))
     engine.steps.append(SealedStep(batch=event))
     del engine.steps_from[: -max(engine.steps_needed, engine.collection.replay_steps)]

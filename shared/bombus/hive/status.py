@@ -214,6 +214,8 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
     if engine.takes_trajectories:
         queue = engine.trajectories.queue
         queued = f"{_counted(len(queue.groups), 'scored group')} for batches of {queue.batch_size} sequences"
+        if engine.trains_scored:
+            return queued + (f", step {engine.batch.step} training" if engine.batch else "")
         return f"{queued} of an outside trainer"
     waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
     text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
@@ -398,7 +400,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         run_kind=engine.run_kind,
         operations=_operations(engine, now_ns),
         taken=engine.counters.taken,
-        scored=scored_status(engine.trajectories),
+        scored=scored_status(engine.trajectories, engine.trains_scored),
     )
 
 
@@ -604,12 +606,12 @@ def _engine_text(status: EngineStatus, now_ns: int) -> str:
     lines = _head_lines(status) + _operation_lines(status.operations)
     if status.scored is not None:
         lines += map(_indented_line, scored_lines(status.scored))
-    if status.run_kind == RunKind.TRAJECTORIES:  # without replicas or a trainer of ours
-        return "\n".join(lines)
     if status.run_kind == RunKind.EPISODES:
         lines += _collection_lines(status)
-    else:
+    elif status.run_kind == RunKind.OPERATIONS:
         lines += _taken_lines(status)
+    elif status.scored is None or not status.scored.ours:  # without replicas or a trainer of ours
+        return "\n".join(lines)
     return "\n".join(lines + _replica_lines(status.replicas) + _training_lines(status, now_ns))
 
 

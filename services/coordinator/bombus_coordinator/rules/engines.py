@@ -110,6 +110,12 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
         raise no_room(live)
     if engine.configured is None:
         raise Refused(Code.NO_CONFIG, "No training configuration found: call sync_train_config first.")
+    if engine.configured.collection.scored_groups:
+        raise Refused(
+            Code.WRONG_PHASE,
+            "This job trains scored groups (collection.scored_groups): POST /register begins its run, see "
+            "docs/atropos.md. To play episodes, configure another job.",
+        )
     run = engine.run + 1
     begins, anew = beginning(engine)
     event = ev.EngineStarted(
@@ -129,6 +135,8 @@ def _why_started(engine: EngineState) -> str:
         return f"Its run is suspended: {engine.suspended}. `bombus resume` lets it go on, `bombus stop` ends it."
     if engine.serves_operations:
         return "It serves training operations until its last model has ended; stop_engine ends them now."
+    if engine.trains_scored:
+        return "It trains scored trajectories since a trainer was registered; stop_engine ends that."
     if engine.takes_trajectories:
         return "It takes scored trajectories for a trainer that has registered; stop_engine ends that."
     return "It is started already; call stop_engine to start over."

@@ -109,6 +109,17 @@ def load_broke(engine: EngineState, live: Live, message: LoadBroke) -> Decisions
         yield from _quarantine(engine, live, message.replica, message.reason)
 
 
+def all_loaded(engine: EngineState) -> bool:
+    """Return whether the newest weights are served by a replica, and by all that are waited for (R15).
+
+    Those are the ones that were there when the weights were ready, less those in quarantine.
+    """
+    if not engine.loaded or engine.weights is None:
+        return False
+    ready_ns = engine.weights.at_ns
+    return all(name in engine.loaded or replica.joined_ns > ready_ns for name, replica in engine.usable.items())
+
+
 def look_after(engine: EngineState, live: Live) -> Decisions:
     """Quarantine replicas that are late, suspend a run that has no other, and let it go on once one serves (R15)."""
     if engine.phase == Phase.OFFLINE or engine.weights is None:

@@ -12,18 +12,8 @@ from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decision, Decisio
 from bombus_coordinator.rules.engines import suspend
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live, ns
-from bombus_coordinator.rules.replicas import look_after
-
-
-def _all_loaded(engine: EngineState) -> bool:
-    """Return whether the newest weights are served by a replica, and by all that are waited for (R15).
-
-    Those are the ones that were there when the weights were ready, less those in quarantine.
-    """
-    if not engine.loaded or engine.weights is None:
-        return False
-    ready_ns = engine.weights.at_ns
-    return all(name in engine.loaded or replica.joined_ns > ready_ns for name, replica in engine.usable.items())
+from bombus_coordinator.rules.replicas import all_loaded, look_after
+from bombus_coordinator.rules.trajectories.batches import seal as seal_scored
 
 
 def _booting(engine: EngineState, live: Live) -> Decisions:
@@ -31,7 +21,7 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
         if engine.stage == BOOTED:
             yield _roll(engine, live)
             return
-    elif _all_loaded(engine):
+    elif all_loaded(engine):
         if engine.stage != BOOTED:
             yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
         yield _roll(engine, live)
@@ -44,6 +34,8 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
 def _rolling(engine: EngineState, live: Live) -> Decisions:
     if engine.serves_operations:
         yield from _drop_untaken(engine, live)
+    if engine.trains_scored:
+        yield from seal_scored(engine, live)
     if engine.run_kind != RunKind.EPISODES:
         return
     if engine.collection.max_staleness > 0:
@@ -176,7 +168,7 @@ def _roll(engine: EngineState, live: Live) -> Decision:
 
 
 def _syncing(engine: EngineState, live: Live) -> Decisions:
-    if engine.version < engine.step or not _all_loaded(engine):
+    if engine.version < engine.step or not all_loaded(engine):
         return
     rules = engine.collection
     is_by_agreement = BATCH_METHODS[rules.method].is_by_agreement

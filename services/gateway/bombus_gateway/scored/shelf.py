@@ -13,6 +13,7 @@ from bombus.hive.state import EngineState
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.records import ScoredGroup, decode_group
 from bombus.hive.trajectories.state import HandedOut, Trajectories
+from bombus.hive.trajectories.training import why_not_trained
 from bombus_gateway.atropos.scored_data import record_of
 from bombus_gateway.context import Gateway
 
@@ -59,6 +60,7 @@ class GroupShelf:
         They are durable then. Without a `key`, groups with the same bytes that come again soon are the same push.
         Raises `Refused` and `BusUnavailable`.
         """
+        await self._check_trained(groups)
         records = [await self.apart(record_of, group) for group in groups]
         key = key or _key_of(records)
         repeated = self.trajectories.repeated(key, self._gateway.follower.hive.now_ns)
@@ -77,6 +79,16 @@ class GroupShelf:
             assert isinstance(answer, inbox.Pushed)
             return answer.held
         raise AssertionError("the last attempt has returned or raised")
+
+    async def _check_trained(self, groups: Sequence[ScoredGroup]) -> None:
+        """Raise `Refused` for a group that this engine's own trainer would not train, where it takes the batches."""
+        trainer = self.trajectories.trainer
+        if trainer is None or not self.state.trains_scored:
+            return
+        for number, group in enumerate(groups):
+            why = await self.apart(why_not_trained, group, trainer.max_token_len)
+            if why:
+                raise Refused(Code.MALFORMED, f"Group {number} of this push: {why}" if len(groups) > 1 else why)
 
     async def _store(self, records: Sequence[bytes]) -> list[BodyRef]:
         return await _each(lambda record: self._parts.store(self._subject, record), records)

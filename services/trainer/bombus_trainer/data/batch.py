@@ -19,15 +19,42 @@ from bombus_trainer.data.sequences import Floats, MergedEpisode, TokenSequence, 
 from bombus_trainer.settings import TrainerSettings
 
 
+@dataclass(frozen=True, eq=False)
+class GivenTokens:
+    """A sequence that an environment has scored. It is trained at `sequence`, None where all of it is masked.
+
+    Its `advantages_T` count where they were given. Otherwise its score is compared with those of its group, and is the
+    advantage of each trained token, or 0 if it is `zeroed`.
+    """
+
+    sequence: TokenSequence | None
+    advantages_T: Floats | None = None
+    zeroed: bool = False
+
+    @property
+    def trained_tokens(self) -> int:
+        return 0 if self.sequence is None else int(self.sequence.loss_mask_T.sum())
+
+
 @dataclass(frozen=True)
 class EpisodeCalls:
-    """An episode of a batch, with its calls read from the log. See `merge_calls` for `context`."""
+    """An episode of a batch, with its calls read from the log. See `merge_calls` for `context`.
+
+    What an environment has `scored` is one without calls: it has the tokens themselves.
+    """
 
     episode: str
     reward: float
     records: tuple[CallRecord, ...]
     call_rewards: tuple[float, ...] | None = None
     context: tuple[CallRecord, ...] = ()
+    scored: GivenTokens | None = None
+
+    def completion_tokens(self) -> list[int]:
+        """Return how many tokens each call has sampled."""
+        if self.scored is not None:
+            return [self.scored.trained_tokens]
+        return [record.completion_tokens() for record in self.records]
 
     def without_side_calls(self) -> "EpisodeCalls":
         """Return the episode with its side calls, and their rewards, moved out of the records.
@@ -57,11 +84,15 @@ class EpisodeGroup:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """One sequence with its advantages [T] and the number of its first term in the batch."""
+    """One sequence with its advantages [T] and the number of its first term in the batch.
+
+    Advantages that were `given` are taken as they are.
+    """
 
     sequence: TokenSequence
     advantages_T: Floats
     first_id: int
+    given: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +121,7 @@ class PreparedBatch:
 
 def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
     """Merge an episode's calls. Raises `LogCorrupted` when they do not fit together, or do not fit this model."""
-    merged = merge_calls(episode.episode, episode.records, episode.context)
+    merged = _merged(episode)
     if episode.call_rewards is not None and len(episode.call_rewards) != len(episode.records):
         raise LogCorrupted(
             f"episode {episode.episode}: {len(episode.call_rewards)} call rewards for {len(episode.records)} calls"
@@ -99,6 +130,14 @@ def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
         if sequence.tokens_T.min() < 0 or sequence.tokens_T.max() >= vocab_size:
             raise LogCorrupted(f"episode {episode.episode}: a token is outside the vocabulary of {vocab_size}")
     return merged
+
+
+def _merged(episode: EpisodeCalls) -> MergedEpisode:
+    scored = episode.scored
+    if scored is None:
+        return merge_calls(episode.episode, episode.records, episode.context)
+    sequences = () if scored.sequence is None else (scored.sequence,)
+    return MergedEpisode(sequences, calls=1, merged_calls=0, trained_tokens=scored.trained_tokens)
 
 
 def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
@@ -140,7 +179,7 @@ def episode_advantages(episodes: Sequence[EpisodeCalls], settings: TrainerSettin
             None if each.call_rewards is None else [a + b for a, b in zip(each.call_rewards, penalty, strict=True)]
             for each, penalty in zip(episodes, added, strict=True)
         ],
-        [[record.completion_tokens() for record in episode.records] for episode in episodes],
+        [episode.completion_tokens() for episode in episodes],
         settings.estimator,
         settings.config.normalise_by_std,
     )
@@ -159,9 +198,19 @@ def _prepare_group(
         tokens[episode.episode] = 0 if masked else merged.trained_tokens
         table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last is for call -1: not sampled
         for sequence in () if masked else merged.sequences:
-            lines.append(Line(sequence, table[sequence.calls_T], first_id))
+            lines.append(_line(episode, sequence, table[sequence.calls_T], first_id))
             first_id += int(sequence.loss_mask_T.sum())
     return PreparedGroup(lines=tuple(lines), tokens=tokens, signal=_signal(lines))
+
+
+def _line(episode: EpisodeCalls, sequence: TokenSequence, advantages_T: Floats, first_id: int) -> Line:
+    """Return a sequence with its advantages, which are those of its calls unless they were given."""
+    scored = episode.scored
+    if scored is not None and scored.zeroed:
+        return Line(sequence, np.zeros_like(advantages_T), first_id, given=True)
+    if scored is not None and scored.advantages_T is not None:
+        return Line(sequence, scored.advantages_T, first_id, given=True)
+    return Line(sequence, advantages_T, first_id)
 
 
 def _signal(lines: Sequence[Line]) -> bool:
@@ -169,13 +218,18 @@ def _signal(lines: Sequence[Line]) -> bool:
 
 
 def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
-    """Normalise the advantages of all trained tokens of these groups together."""
-    parts = [line.advantages_T[line.sequence.loss_mask_T] for group in groups for line in group.lines]
+    """Normalise the advantages of all trained tokens of these groups together, but for those that were given."""
+    ours = [line for group in groups for line in group.lines if not line.given]
+    parts = [line.advantages_T[line.sequence.loss_mask_T] for line in ours]
     mean, scale = whitening(np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32))
     found = []
     for group in groups:
         lines = tuple(
-            replace(line, advantages_T=np.where(line.sequence.calls_T >= 0, (line.advantages_T - mean) * scale, 0.0))
+            line
+            if line.given
+            else replace(
+                line, advantages_T=np.where(line.sequence.calls_T >= 0, (line.advantages_T - mean) * scale, 0.0)
+            )
             for line in group.lines
         )
         found.append(replace(group, lines=lines, signal=_signal(lines)))
@@ -185,12 +239,14 @@ def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
 def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
     """Return metrics of the age of the trained tokens, in policy versions. Step k trains version k - 1.
 
-    `stale_share` is the share of tokens that are older than that.
+    `stale_share` is the share of tokens that are older than that. Tokens whose version nobody knows do not count.
     """
     parts = [line.sequence.versions_T[line.sequence.loss_mask_T] for group in batch.groups for line in group.lines]
-    if not parts:
+    versions_N = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+    versions_N = versions_N[versions_N >= 0]
+    if not len(versions_N):
         return {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_share": 0.0}
-    ages_N = step - 1 - np.concatenate(parts)
+    ages_N = step - 1 - versions_N
     return {
         "staleness_mean": float(ages_N.mean()),
         "staleness_max": float(ages_N.max()),

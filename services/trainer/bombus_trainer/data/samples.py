@@ -128,7 +128,7 @@ def _sample(place: _SamplePlace, line: Line, episode: EpisodeCalls, decode: Deco
         loss_mask=sequence.loss_mask_T[start:].astype(int).tolist(),
         rollout_log_probs=sequence.logprobs_T[start:].tolist(),
         weight_versions=[str(version) for version in sorted(versions - {-1})],
-        status=_status(sequence, episode.records[int(sequence.calls_T[-1])]),
+        status=_status(sequence, episode.records[int(sequence.calls_T[-1])]) if episode.records else Status.COMPLETED,
         metadata=place.metadata,
     )
 

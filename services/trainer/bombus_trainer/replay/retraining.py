@@ -13,7 +13,7 @@ from bombus.replay.logged_run import LoggedRun
 from bombus.replay.source import Source
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
-from bombus_trainer.data.reading import read_batch
+from bombus_trainer.data.reading import ReadBatch, read_batch
 from bombus_trainer.loading import load_executor
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Checkpoint
@@ -47,9 +47,21 @@ async def read_again(
 ) -> list[EpisodeGroup]:
     """Read a batch that was trained, with the metrics `recorded`.
 
-    Raises `LogCorrupted` when calls that were trained are gone from the log.
+    Raises `LogCorrupted` when calls that were trained are gone from the log, `EngineFault` for scored groups.
     """
-    read = await read_batch(calls, batch, max_staleness, side_calls=side_calls)
+    if batch.taken:
+        raise EngineFault(
+            f"step {batch.step} was trained on scored groups, which a replay cannot read: only the run's own trainer "
+            "makes such steps again"
+        )
+    return read_whole(await read_batch(calls, batch, max_staleness, side_calls=side_calls), batch, recorded)
+
+
+def read_whole(read: ReadBatch, batch: BatchReady, recorded: Mapping[str, float]) -> list[EpisodeGroup]:
+    """Return the groups of a batch that was trained, with the metrics `recorded`, and was read again.
+
+    Raises `LogCorrupted` when more of it is gone than was then.
+    """
     if len(read.lost) > int(recorded.get("episodes_left_out", 0)):
         why = next(iter(read.lost.values()))
         raise LogCorrupted(f"step {batch.step} cannot be made again: calls of it are not on the log any more ({why})")

@@ -142,6 +142,12 @@ def hand_out(state: Trajectories, event: ev.BatchHandedOut) -> None:
     state.batch = HandedOut(run=event.run, number=event.number, groups=groups, handed_ns=event.at_ns)
 
 
+def seal(state: Trajectories, numbers: tuple[int, ...]) -> tuple[QueuedGroup, ...]:
+    """Take the groups of our own trainer's next batch, and return them."""
+    state.batches += 1
+    return tuple(queues.take(state.queue, numbers))
+
+
 def deliver(state: Trajectories, event: ev.BatchDelivered) -> None:
     if state.batch is not None and (state.batch.run, state.batch.number) == (event.run, event.number):
         state.batch.delivered = True

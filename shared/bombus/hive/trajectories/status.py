@@ -21,7 +21,7 @@ class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoredStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue of an engine, and its outside trainer. Each of `stranded` says why some groups are in no batch."""
+    """The queue of an engine, and its trainer. Each of `stranded` says why some groups are in no batch."""
 
     batch_size: int  # 0 while no trainer is registered
     step: int
@@ -32,10 +32,15 @@ class ScoredStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     environments: tuple[EnvironmentStatus, ...]
     stranded: tuple[str, ...]
+    ours: bool = False  # our own trainer takes the batches
+    num_steps: int = 0  # after so many steps it takes no more
 
 
-def scored_status(state: Trajectories) -> ScoredStatus | None:
-    """Return the status of an engine's scored groups, None where it has neither any nor a trainer for them."""
+def scored_status(state: Trajectories, ours: bool = False) -> ScoredStatus | None:
+    """Return the status of an engine's scored groups, None where it has neither any nor a trainer for them.
+
+    `ours` says that the engine's own trainer takes the batches.
+    """
     queue = state.queue
     if state.trainer is None and not queue.groups and not queue.environments:
         return None
@@ -49,6 +54,8 @@ def scored_status(state: Trajectories) -> ScoredStatus | None:
         tokens=queue.tokens,
         environments=tuple(map(_environment, queue.environments.values())),
         stranded=tuple(stranded(queue)),
+        ours=ours,
+        num_steps=0 if state.trainer is None else state.trainer.num_steps,
     )
 
 
@@ -74,6 +81,8 @@ def scored_lines(status: ScoredStatus) -> list[str]:
         else "none has registered"
     )
     lines = [f"outside trainer: {trainer}"]
+    if status.ours:
+        lines = [f"trained here: step {status.step} of {status.num_steps}, batches of {status.batch_size} sequences"]
     lines.append(f"scored groups: {status.groups} queued, {status.sequences} sequences, {status.tokens} tokens")
     for each in status.environments[:ENVIRONMENTS_SHOWN]:
         minimum = "" if each.minimum is None else f", minimum {each.minimum:g}"

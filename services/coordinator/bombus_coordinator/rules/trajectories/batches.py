@@ -13,6 +13,7 @@ from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.operations import is_body
+from bombus_coordinator.rules.replicas import all_loaded
 from bombus_coordinator.rules.trajectories.registering import again
 
 GROUPS_MAX = 1_024  # of one push: its event is far below the size of a message
@@ -60,6 +61,12 @@ def _check_bodies(live: Live, groups: Iterable[QueuedGroup]) -> None:
 def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
     """Hand out the next batch, or the last one again until it was delivered."""
     state = engine.trajectories
+    if engine.trains_scored:
+        raise Refused(
+            Code.UNSUPPORTED,
+            f"Run {engine.run} of engine {engine.name} is trained by the engine's own trainer, which takes each batch "
+            "itself. To take them elsewhere, stop it and configure a job without collection.scored_groups.",
+        )
     if not engine.takes_trajectories or state.trainer is None:
         raise wrong_phase("hand out a batch", engine.phase, "Register a trainer first.")
     begun = ev.BatchesBegun(at_ns=live.now_ns, engine=engine.name, run=engine.run)
@@ -80,6 +87,37 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
     yield Decision(events=events, replies=(reply,))
 
 
+def seal(engine: EngineState, live: Live) -> Decisions:
+    """Seal the next batch of a run that our own trainer trains: once replicas serve the last step's weights.
+
+    A queue in which there was no batch is not looked through again until it has changed.
+    """
+    state, trainer = engine.trajectories, engine.trajectories.trainer
+    if engine.batch is not None or engine.version < engine.step or trainer is None or engine.active is None:
+        return
+    queue = state.queue
+    if engine.step >= trainer.num_steps or queue.sequences < queue.batch_size or not all_loaded(engine):
+        return
+    connected = sum(environment.connected for environment in queue.environments.values())
+    seen = (engine.run, engine.step, queue.arrived, queue.joined, connected, queue.sequences)
+    if live.unfilled.get(engine.name) == seen:
+        return
+    groups = form(queue)
+    if groups is None:
+        live.unfilled[engine.name] = seen
+        return
+    ready = ev.BatchReady(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        step=engine.step + 1,
+        groups=(),
+        config_digest=engine.active.config_digest,
+        taken=groups,
+    )
+    yield Decision(events=(ready,))
+
+
 def sent(engine: EngineState, live: Live, message: BatchSent) -> Decisions:
     """Note that a batch has reached its trainer. The next time it gets another one."""
     batch = engine.trajectories.batch
@@ -98,7 +136,7 @@ def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
     if message.shrunk:
         below = min(released, message.below)
     else:
-        needed = (body.first for engine in hive.engines.values() for body in engine.trajectories.needed())
+        needed = (body.first for engine in hive.engines.values() for body in engine.bodies_needed())
         below = max(released, min((message.below, *needed)))
     if below != released and below != 1:
         yield Decision(events=(ev.TrajectoriesReleased(at_ns=live.now_ns, below=below),))

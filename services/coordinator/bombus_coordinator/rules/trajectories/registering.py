@@ -6,6 +6,8 @@ from bombus.hive.events import EnvironmentEnd, Event, RunKind
 from bombus.hive.inbox import Done, Joined, JoinEnvironment, LeaveEnvironment, RegisterTrainer, ResetGroups
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.trajectories.queue import Environment, why_no_batch_size, why_not_joined
+from bombus.hive.trajectories.training import why_not_registered
+from bombus_coordinator.rules.beginning import beginning
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live, ns
@@ -15,7 +17,11 @@ TEXT_CHARS_MAX = 1_000
 
 
 def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) -> Decisions:
-    """Begin a run for a trainer. The run before it ends, and its groups go with it."""
+    """Begin a run for a trainer. The run before it ends, and its groups go with it.
+
+    Where the engine's job trains scored groups, the trainer is ours: the run boots like one of episodes, with the
+    settings that are registered. Else it is somebody else's, and rolls at once.
+    """
     if engine.phase != Phase.OFFLINE and not engine.takes_trajectories:
         raise wrong_phase(
             "register a trainer",
@@ -33,9 +39,6 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
     run = engine.run + 1
     stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run)
     events: tuple[Event, ...] = (stopped,) if engine.takes_trajectories else ()
-    started = ev.EngineStarted(
-        at_ns=live.now_ns, engine=engine.name, run=run, config_digest="", run_kind=RunKind.TRAJECTORIES
-    )
     registered = ev.TrainerRegistered(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -50,16 +53,45 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
         wandb_group=message.wandb_group,
         wandb_project=message.wandb_project,
     )
+    reply = CommandReply(message.id, Done(run=run))
+    if engine.configured is not None and engine.configured.collection.scored_groups:
+        started = _started(engine, live, registered)
+        yield Decision(events=(*events, started, registered), replies=(reply,))
+        return
+    started = ev.EngineStarted(
+        at_ns=live.now_ns, engine=engine.name, run=run, config_digest="", run_kind=RunKind.TRAJECTORIES
+    )
     booted = ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=run)
     rolling = ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=run, version=-1)
-    reply = CommandReply(message.id, Done(run=run))
     yield Decision(events=(*events, started, booted, rolling, registered), replies=(reply,))
 
 
+def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) -> ev.EngineStarted:
+    """Return the start of a run that our own trainer trains. Raises `Refused` for settings that it cannot have."""
+    assert engine.configured is not None
+    begins, anew = beginning(engine)
+    why = why_not_registered(registered, 0 if begins is None else begins.step)
+    if why:
+        raise Refused(Code.MALFORMED, why)
+    return ev.EngineStarted(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=registered.run,
+        config_digest=engine.configured.config_digest,
+        begins=begins,
+        anew=anew,
+        run_kind=RunKind.TRAJECTORIES,
+    )
+
+
 def join(engine: EngineState, live: Live, message: JoinEnvironment) -> Decisions:
-    """Let an environment join. Until the trainer has asked for a batch, it has to ask again."""
+    """Let an environment join. Until the trainer has asked for a batch, it has to ask again.
+
+    Our own trainer asks for none: there it waits until replicas serve the model.
+    """
     state = engine.trajectories
-    if not engine.takes_trajectories or not state.begun:
+    begun = engine.phase != Phase.BOOTING if engine.trains_scored else state.begun
+    if not engine.takes_trajectories or not begun:
         yield Decision(replies=(CommandReply(message.id, Joined()),))
         return
     desired = message.desired_name[:TEXT_CHARS_MAX]

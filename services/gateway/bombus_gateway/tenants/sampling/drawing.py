@@ -94,17 +94,26 @@ class SampleDrawing:
             await asyncio.sleep(min(PAUSE_S * 2 ** min(attempt, 16), PAUSE_S_MAX))
             attempt += 1
 
-    def _check_serving(self) -> None:
+    def _check_serving(self, sampler: Sampler) -> None:
+        """Raise `Refused` unless the run serves the sampler. One that trains scored groups serves its policy alone."""
         engine = self.engine
         if engine.phase == Phase.OFFLINE:
             why = f"Engine {engine.name} is not running, so nothing can be sampled: create a model, which starts it."
+            raise Refused(Code.WRONG_PHASE, why)
+        if engine.takes_trajectories:
+            if engine.trains_scored and not sampler.address:
+                return
+            has = "samples from its own policy alone" if engine.trains_scored else "has no model of its own"
+            why = (
+                f"Run {engine.run} of engine {engine.name} takes scored groups and {has}: use another engine for this."
+            )
             raise Refused(Code.WRONG_PHASE, why)
         if not engine.serves_operations:
             why = f"Engine {engine.name} plays episodes in run {engine.run}, and its model is called by their agents."
             raise Refused(Code.WRONG_PHASE, f"{why} Stop the run first, or use another engine.")
 
     async def _drawn(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
-        self._check_serving()
+        self._check_serving(sampler)
         model = await self.text_model()
         pieces = model.tokenizer.pieces
         ends = set(asked.sampling.stop_token_ids)
@@ -140,7 +149,7 @@ class SampleDrawing:
             adapter=sampler.address,
             prompt_logprobs=asked.scored > 0,
             top_prompt=asked.top_prompt,
-            plain_logprobs=True,
+            plain_logprobs=not self.engine.trains_scored,  # its trainer computes its own at the same temperature
         )
 
     def _sampling(self, asked: SampleRequest, model: TextModel, ends: set[int]) -> SamplingParams:

@@ -1,6 +1,7 @@
 """Run training steps: the one place where model, optimizer and batches meet. It does not know the bus."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +28,16 @@ from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
 PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
+
+
+def with_sampler(scored: ScoredTerms, old_N: Tensor) -> ScoredTerms:
+    """Put the old policy's logprobs in the place of the sampler's where those are not known (NaN).
+
+    A token without a sampler's logprob then has a correction of 1.
+    """
+    sampler_N = scored.terms["sampler_logprobs_N"]
+    known_N = torch.where(torch.isnan(sampler_N), old_N.to(sampler_N.dtype), sampler_N)
+    return replace(scored, terms={**scored.terms, "sampler_logprobs_N": known_N})
 
 
 def loss_of_terms(
@@ -117,6 +128,7 @@ class Executor:
         settings, device = self.settings, self.model.device
         scored = self.model.score(packed)
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[packed.terms.ids_N]).to(device)
+        scored = with_sampler(scored, old_N)
         reference_N = self.model.score_reference(packed) if settings.config.kl_coef > 0.0 else None
         result = loss_of_terms(scored, old_N, reference_N, settings)
         loss = float(result.loss.detach())

@@ -1,0 +1,219 @@
+"""Runs of trajectories whose batches our own trainer takes: they boot, make steps, and end after the last (R16)."""
+
+import pytest
+
+from bombus.errors import Code
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import AnyEvent, Collection, RunKind
+from bombus.hive.inbox import AnyAnswer, Done, Pushed, Refusal
+from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.status import render_status
+from tests.coordinator.core_in_memory import ENGINE
+from tests.coordinator.scored_in_memory import ScoredHarness
+
+
+class TrainedHarness(ScoredHarness):
+    """A core whose engine has a job that trains scored groups."""
+
+    def __init__(self, **rules: object) -> None:
+        super().__init__()
+        self.configure(Collection(scored_groups=True, **rules))  # type: ignore[arg-type]
+
+    def register_ours(self, **more: object) -> AnyAnswer:
+        return self.register(**{"checkpoint_dir": "atropos/a", **more})  # type: ignore[arg-type]
+
+    def roll(self, **more: object) -> None:
+        """Register a trainer for batches of 4 sequences, and boot."""
+        answer = self.register_ours(**more)
+        assert isinstance(answer, Done), answer
+        self.send(inbox.ReplicaAlive(id=self.id(), engine=ENGINE, replica="r1", url="http://r1"))
+        self.open_trainer()
+        self.save_weights(0)
+        self.load(0)
+        assert self.phase() == Phase.ROLLING
+
+    def push_batch(self) -> list[AnyEvent]:
+        """Push two groups of two sequences, and return what was decided."""
+        before = len(self.log)
+        assert isinstance(self.push(self.group(), self.group()), Pushed)
+        return self.log[before:]  # type: ignore[return-value]
+
+    def folded(self) -> Hive:
+        hive = Hive()
+        for event in self.log:
+            evolve(hive, event)
+        return hive
+
+
+def rolling(**more: object) -> TrainedHarness:
+    harness = TrainedHarness()
+    harness.roll(**more)
+    return harness
+
+
+def refused(answer: AnyAnswer) -> Refusal:
+    assert isinstance(answer, Refusal), answer
+    return answer
+
+
+# ---- the run's beginning ----------------------------------------------------------------------------------------
+
+
+def test_registering_begins_a_run_of_the_job_which_boots_with_our_trainer() -> None:
+    harness = TrainedHarness()
+    assert harness.register_ours() == Done(run=1)
+    assert (harness.phase(), harness.engine.run_kind) == (Phase.BOOTING, RunKind.TRAJECTORIES)
+    assert harness.engine.trains_scored
+    assert harness.engine.started is not None
+    assert harness.engine.started.config_digest == "d"
+
+
+def test_without_such_a_job_the_trainer_is_somebody_elses() -> None:
+    harness = ScoredHarness()
+    harness.configure(Collection())
+    harness.register()
+    assert harness.phase() == Phase.ROLLING
+    assert not harness.engine.trains_scored
+
+
+def test_environments_wait_until_replicas_serve_the_model() -> None:
+    harness = TrainedHarness()
+    harness.register_ours()
+    assert harness.join() is None
+    harness = rolling()
+    assert harness.join() == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"checkpoint_dir": "/tmp/a"}, "checkpoint_dir is '/tmp/a': this engine's own trainer keeps checkpoints below"),
+        ({"checkpoint_dir": "a/../../b"}, "checkpoint_dir is 'a/../../b'"),
+        ({"starting_step": 3}, "starting_step is 3, and this engine's own trainer begins at step 0"),
+        ({"num_steps": 0}, "num_steps is 0: it is the last step of the run, which begins at step 0"),
+        ({"max_token_len": 0}, "max_token_len is 0"),
+    ],
+)
+def test_settings_that_our_trainer_cannot_have_are_refused_by_name(given: dict[str, object], why: str) -> None:
+    harness = TrainedHarness()
+    refusal = refused(harness.register_ours(**given))
+    assert refusal.code == Code.MALFORMED
+    assert refusal.why.startswith(why)
+    assert harness.phase() == Phase.OFFLINE
+
+
+def test_such_a_job_is_not_started_for_episodes() -> None:
+    harness = TrainedHarness()
+    refusal = refused(harness.request(inbox.Start(id=harness.id(), engine=ENGINE)))
+    assert "POST /register begins its run" in refusal.why
+
+
+def test_a_run_that_resumes_wants_the_step_of_its_checkpoint_as_starting_step() -> None:
+    harness = rolling()
+    harness.push_batch()
+    harness.step_done(1)
+    harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
+    harness.configure(Collection(scored_groups=True, resume="from 1"))
+    assert "begins at step 1" in refused(harness.register_ours(starting_step=0)).why
+    assert harness.register_ours(starting_step=1) == Done(run=2)
+    assert harness.scored.current_step == 1
+
+
+# ---- steps ------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_taken_for_one_step_as_soon_as_there_is_one() -> None:
+    harness = rolling()
+    (pushed, ready) = harness.push_batch()
+    assert isinstance(pushed, ev.GroupsPushed)
+    assert isinstance(ready, ev.BatchReady)
+    assert (ready.step, ready.taken, ready.groups, ready.scored) == (1, (1, 2), (), ())
+    assert harness.engine.batch is not None
+    assert [group.body.first for group in harness.engine.batch.scored if group.body] == [1, 2]
+    assert not harness.scored.queue.groups
+    assert (harness.scored.current_step, harness.phase()) == (1, Phase.ROLLING)
+
+
+def test_the_next_batch_waits_for_the_step_its_weights_and_a_replica_that_serves_them() -> None:
+    harness = rolling()
+    harness.push_batch()
+    assert [type(event) for event in harness.push_batch()] == [ev.GroupsPushed]
+    harness.step_done(1)
+    harness.save_weights(1)
+    assert harness.engine.batch is None
+    assert any(isinstance(event, ev.BatchReady) for event in harness.load(1))
+    assert harness.engine.step == 2
+
+
+def test_groups_that_came_before_the_run_are_in_its_first_batch() -> None:
+    harness = TrainedHarness()
+    harness.push(harness.group(), harness.group())
+    harness.roll()
+    assert harness.engine.step == 1
+
+
+def test_after_the_last_step_nothing_is_taken() -> None:
+    harness = rolling(num_steps=1)
+    harness.push_batch()
+    harness.step_done(1)
+    harness.save_weights(1)
+    harness.load(1)
+    assert [type(event) for event in harness.push_batch()] == [ev.GroupsPushed]
+    assert "trained here: step 1 of 1, batches of 4 sequences" in render_status(harness.core.hive)
+
+
+def test_nobody_else_gets_a_batch_of_it() -> None:
+    harness = rolling()
+    refusal = refused(harness.request(inbox.TakeBatch(id=harness.id(), engine=ENGINE)))
+    assert refusal.code == Code.UNSUPPORTED
+    assert "is trained by the engine's own trainer" in refusal.why
+
+
+def test_a_suspended_run_takes_groups_and_makes_no_batch() -> None:
+    harness = rolling()
+    harness.send(inbox.EngineBroke(id=harness.id(), engine=ENGINE, run=1, reason="the disk is full", may_pass=True))
+    assert harness.engine.suspended
+    assert [type(event) for event in harness.push_batch()] == [ev.GroupsPushed]
+    harness.request(inbox.Resume(id=harness.id(), engine=ENGINE))
+    assert harness.engine.step == 1
+
+
+def test_a_queue_without_a_batch_is_looked_through_once() -> None:
+    harness = rolling()
+    harness.push(harness.group(sequences=3), harness.group(sequences=3))
+    assert harness.core.live.unfilled.keys() == {ENGINE}
+    seen = harness.core.live.unfilled[ENGINE]
+    harness.let_pass(3)
+    assert harness.core.live.unfilled[ENGINE] == seen
+    harness.push(harness.group(sequences=1))
+    assert harness.engine.step == 1
+
+
+# ---- what is kept -----------------------------------------------------------------------------------------------
+
+
+def test_bodies_of_steps_that_may_have_to_be_made_again_are_not_released() -> None:
+    harness = rolling()
+    for step in (1, 2, 3):
+        harness.push_batch()
+        harness.step_done(step)
+        harness.save_weights(step)
+        harness.load(step)
+    assert [body.first for body in harness.engine.bodies_needed()][-4:] == [3, 4, 5, 6]  # of steps 2 and 3
+    harness.send(inbox.TrajectoriesStored(id=harness.id(), engine=ev.HIVE, below=100))
+    assert harness.core.hive.trajectories_released == 3
+
+
+def test_a_run_that_is_over_needs_no_bodies() -> None:
+    harness = rolling()
+    harness.push_batch()
+    harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
+    assert [body.first for body in harness.engine.bodies_needed()] == [2]  # the newest example
+
+
+def test_the_fold_of_the_log_is_the_cores_state() -> None:
+    harness = rolling()
+    harness.push_batch()
+    harness.step_done(1)
+    assert harness.folded() == harness.core.hive
