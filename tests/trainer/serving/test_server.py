@@ -259,9 +259,17 @@ async def test_a_model_of_all_weights_goes_on_after_a_crash_and_begins_again_fro
         await stopped(trainer)
         client.stage.train()
         assert await weights(client, "m", "reset") == fresh
-        loaded = await client.do("m", LoadWeights(checkpoint="m/training/last", with_optimizer=True))
-        assert loaded == CheckpointLoaded(checkpoint="m/training/last", step=2)
+        loaded = await client.do("m", LoadWeights(checkpoint="m/training/last-11", with_optimizer=True))
+        assert loaded == CheckpointLoaded(checkpoint="m/training/last-11", step=2)
         assert await weights(client, "m", "loaded") == trained
+
+
+async def test_a_model_that_begins_again_twice_is_saved_both_times(client: TrainingClient) -> None:
+    client.stage.train()
+    await client.do("m", create(None))
+    for _ in range(2):  # the operations 2 and 3
+        assert isinstance(await client.do("m", EndModel(save_as="last", reset_weights=True)), ModelEnded)
+    assert list(client.stage.engine.tenants.kept) == ["m/training/last-2", "m/training/last-3"]
 
 
 async def test_a_checkpoint_that_is_removed_goes_from_the_disk_and_its_name_is_free(client: TrainingClient) -> None:

@@ -296,6 +296,8 @@ def _made_by(model: TenantModel) -> str:
 
 def _named(operation: Operation, queued: Queued) -> Operation:
     """Return an operation with a name for what it saves, by the log: it is the same whenever it is executed again."""
+    if isinstance(operation, EndModel) and operation.reset_weights and operation.save_as:  # it may come once more
+        return msgspec.structs.replace(operation, save_as=f"{operation.save_as}-{queued.number}")
     if not isinstance(operation, SaveWeights) or operation.name:
         return operation
     taken = strftime("%Y%m%d-%H%M%S", gmtime(queued.accepted_ns / 1e9))
