@@ -519,6 +519,35 @@ async def test_a_model_whose_cover_is_lost_goes_on_from_a_checkpoint_of_its_clie
         assert stage.engine.suspensions == 0
 
 
+@pytest.mark.parametrize("cover_s", [0.0, 600.0])
+async def test_what_was_saved_before_a_model_began_again_is_not_taken_for_what_came_after(
+    bus: Bus, tmp_path: Path, cover_s: float
+) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0) as client:
+        stage = client.stage
+        trainer = stage.train()
+        await client.do("m", create(None))
+        fresh = await weights(client, "m", "fresh")
+        for operation in steps(1, 1):
+            await client.do("m", operation)
+        await client.until_covered("m", 5)
+        await stopped(trainer)
+        stage.options = stage.options.model_copy(update={"cover_s": cover_s})
+        trainer = stage.train()
+        assert isinstance(await client.do("m", EndModel(save_as="last", reset_weights=True)), ModelEnded)
+        covered = 5 if cover_s else 6
+        await client.until_covered("m", covered)
+        await stopped(trainer)
+        assert client.model("m").covered == covered
+        (cover_of(client, "m") / "facts.json").write_text("damaged")
+        stage.train()
+        if cover_s:  # operation 6 is executed again on what it has saved
+            assert await weights(client, "m", "again") == fresh
+            assert not client.model("m").suspended
+        else:
+            await stage.follower.wait_for(lambda _: bool(client.model("m").suspended), 30.0)
+
+
 async def test_an_engine_without_a_configuration_says_what_it_lacks(bus: Bus, tmp_path: Path) -> None:
     async with serving(bus, tmp_path, configured=False) as client:
         client.stage.train()

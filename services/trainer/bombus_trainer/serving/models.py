@@ -199,7 +199,10 @@ class ServedModels:
             self._clocks[model.name] = CoverClock(queued.number - 1, queued.number - 1)
             if operation.base == self._names[0]:
                 operation = msgspec.structs.replace(operation, base=self._names[1])
-        name = f"{_made_by(model)}{queued.number}"
+        number = queued.number
+        if isinstance(operation, EndModel):  # what it saves is the model before it, and a reset comes after that
+            number -= 1
+        name = f"{_made_by(model)}{number}"
         kind, limit_s = Kind.OPERATION, None
         if isinstance(operation, CreateModel | LoadWeights):
             kind, limit_s = Kind.LOAD, STALLS * self._stall_s or None
