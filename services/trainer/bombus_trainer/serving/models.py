@@ -72,7 +72,8 @@ class ServedModels:
         """Forget the models that have ended."""
         for name in [name for name in self._begun if not self._is_open(name, models)]:
             self.executor.drop(name)
-            del self._begun[name], self._clocks[name]
+            del self._begun[name]
+            self._clocks.pop(name, None)  # one that could not be made again has none
             self._read.pop(name, None)
 
     async def make_again(self, model: TenantModel) -> None:
