@@ -59,6 +59,7 @@ class Live(msgspec.Struct, kw_only=True):
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): its last heartbeat, in ns
     trainers: dict[str, Heard] = {}  # by engine
     session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was heard from, in ns
+    left_since: dict[tuple[str, str], int] = {}  # (engine, model): when it was found suspended without its session
     environment_seen: dict[tuple[str, int], int] = {}  # (engine, environment): the same
     answers: dict[str, Answer] = {}  # by command
     granted: dict[str, None] = {}  # granted claims, also after their episodes have ended; oldest first

@@ -49,7 +49,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     session = tenants.sessions.get(message.session)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}: open one.")
-    if session.ended is not None:
+    if session.ended is not None and message.op != END:  # what is left of it can be ended
         raise Refused(
             Code.SESSION_OVER, f"Session {message.session} has ended ({session.ended.reason}): open another one."
         )
