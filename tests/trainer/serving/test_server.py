@@ -471,6 +471,23 @@ async def test_a_cover_that_is_damaged_holds_up_its_model_alone_until_it_is_mend
         assert client.model("a").suspended == ""
 
 
+async def test_a_model_is_tried_again_while_another_always_has_something_to_do(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0, retry_s_max=0.2) as client:
+        stage = client.stage
+        await stopped(await two_covered(client))
+        facts = cover_of(client, "a") / "facts.json"
+        whole = facts.read_bytes()
+        facts.write_bytes(whole[:-1])
+        waiting = await client.send("a", sampler("now"))
+        batch = forward_backward(*random_data(1, 2), forward_only=True)
+        others = [await client.send("b", batch) for _ in range(250)]
+        stage.train()
+        await stage.follower.wait_for(lambda _: bool(client.model("a").suspended), 30.0)
+        facts.write_bytes(whole)
+        address(await client.result("a", waiting))
+        assert client.queued("b", others[-1]).waits
+
+
 async def test_a_model_whose_cover_is_lost_is_ended_by_its_client_but_cannot_be_saved(bus: Bus, tmp_path: Path) -> None:
     async with serving(bus, tmp_path, cover_s=0.0) as client:
         await stopped(await two_covered(client))
