@@ -488,6 +488,42 @@ async def test_a_model_is_tried_again_while_another_always_has_something_to_do(b
         assert client.queued("b", others[-1]).waits
 
 
+async def test_while_a_model_cannot_be_made_again_only_what_it_may_need_stays_on_the_disk(
+    bus: Bus, tmp_path: Path
+) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0, retry_s_max=0.2) as client:
+        stage = client.stage
+        trainer = await two_covered(client)
+        folders: dict[str, Path] = {}
+        for model, save in (("a", training("own")), ("b", training("named")), ("b", sampler("other"))):
+            result = await client.do(model, save)
+            assert isinstance(result, CheckpointSaved)
+            folders[f"{model}/{save.checkpoint}/{save.name}"] = Path(result.folder)
+        await client.do("a", forward_backward(*random_data(2, 2)))
+        await client.until_covered("a", 6)
+        await stopped(trainer)
+        await client.send("a", LoadWeights(checkpoint="b/training/named"))
+        facts = cover_of(client, "a") / "facts.json"
+        whole = facts.read_bytes()
+        facts.write_bytes(whole[:-1])
+        last = await client.send("b", optim_step())
+        stage.train()
+        await client.result("b", last)
+        await stage.follower.wait_for(lambda _: bool(client.model("a").suspended), 30.0)
+        for name in folders:
+            model, use, saved = name.split("/")
+            remove = inbox.RemoveWeights(id=stage.id(), engine=ENGINE, model=model, use=use, name=saved)
+            await bus.inbox.request(remove)
+        free = await client.do("b", sampler("other"))
+        assert isinstance(free, CheckpointSaved), "its name is free"
+        assert folders["a/training/own"].exists()
+        assert folders["b/training/named"].exists()
+        await client.do("a", EndModel())
+        await client.do("b", optim_step())
+        assert not folders["a/training/own"].exists()
+        assert not folders["b/training/named"].exists()
+
+
 async def test_a_model_whose_cover_is_lost_is_ended_by_its_client_but_cannot_be_saved(bus: Bus, tmp_path: Path) -> None:
     async with serving(bus, tmp_path, cover_s=0.0) as client:
         await stopped(await two_covered(client))

@@ -16,6 +16,7 @@ from bombus.hive.tenants.state import Queued, TenantModel
 from bombus.operations import (
     AbortEpoch,
     Category,
+    CheckpointKind,
     CreateModel,
     EndModel,
     Failed,
@@ -39,6 +40,7 @@ from bombus_trainer.tenants.executor import OperationExecutor, adds_to_gradient
 log = logging.getLogger(__name__)
 
 Fetch = Callable[[BodyRef], Awaitable[bytes]]
+READING = ("create_model", "load_weights")  # operations that may read a checkpoint
 LOST = "its error is not kept any more"  # of an operation that failed before the trainer was started again
 
 
@@ -57,6 +59,7 @@ class ServedModels:
         self._begun: dict[str, int] = {}  # which of several models of one name is here: the number of its creation
         self._clocks: dict[str, CoverClock] = {}
         self._read: dict[str, set[str]] = {}  # by model: checkpoints that it was made from since its cover
+        self._away: dict[str, set[str]] = {}  # by model that cannot be made again: checkpoints that its operations name
 
     # ---- as the log says ------------------------------------------------------------------------------------------
 
@@ -75,6 +78,7 @@ class ServedModels:
             del self._begun[name]
             self._clocks.pop(name, None)  # one that could not be made again has none
             self._read.pop(name, None)
+            self._away.pop(name, None)
 
     async def make_again(self, model: TenantModel) -> None:
         """Make a model as it was: from its cover, and by what was executed since.
@@ -121,8 +125,22 @@ class ServedModels:
             await self.make_again(model)
         except (EngineFault, LogCorrupted) as error:
             self.executor.drop(model.name)
+            self._away[model.name] = await self._named_by(model)
             return error
+        self._away.pop(model.name, None)
         return None
+
+    async def _named_by(self, model: TenantModel) -> set[str]:
+        """Return the checkpoints that operations of a model read, those that are executed again and those that wait."""
+        found: set[str] = set()
+        for queued in model.again():
+            if queued.op not in READING or queued.body is None:
+                continue
+            try:
+                found.add(_checkpoint_of(decode_operation(await self._fetch(queued.body))))
+            except (LogCorrupted, msgspec.MsgspecError) as error:  # then it cannot be executed either
+                log.warning("operation %s of model %s cannot be read: %s", queued.key, model.name, error)
+        return found
 
     def _hold(self, model: TenantModel) -> None:
         self._begun[model.name] = model.begun
@@ -267,8 +285,17 @@ class ServedModels:
         self._clocks[model.name].note(queued.number, size, perf_counter(), at_once=bool(checkpoint))
 
     def needs_checkpoint(self, name: str) -> bool:
-        """Return whether a model was made from this checkpoint and has no cover since: it is not to be removed yet."""
-        return any(name in read for model, read in self._read.items() if self._clocks[model].at_once)
+        """Return whether a checkpoint is not to be removed yet.
+
+        A model was made from it and has no cover since, or one that cannot be made again may have to be made from it:
+        its operations name it, or it can go on from it in place of its cover.
+        """
+        if any(name in read for model, read in self._read.items() if self._clocks[model].at_once):
+            return True
+        return any(
+            name in named or name.startswith(f"{model}/{CheckpointKind.TRAINING}/")
+            for model, named in self._away.items()
+        )
 
     # ---- covers ---------------------------------------------------------------------------------------------------
 

@@ -299,9 +299,7 @@ class OperationServer:
                 await in_thread(Kind.REMOVAL, f"removing the checkpoint {name}", remove)
 
     def _removable(self, models: ServedModels) -> list[str]:
-        """Return the checkpoints that can be removed now. A model that cannot be made again may need any of them."""
-        if self._suspended:
-            return []
+        """Return the checkpoints that can be removed now."""
         return sorted(each for each in self._ownership.removed if not models.needs_checkpoint(each))
 
     def _next_cover(self, models: ServedModels) -> tuple[float, str]:
