@@ -11,7 +11,7 @@ from bombus.hive.tenants.state import TTL_S_MAX, KeptWeights, TenantModel, Tenan
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live, ns
-from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MAX
+from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MAX, sampled_from
 
 METADATA_BYTES_MAX = 64 << 10
 TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
@@ -272,7 +272,7 @@ def expire_weights(engine: EngineState, live: Live) -> Decisions:
     ]
     if not over:
         return
-    used = {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
+    used = sampled_from(engine)
     for name, each in over:
         if name not in used:
             saved = each.noted.saved
