@@ -199,6 +199,21 @@ def test_a_claim_that_waited_until_its_saved_model_was_removed_is_refused() -> N
     refused(harness.answers[waiting.id], Code.UNKNOWN_MODEL)
 
 
+def test_room_for_a_save_is_not_made_of_one_that_an_open_episode_samples_from() -> None:
+    harness = with_snapshot(tenancy=Tenancy(checkpoints_max=3))  # one of which has a name
+    save(harness, "2", "sample-2", DAY_S)
+    save(harness, "3", "sample-3", DAY_S)
+    (episode,) = harness.claim(sampler=f"{MODEL}/sampler/sample-2")
+    save(harness, "4", "sample-4", DAY_S)
+    assert [each.noted.saved.name for each in harness.tenants.kept.values()] == ["step-1", "sample-2", "sample-4"]
+    harness.claim(sampler=f"{MODEL}/sampler/sample-4")
+    why = refused(harness.operate("5", "save_weights"), Code.QUOTA)
+    assert why == "3 saved models are kept: remove some that nobody needs."
+    assert isinstance(harness.end(episode, reward=1.0), Done)
+    save(harness, "5", "sample-5", DAY_S)
+    assert [each.noted.saved.name for each in harness.tenants.kept.values()] == ["step-1", "sample-4", "sample-5"]
+
+
 @pytest.mark.parametrize("plays", [True, False])
 def test_a_run_without_models_goes_on_while_an_episode_plays(plays: bool) -> None:
     harness = with_snapshot()

@@ -190,19 +190,24 @@ def test_a_session_that_makes_no_sense_is_refused(wrong: dict[str, object], code
     refused(TenantHarness().open_session(**wrong), code)  # type: ignore[arg-type]
 
 
+def suspend_model(harness: TenantHarness, why: str, trainer_epoch: int | None = None) -> list[str]:
+    """Let a trainer say why it cannot make the model again, and return what is put on the log."""
+    message = inbox.ModelAway(
+        id=harness.id(),
+        engine=ENGINE,
+        run=1,
+        trainer_epoch=harness.engine.trainer_epoch if trainer_epoch is None else trainer_epoch,
+        model=MODEL,
+        why=why,
+    )
+    return [type(event).__name__ for event in harness.send(message)]
+
+
 def test_a_model_that_cannot_be_made_again_waits_and_is_ended_once_it_can() -> None:
     harness = TenantHarness().serving()
 
     def away(why: str, trainer_epoch: int | None = None) -> list[str]:
-        message = inbox.ModelAway(
-            id=harness.id(),
-            engine=ENGINE,
-            run=1,
-            trainer_epoch=harness.engine.trainer_epoch if trainer_epoch is None else trainer_epoch,
-            model=MODEL,
-            why=why,
-        )
-        return [type(event).__name__ for event in harness.send(message)]
+        return suspend_model(harness, why, trainer_epoch)
 
     assert away("its cover is gone", trainer_epoch=7) == []
     assert away("its cover is gone") == ["ModelSuspended"]
@@ -216,3 +221,44 @@ def test_a_model_that_cannot_be_made_again_waits_and_is_ended_once_it_can() -> N
     (accepted,) = harness.tick(after_s=120)
     assert isinstance(accepted, ev.OperationAccepted)
     assert (accepted.op, accepted.save_as) == ("end_model", "ended-2")
+
+
+def test_a_model_that_cannot_be_made_again_is_ended_by_its_client_also_after_its_session_has_ended() -> None:
+    harness = TenantHarness().serving()
+    suspend_model(harness, "its cover is gone")
+    harness.close_session()
+    refused(harness.operate("1"), Code.SESSION_OVER)
+    assert isinstance(harness.operate("end.1", "end_model"), inbox.Accepted)
+    harness.done("end.1", closes=True)
+    assert harness.model.closed is not None
+    refused(harness.operate("end.2", "end_model"), Code.UNKNOWN_MODEL)
+
+
+def test_a_model_that_cannot_be_made_again_for_a_day_after_its_session_has_ended_is_let_go() -> None:
+    harness = TenantHarness()
+    harness.limits(models_max=1, run_idle_s=1e6)
+    harness.serving()
+    suspend_model(harness, "its cover is gone")
+    assert [type(each) for each in harness.tick(after_s=48 * 3600)] == [ev.SessionEnded]
+    assert harness.tick() == [], "its time begins now"
+    assert harness.tick(after_s=24 * 3600 - 1) == []
+    (closed,) = harness.tick(after_s=1)
+    assert isinstance(closed, ev.ModelClosed)
+    assert closed.reason == ModelEnd.NOT_SAVED
+    assert closed.why == "its session ended, and it could not be made again to be saved: its cover is gone"
+    harness.open_session("t")
+    assert isinstance(harness.create("t:train:0", "t"), inbox.Accepted), "its place is free"
+
+
+def test_the_day_of_a_model_that_was_made_again_meanwhile_begins_anew() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+    suspend_model(harness, "its cover is gone")
+    harness.close_session()
+    harness.tick()
+    suspend_model(harness, "")
+    harness.tick(after_s=23 * 3600)
+    suspend_model(harness, "its cover is gone")
+    harness.tick(after_s=2 * 3600)
+    assert harness.model.closed is None
+    assert [type(each) for each in harness.tick(after_s=24 * 3600)] == [ev.ModelClosed]

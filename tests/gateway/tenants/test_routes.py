@@ -203,6 +203,31 @@ async def test_operations_of_a_model_that_has_anothers_name_are_no_repeats_of_th
     assert executed == 2 * [CreateModel, OptimStep, EndModel]
 
 
+async def test_a_model_of_tinkers_client_is_ended_by_its_client_and_ended_once(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    unloaded, killed = await open_model(client), await open_model(client, 1)
+    for _ in range(2):
+        ended = await result(client, await ask(client, "unload_model", model_id=unloaded))
+        assert ended.json() == {"model_id": unloaded, "type": "unload_model"}
+    assert (await ask(client, "kill_session", model_id=killed))["success"]
+    assert [type(each) for _, each in hive.executed] == [CreateModel, CreateModel, EndModel, EndModel]
+
+
+async def test_an_end_that_failed_does_not_stand_for_a_later_one(hive: TenantHive, client: httpx.AsyncClient) -> None:
+    def refusing(operation: Operation) -> Result:
+        if isinstance(operation, EndModel) and operation.save_as:
+            return Failed(error="the disk is full", category=Category.SERVER)
+        return plain_results(operation)
+
+    hive.answering = refusing
+    model = await open_model(client)
+    failed = await ask(client, "kill_session", model_id=model)
+    assert not failed["success"]
+    assert "the disk is full" in failed["message"]
+    assert (await ask(client, "kill_session", model_id=model, save_checkpoint=False))["success"]
+
+
 async def test_killing_a_session_ends_its_model_and_answers_when_it_has_ended(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bombus.errors import EngineFault, LogCorrupted
+from bombus.hive.events import ModelCovered
 from bombus.hive.records import BODY_BYTES_MAX, BodyRef, digest
 from bombus.hive.tenants.state import Queued, TenantModel
 from bombus.operations import (
@@ -258,3 +259,14 @@ async def test_what_is_saved_without_a_name_is_named_by_when_the_log_took_it(one
             assert isinstance(result, CheckpointSaved), result
             names.append(result.name)
     assert names == ["20261123-000000-2"] * 2 + ["20261123-000000-3"] * 2
+
+
+async def test_a_model_that_could_not_be_made_again_is_forgotten_as_others_are(one: OneModel, tmp_path: Path) -> None:
+    one.model.cover = ModelCovered(
+        at_ns=3, engine="e", run=1, model="m", number=1, trainer_epoch=1, folder=str(tmp_path / "gone"), digest="d"
+    )
+    later = ServedModels(one.executor, Covers(tmp_path / "covers", 2), one.fetch, ("org/tiny", BASE), 0.0)
+    assert isinstance(await later.try_again(one.model), EngineFault)
+    assert later.is_gone({})
+    later.forget_ended({})
+    assert not later.is_gone({})

@@ -259,9 +259,17 @@ async def test_a_model_of_all_weights_goes_on_after_a_crash_and_begins_again_fro
         await stopped(trainer)
         client.stage.train()
         assert await weights(client, "m", "reset") == fresh
-        loaded = await client.do("m", LoadWeights(checkpoint="m/training/last", with_optimizer=True))
-        assert loaded == CheckpointLoaded(checkpoint="m/training/last", step=2)
+        loaded = await client.do("m", LoadWeights(checkpoint="m/training/last-11", with_optimizer=True))
+        assert loaded == CheckpointLoaded(checkpoint="m/training/last-11", step=2)
         assert await weights(client, "m", "loaded") == trained
+
+
+async def test_a_model_that_begins_again_twice_is_saved_both_times(client: TrainingClient) -> None:
+    client.stage.train()
+    await client.do("m", create(None))
+    for _ in range(2):  # the operations 2 and 3
+        assert isinstance(await client.do("m", EndModel(save_as="last", reset_weights=True)), ModelEnded)
+    assert list(client.stage.engine.tenants.kept) == ["m/training/last-2", "m/training/last-3"]
 
 
 async def test_a_checkpoint_that_is_removed_goes_from_the_disk_and_its_name_is_free(client: TrainingClient) -> None:
@@ -463,6 +471,59 @@ async def test_a_cover_that_is_damaged_holds_up_its_model_alone_until_it_is_mend
         assert client.model("a").suspended == ""
 
 
+async def test_a_model_is_tried_again_while_another_always_has_something_to_do(bus: Bus, tmp_path: Path) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0, retry_s_max=0.2) as client:
+        stage = client.stage
+        await stopped(await two_covered(client))
+        facts = cover_of(client, "a") / "facts.json"
+        whole = facts.read_bytes()
+        facts.write_bytes(whole[:-1])
+        waiting = await client.send("a", sampler("now"))
+        batch = forward_backward(*random_data(1, 2), forward_only=True)
+        others = [await client.send("b", batch) for _ in range(250)]
+        stage.train()
+        await stage.follower.wait_for(lambda _: bool(client.model("a").suspended), 30.0)
+        facts.write_bytes(whole)
+        address(await client.result("a", waiting))
+        assert client.queued("b", others[-1]).waits
+
+
+async def test_while_a_model_cannot_be_made_again_only_what_it_may_need_stays_on_the_disk(
+    bus: Bus, tmp_path: Path
+) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0, retry_s_max=0.2) as client:
+        stage = client.stage
+        trainer = await two_covered(client)
+        folders: dict[str, Path] = {}
+        for model, save in (("a", training("own")), ("b", training("named")), ("b", sampler("other"))):
+            result = await client.do(model, save)
+            assert isinstance(result, CheckpointSaved)
+            folders[f"{model}/{save.checkpoint}/{save.name}"] = Path(result.folder)
+        await client.do("a", forward_backward(*random_data(2, 2)))
+        await client.until_covered("a", 6)
+        await stopped(trainer)
+        await client.send("a", LoadWeights(checkpoint="b/training/named"))
+        facts = cover_of(client, "a") / "facts.json"
+        whole = facts.read_bytes()
+        facts.write_bytes(whole[:-1])
+        last = await client.send("b", optim_step())
+        stage.train()
+        await client.result("b", last)
+        await stage.follower.wait_for(lambda _: bool(client.model("a").suspended), 30.0)
+        for name in folders:
+            model, use, saved = name.split("/")
+            remove = inbox.RemoveWeights(id=stage.id(), engine=ENGINE, model=model, use=use, name=saved)
+            await bus.inbox.request(remove)
+        free = await client.do("b", sampler("other"))
+        assert isinstance(free, CheckpointSaved), "its name is free"
+        assert folders["a/training/own"].exists()
+        assert folders["b/training/named"].exists()
+        await client.do("a", EndModel())
+        await client.do("b", optim_step())
+        assert not folders["a/training/own"].exists()
+        assert not folders["b/training/named"].exists()
+
+
 async def test_a_model_whose_cover_is_lost_is_ended_by_its_client_but_cannot_be_saved(bus: Bus, tmp_path: Path) -> None:
     async with serving(bus, tmp_path, cover_s=0.0) as client:
         await stopped(await two_covered(client))
@@ -509,6 +570,35 @@ async def test_a_model_whose_cover_is_lost_goes_on_from_a_checkpoint_of_its_clie
             await client.do("calm", operation)
         assert await weights(client, "m", "end") == await weights(client, "calm", "end")
         assert stage.engine.suspensions == 0
+
+
+@pytest.mark.parametrize("cover_s", [0.0, 600.0])
+async def test_what_was_saved_before_a_model_began_again_is_not_taken_for_what_came_after(
+    bus: Bus, tmp_path: Path, cover_s: float
+) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0) as client:
+        stage = client.stage
+        trainer = stage.train()
+        await client.do("m", create(None))
+        fresh = await weights(client, "m", "fresh")
+        for operation in steps(1, 1):
+            await client.do("m", operation)
+        await client.until_covered("m", 5)
+        await stopped(trainer)
+        stage.options = stage.options.model_copy(update={"cover_s": cover_s})
+        trainer = stage.train()
+        assert isinstance(await client.do("m", EndModel(save_as="last", reset_weights=True)), ModelEnded)
+        covered = 5 if cover_s else 6
+        await client.until_covered("m", covered)
+        await stopped(trainer)
+        assert client.model("m").covered == covered
+        (cover_of(client, "m") / "facts.json").write_text("damaged")
+        stage.train()
+        if cover_s:  # operation 6 is executed again on what it has saved
+            assert await weights(client, "m", "again") == fresh
+            assert not client.model("m").suspended
+        else:
+            await stage.follower.wait_for(lambda _: bool(client.model("m").suspended), 30.0)
 
 
 async def test_an_engine_without_a_configuration_says_what_it_lacks(bus: Bus, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     session = tenants.sessions.get(message.session)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}: open one.")
-    if session.ended is not None:
+    if session.ended is not None and message.op != END:  # what is left of it can be ended
         raise Refused(
             Code.SESSION_OVER, f"Session {message.session} has ended ({session.ended.reason}): open another one."
         )
@@ -240,15 +240,30 @@ def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> No
 
 
 def _oldest_unnamed(engine: EngineState, model: str) -> KeptWeights | None:
-    """Return the first of a model's saves that has a number for a name, and is removed by itself some day."""
-    of_model = (each for each in engine.tenants.kept.values() if each.noted.model == model and each.until_ns)
+    """Return the first of a model's saves that has a number for a name, and is removed by itself some day.
+
+    One that an open episode samples from is not among them.
+    """
+    used = sampled_from(engine)
+    of_model = (
+        each
+        for name, each in engine.tenants.kept.items()
+        if each.noted.model == model and each.until_ns and name not in used
+    )
     return next((each for each in of_model if _UNNAMED.match(each.noted.saved.name)), None)
+
+
+def sampled_from(engine: EngineState) -> set[str]:
+    """Return the saved models that open episodes sample from."""
+    return {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
 
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate) -> tuple[Event, ...]:
     """Return the end of a model's oldest unnamed save where as many as may be are kept, so that a loop can go on."""
+    if message.op != SAVE or len(engine.tenants.kept) < engine.collection.tenancy.checkpoints_max:
+        return ()
     oldest = _oldest_unnamed(engine, message.model)
-    if message.op != SAVE or oldest is None or len(engine.tenants.kept) < engine.collection.tenancy.checkpoints_max:
+    if oldest is None:
         return ()
     saved = oldest.noted.saved
     removed = ev.WeightsRemoved(

@@ -4,20 +4,21 @@ import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
-from bombus.hive.events import Event, SessionEnd
+from bombus.hive.events import Event, ModelEnd, SessionEnd
 from bombus.hive.inbox import CloseSession, Done, OpenSession, PublishWeights, RemoveWeights, RetainWeights
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.state import TTL_S_MAX, KeptWeights, TenantModel, TenantSession, kept_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live, ns
-from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MAX
+from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MAX, sampled_from
 
 METADATA_BYTES_MAX = 64 << 10
 TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
 SHOWN_CHARS = 128  # of a name that is not known
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
 AGAIN_S = 60.0  # until a model that could not be saved is tried again
+LEFT_S = 24 * 3600.0  # for which a model that cannot be made again waits to be saved after its session has ended
 MODEL_S = 60.0  # for which a session for one model may have none
 ENDED_KEPT = 2  # times as many sessions as may be open: beyond it, those that have ended are forgotten early
 
@@ -132,6 +133,7 @@ def expire(engine: EngineState, live: Live) -> Decisions:
     """
     if engine.suspended:
         return
+    yield from _let_go(engine, live)
     for session in list(engine.tenants.sessions.values()):
         if session.ended is None:
             if _has_no_model(engine, live, session):
@@ -150,6 +152,28 @@ def expire(engine: EngineState, live: Live) -> Decisions:
             yield Decision(events=tuple(_end(engine, live, model, session.ended.save) for model in again))
         elif _is_over(engine, session) and _is_old(engine, live, session):
             yield Decision(events=(_forgotten(engine, live, session),))
+
+
+def _let_go(engine: EngineState, live: Live) -> Decisions:
+    """End models that cannot be made again, and so not be saved, long after their sessions have ended."""
+    sessions = engine.tenants.sessions
+    over = {name for name, session in sessions.items() if session.ended is not None}
+    left = [model for model in engine.tenants.open_models if model.suspended and model.session in over]
+    names = {model.name for model in left}
+    for key in [key for key in live.left_since if key[0] == engine.name and key[1] not in names]:
+        del live.left_since[key]
+    for model in left:
+        since_ns = max(live.left_since.setdefault((engine.name, model.name), live.now_ns), engine.resumed_ns)
+        if since_ns + ns(LEFT_S) <= live.now_ns:
+            closed = ev.ModelClosed(
+                at_ns=live.now_ns,
+                engine=engine.name,
+                run=engine.run,
+                model=model.name,
+                reason=ModelEnd.NOT_SAVED,
+                why=f"its session ended, and it could not be made again to be saved: {model.suspended}"[:WHY_CHARS_MAX],
+            )
+            yield Decision(events=(closed,))
 
 
 def _has_no_model(engine: EngineState, live: Live, session: TenantSession) -> bool:
@@ -248,7 +272,7 @@ def expire_weights(engine: EngineState, live: Live) -> Decisions:
     ]
     if not over:
         return
-    used = {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
+    used = sampled_from(engine)
     for name, each in over:
         if name not in used:
             saved = each.noted.saved

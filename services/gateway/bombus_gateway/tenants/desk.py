@@ -50,6 +50,7 @@ from bombus_gateway.training.submission import Submission
 HOLD_S = 30.0  # a request for a result that is not there yet is held for so long
 ATTEMPTS_MAX = 4
 REPEAT_S = 30.0  # within which xorl's client may send a request again; it has no other mark
+END_STEM = "end."  # of the keys of requests that end a model of Tinker's clients
 REMEMBERED = 10_000
 DECODING_MAX = 2  # bodies at once: one takes many times its size while it is read
 
@@ -134,7 +135,7 @@ class OperationDesk:
         model, may_repeat = submission.model, True
         for attempt in range(1, ATTEMPTS_MAX + 1):
             ref = await self._parts.store(self._gateway.bus.subjects.operation(self.engine, model), body)
-            if not is_tinkers(model):
+            if not _is_numbered(submission):
                 await hear_news(self._gateway.follower)  # its key depends on what came before
             message = inbox.Operate(
                 id=uuid.uuid4().hex,
@@ -147,15 +148,15 @@ class OperationDesk:
                 passive=_is_passive(operation),
                 base=base,
                 metadata=submission.metadata,
-                again_s=0.0 if is_tinkers(model) else self._repeat_s,
+                again_s=0.0 if _is_numbered(submission) else self._repeat_s,
             )
             try:
                 answer = await self._gateway.carry_out(message)
             except Refused as refusal:
-                is_xorls = refusal.code == Code.OTHER_BODY and not is_tinkers(model)  # it came too late, or another did
-                if attempt == ATTEMPTS_MAX or not (is_xorls or refusal.code == Code.BODY_GONE):
+                is_another = refusal.code == Code.OTHER_BODY and not _is_numbered(submission)  # or it came too late
+                if attempt == ATTEMPTS_MAX or not (is_another or refusal.code == Code.BODY_GONE):
                     raise
-                may_repeat = may_repeat and not is_xorls
+                may_repeat = may_repeat and not is_another
                 continue
             assert isinstance(answer, inbox.Accepted)
             return answer.operation
@@ -164,15 +165,16 @@ class OperationDesk:
     def _key(self, submission: Submission, body_digest: bytes, may_repeat: bool) -> str:
         """Return the key of an operation: requests with equal keys are one.
 
-        Tinker's clients number the requests to a model. Those of xorl number the requests of an object of theirs, of
-        which several may share a model or follow each other. An object sends no other request before it has the answer
-        to this one, so an equal number is a repeat only with an equal body, within seconds, and as the next request.
-        How long ago it came is for the coordinator to say, whose clock is that of the log.
+        Tinker's clients number the requests to a model, except the one that ends it. Those of xorl number the requests
+        of an object of theirs, of which several may share a model or follow each other. An object sends no other
+        request before it has the answer to this one, so an equal number is a repeat only with an equal body, within
+        seconds, and as the next request. How long ago it came is for the coordinator to say, whose clock is that of the
+        log.
         """
-        if is_tinkers(submission.model):
+        if _is_numbered(submission):
             return str(submission.seq)
         model = self.tenants.models.get(submission.model)
-        stem = f"{submission.seq}."
+        stem = END_STEM if is_tinkers(submission.model) else f"{submission.seq}."
         before = [] if model is None else [each for each in model.operations.values() if each.key.startswith(stem)]
         if model is None or not before:
             return f"{stem}1"
@@ -293,6 +295,11 @@ def _on_the_log(submission: Submission) -> Operation:
     """Return the operation as it is put on the log: one that was refused here still has its place among the others."""
     operation = submission.operation
     return Rejected(failure=operation, counts=submission.counts) if isinstance(operation, Failed) else operation
+
+
+def _is_numbered(submission: Submission) -> bool:
+    """Return whether a request has a number that no other request to its model has."""
+    return is_tinkers(submission.model) and not isinstance(submission.operation, EndModel)
 
 
 def _kind(operation: Operation) -> str:

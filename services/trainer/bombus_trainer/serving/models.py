@@ -16,6 +16,7 @@ from bombus.hive.tenants.state import Queued, TenantModel
 from bombus.operations import (
     AbortEpoch,
     Category,
+    CheckpointKind,
     CreateModel,
     EndModel,
     Failed,
@@ -39,6 +40,7 @@ from bombus_trainer.tenants.executor import OperationExecutor, adds_to_gradient
 log = logging.getLogger(__name__)
 
 Fetch = Callable[[BodyRef], Awaitable[bytes]]
+READING = ("create_model", "load_weights")  # operations that may read a checkpoint
 LOST = "its error is not kept any more"  # of an operation that failed before the trainer was started again
 
 
@@ -57,6 +59,7 @@ class ServedModels:
         self._begun: dict[str, int] = {}  # which of several models of one name is here: the number of its creation
         self._clocks: dict[str, CoverClock] = {}
         self._read: dict[str, set[str]] = {}  # by model: checkpoints that it was made from since its cover
+        self._away: dict[str, set[str]] = {}  # by model that cannot be made again: checkpoints that its operations name
 
     # ---- as the log says ------------------------------------------------------------------------------------------
 
@@ -72,8 +75,10 @@ class ServedModels:
         """Forget the models that have ended."""
         for name in [name for name in self._begun if not self._is_open(name, models)]:
             self.executor.drop(name)
-            del self._begun[name], self._clocks[name]
+            del self._begun[name]
+            self._clocks.pop(name, None)  # one that could not be made again has none
             self._read.pop(name, None)
+            self._away.pop(name, None)
 
     async def make_again(self, model: TenantModel) -> None:
         """Make a model as it was: from its cover, and by what was executed since.
@@ -120,8 +125,22 @@ class ServedModels:
             await self.make_again(model)
         except (EngineFault, LogCorrupted) as error:
             self.executor.drop(model.name)
+            self._away[model.name] = await self._named_by(model)
             return error
+        self._away.pop(model.name, None)
         return None
+
+    async def _named_by(self, model: TenantModel) -> set[str]:
+        """Return the checkpoints that operations of a model read, those that are executed again and those that wait."""
+        found: set[str] = set()
+        for queued in model.again():
+            if queued.op not in READING or queued.body is None:
+                continue
+            try:
+                found.add(_checkpoint_of(decode_operation(await self._fetch(queued.body))))
+            except (LogCorrupted, msgspec.MsgspecError) as error:  # then it cannot be executed either
+                log.warning("operation %s of model %s cannot be read: %s", queued.key, model.name, error)
+        return found
 
     def _hold(self, model: TenantModel) -> None:
         self._begun[model.name] = model.begun
@@ -199,7 +218,10 @@ class ServedModels:
             self._clocks[model.name] = CoverClock(queued.number - 1, queued.number - 1)
             if operation.base == self._names[0]:
                 operation = msgspec.structs.replace(operation, base=self._names[1])
-        name = f"{_made_by(model)}{queued.number}"
+        number = queued.number
+        if isinstance(operation, EndModel):  # what it saves is the model before it, and a reset comes after that
+            number -= 1
+        name = f"{_made_by(model)}{number}"
         kind, limit_s = Kind.OPERATION, None
         if isinstance(operation, CreateModel | LoadWeights):
             kind, limit_s = Kind.LOAD, STALLS * self._stall_s or None
@@ -263,8 +285,17 @@ class ServedModels:
         self._clocks[model.name].note(queued.number, size, perf_counter(), at_once=bool(checkpoint))
 
     def needs_checkpoint(self, name: str) -> bool:
-        """Return whether a model was made from this checkpoint and has no cover since: it is not to be removed yet."""
-        return any(name in read for model, read in self._read.items() if self._clocks[model].at_once)
+        """Return whether a checkpoint is not to be removed yet.
+
+        A model was made from it and has no cover since, or one that cannot be made again may have to be made from it:
+        its operations name it, or it can go on from it in place of its cover.
+        """
+        if any(name in read for model, read in self._read.items() if self._clocks[model].at_once):
+            return True
+        return any(
+            name in named or name.startswith(f"{model}/{CheckpointKind.TRAINING}/")
+            for model, named in self._away.items()
+        )
 
     # ---- covers ---------------------------------------------------------------------------------------------------
 
@@ -296,6 +327,8 @@ def _made_by(model: TenantModel) -> str:
 
 def _named(operation: Operation, queued: Queued) -> Operation:
     """Return an operation with a name for what it saves, by the log: it is the same whenever it is executed again."""
+    if isinstance(operation, EndModel) and operation.reset_weights and operation.save_as:  # it may come once more
+        return msgspec.structs.replace(operation, save_as=f"{operation.save_as}-{queued.number}")
     if not isinstance(operation, SaveWeights) or operation.name:
         return operation
     taken = strftime("%Y%m%d-%H%M%S", gmtime(queued.accepted_ns / 1e9))

@@ -59,6 +59,7 @@ class OperationServer:
         self._begun: set[str] = set()  # models of which this trainer has begun an operation
         self._said: dict[str, str] = {}  # why models wait, as it was said last: the log may not show it here yet
         self._suspended: dict[str, float] = {}  # models that cannot be made again now: when to try it again
+        self._has_tried = False  # to make one of them again, after which nothing was executed yet
 
     async def run(self) -> None:
         """Serve until the run is over, which raises `RunOver`. Start over after a failure.
@@ -249,18 +250,20 @@ class OperationServer:
         if name and due_s <= now_s:
             await self._cover(models, name)
             return
+        again_s, away = min(((each_s, each) for each, each_s in self._suspended.items()), default=(inf, ""))
+        if again_s <= now_s and not self._has_tried:
+            self._has_tried = True  # something is executed before the next attempt: those may take long
+            model = tenants.models[away]
+            await self._say_whether_away(model, await models.try_again(model))
+            return
+        self._has_tried = False
         found = self._next(tenants)
         if found is not None:
             await self._execute(models, *found)
             return
-        again_s, away = min(((each_s, each) for each, each_s in self._suspended.items()), default=(inf, ""))
-        if again_s <= now_s:
-            model = tenants.models[away]
-            await self._say_whether_away(model, await models.try_again(model))
-            return
         until_s = min(due_s if name else inf, again_s)
         try:
-            limit_s = None if until_s == inf else until_s - now_s
+            limit_s = None if until_s == inf else max(0.0, until_s - now_s)
             await ownership.wait(lambda engine: self._has_news(models, engine), limit_s)
         except TimeoutError:
             log.debug("run %d: a cover is due, or a model is tried again", ownership.run)
@@ -296,9 +299,7 @@ class OperationServer:
                 await in_thread(Kind.REMOVAL, f"removing the checkpoint {name}", remove)
 
     def _removable(self, models: ServedModels) -> list[str]:
-        """Return the checkpoints that can be removed now. A model that cannot be made again may need any of them."""
-        if self._suspended:
-            return []
+        """Return the checkpoints that can be removed now."""
         return sorted(each for each in self._ownership.removed if not models.needs_checkpoint(each))
 
     def _next_cover(self, models: ServedModels) -> tuple[float, str]:
