@@ -22,19 +22,22 @@ UPDATE = "/update_weights_from_disk"
 
 
 class ScriptedServer:
-    """An SGLang server that notes what it is asked to load. With `refuses` it says why it did not."""
+    """An SGLang server that notes what it is asked to load. With `refuses` it says why it did not, and where `garbled`
+    has a path, these bytes are its answer there."""
 
     def __init__(self) -> None:
         self.port = 0
         self.loaded: list[dict[str, Any]] = []
         self.refuses = ""
+        self.garbled: dict[str, bytes] = {}
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
         status, answer = self._answer(scope["path"], (await receive()).get("body", b""))
         await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+        body = self.garbled.get(scope["path"], json.dumps(answer).encode())
+        await send({"type": "http.response.body", "body": body})
 
     def _answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         if path == "/model_info":
@@ -202,6 +205,22 @@ async def test_an_endpoint_that_does_not_load_is_told_and_the_others_have_the_we
             await add(hive, third.port)
         gone = await post(hive, "/sync_inference_weights")
     assert [each["success"] for each in gone["endpoints_synced"]] == [False, True, False]
+
+
+@pytest.mark.parametrize("path", ["/model_info", UPDATE])
+@pytest.mark.parametrize("answer", [b'"\xff"', b"[" * 100_000, b" " * (2 << 20)], ids=["no utf-8", "deep", "large"])
+async def test_an_endpoint_whose_answers_cannot_be_read_keeps_weights_from_nobody_else(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer, path: str, answer: bytes
+) -> None:
+    await create(client)
+    async with scripted() as other:
+        for each in (server, other):
+            await add(hive, each.port)
+        server.garbled[path] = answer
+        report = await post(hive, "/sync_inference_weights")
+        assert [each["healthy"] for each in await listed(hive.url)] == [path == UPDATE, True]
+        assert len(other.loaded) == 1
+    assert [each["success"] for each in report["endpoints_synced"]] == [False, True]
 
 
 async def test_an_endpoint_may_get_weights_when_it_is_registered(
