@@ -110,7 +110,7 @@ async def test_an_endpoint_is_registered_listed_by_every_gateway_and_removed(
     added = await add(hive, server.port, world_size=2)
     assert (added["success"], added["weights_synced"]) == (True, False)
     assert added["endpoint"]["server_info"] == {"model_path": "/models/tiny", "version": "sglang"}
-    async with gateway_of(hive.bus) as (_, url):  # as after a restart
+    async with gateway_of(hive.bus, inference_hosts=("127.0.0.1",)) as (_, url):  # as after a restart
         (found,) = await listed(url)
     assert (found["host"], found["port"], found["world_size"]) == ("127.0.0.1", server.port, 2)
     assert found["healthy"]
@@ -142,6 +142,22 @@ async def test_where_nothing_is_allowed_the_refusal_says_so(hive: TenantHive) ->
     async with gateway_of(hive.bus) as (_, url), httpx.AsyncClient(base_url=url) as http:
         refused = (await http.post("/add_inference_endpoint", json={"host": "127.0.0.1", "port": 1})).json()
     assert "talks to no inference endpoints elsewhere" in refused["message"]
+
+
+async def test_an_endpoint_whose_host_is_not_allowed_any_more_is_not_talked_to(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    await add(hive, server.port)
+    async with gateway_of(hive.bus, inference_hosts=("gpu-1",)) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        (found,) = await listed(url)
+        assert not found["healthy"]
+        assert f"not at 127.0.0.1:{server.port}" in found["why"]
+        refused = (await http.post("/sync_inference_weights", json={})).json()
+        assert not refused["success"]
+        assert "--inference-host" in refused["message"]
+    assert server.loaded == []
+    assert saves(hive) == []
 
 
 async def test_what_is_no_inference_server_is_not_registered(hive: TenantHive) -> None:

@@ -32,7 +32,8 @@ class EndpointRoutes:
     def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
         self._gateway = gateway
         self._desk = desk
-        self._sync = WeightSync(desk)
+        self._hosts = gateway.settings.inference_hosts
+        self._sync = WeightSync(desk, self._hosts)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
 
     def add_to(self, root: APIRouter) -> None:
@@ -58,8 +59,8 @@ class EndpointRoutes:
 
     async def _add(self, body: bytes, holder: str) -> dict[str, object]:
         asked = read_new_endpoint(body)
-        check_allowed(self._gateway.settings.inference_hosts, asked.at)
-        target = await looked_at(asked.at)
+        check_allowed(self._hosts, asked.at)
+        target = await looked_at(self._hosts, asked.at)
         if target.failure or target.server is None:
             return {"success": False, "message": f"It was not registered: {target.failure}"}
         add = inbox.AddEndpoint(
@@ -105,8 +106,12 @@ class EndpointRoutes:
     async def list(self, request: Request) -> Response:
         """Answer with all endpoints that the client may use. Those that do not answer now stay, as not `healthy`."""
         added = [*seen_by(self._desk.tenants, self._holder(request)).endpoints.values()]
-        entries = await asyncio.gather(*map(_looked_up, added))
+        entries = await asyncio.gather(*(self._looked_up(each) for each in added))
         return in_json({"endpoints": entries, "count": len(entries)})
+
+    async def _looked_up(self, added: EndpointAdded) -> dict[str, object]:
+        at = Endpoint(added.host, added.port)
+        return _entry(at, added.world_size, await looked_at(self._hosts, at))
 
     async def sync(self, request: Request) -> Response:
         body = await read_body(request)
@@ -158,11 +163,6 @@ async def _told(answering: Awaitable[object]) -> Response:
         return in_json(await answering)
     except Refused as refusal:
         return in_json({"success": False, "message": refusal.why, "result": refusal.why, "code": refusal.code})
-
-
-async def _looked_up(added: EndpointAdded) -> dict[str, object]:
-    at = Endpoint(added.host, added.port)
-    return _entry(at, added.world_size, await looked_at(at))
 
 
 def _entry(at: Endpoint, world_size: int, target: Target) -> dict[str, object]:

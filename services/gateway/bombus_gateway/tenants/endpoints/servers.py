@@ -62,14 +62,17 @@ def check_allowed(hosts: Sequence[str], at: Endpoint) -> None:
     )
 
 
-async def looked_at(at: Endpoint) -> Target:
-    """Return what answers at an address."""
+async def looked_at(hosts: Sequence[str], at: Endpoint) -> Target:
+    """Return what answers at an address, which the operator may have stopped allowing since it was registered."""
     url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"
     try:
+        check_allowed(hosts, at)
         async with asyncio.timeout(LOOK_S), _client(url) as client:
             if await is_replica(client):
                 return Target(at, url, FoundServer(kind=ServerKind.REPLICA))
             found = await find_server(client)
+    except Refused as refusal:
+        return Target(at, url, failure=refusal.why)
     except EngineFault as fault:
         return Target(at, url, failure=str(fault))
     except httpx.InvalidURL as error:

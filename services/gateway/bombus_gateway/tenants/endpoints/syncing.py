@@ -41,8 +41,9 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 class WeightSync:
     """The syncs of one engine at this gateway, one after the other."""
 
-    def __init__(self, desk: OperationDesk) -> None:
+    def __init__(self, desk: OperationDesk, hosts: Sequence[str]) -> None:
         self._desk = desk
+        self._hosts = hosts
         self._lock = asyncio.Lock()
 
     async def sync(self, asked: SyncRequest, holder: str, only: Endpoint | None = None) -> SyncReport:
@@ -92,7 +93,8 @@ class WeightSync:
     async def _targets(self, endpoints: Sequence[Endpoint], only: Endpoint | None) -> list[Target]:
         """Return the servers: those that are registered, or without any the replicas of the hive itself."""
         if endpoints:
-            return list(await asyncio.gather(*(looked_at(each) for each in endpoints if only in (None, each))))
+            wanted = [each for each in endpoints if only in (None, each)]
+            return list(await asyncio.gather(*(looked_at(self._hosts, each) for each in wanted)))
         if self._desk.state.usable:  # the base of a run that has just begun takes a moment
             await self._desk.until(lambda: bool(self._desk.state.loaded), LOADED_S)
         engine = self._desk.state
