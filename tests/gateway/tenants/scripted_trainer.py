@@ -77,7 +77,8 @@ def address_of(checkpoint: str) -> str:
 
 
 class TenantHive:
-    """A hive with a gateway, a coordinator, and a trainer that a test can hold back with `may_work`.
+    """A hive with a gateway, a coordinator, and a trainer that a test can hold back with `may_work`, or from the models
+    that are `held` alone.
 
     It has a `replica` once a test lets it join.
     """
@@ -89,6 +90,7 @@ class TenantHive:
         self.answering: Answering = plain_results
         self.may_work = asyncio.Event()
         self.may_work.set()
+        self.held: set[str] = set()
         self.url = ""
         self.gateway: Gateway | None = None
         self.replica = ScriptedReplica()
@@ -115,6 +117,13 @@ class TenantHive:
         await self.follower.wait_for(lambda _: self.engine.weights is not None, PATIENCE_S)
         await self.bus.inbox.send(alive)
         await self.follower.wait_for(lambda _: "r1" in self.engine.loaded, PATIENCE_S)
+
+    async def say_away(self, model: str, why: str) -> None:
+        """Say as the trainer that it cannot make a model again, or with "" that it can."""
+        run, epoch = self.engine.run, self.engine.trainer_epoch
+        away = inbox.ModelAway(id=new_id(), engine=ENGINE, run=run, trainer_epoch=epoch, model=model, why=why)
+        await self.bus.inbox.send(away)
+        await self.follower.wait_for(lambda _: self.engine.tenants.models[model].suspended == why, PATIENCE_S)
 
     async def train(self) -> None:
         """Serve each run of operations, in the order of the log."""
@@ -152,6 +161,7 @@ class TenantHive:
         found = [
             (model, queued)
             for model in self.engine.tenants.open_models
+            if model.name not in self.held
             for queued in model.operations.values()
             if queued.waits
         ]

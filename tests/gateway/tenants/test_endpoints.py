@@ -17,6 +17,7 @@ from bombus.operations import CheckpointKind, Operation, OptimStep, SaveWeights
 from tests.gateway.openai_hive import gateway_of
 from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
 from tests.gateway.tenants.test_routes import BASE, ask, open_model, xorl_result
+from tests.patience import PATIENCE_S
 
 UPDATE = "/update_weights_from_disk"
 
@@ -265,6 +266,56 @@ async def test_what_earlier_syncs_have_saved_is_removed(
     async with httpx.AsyncClient(base_url=hive.url) as http:
         refused = await http.post("/generate", json={"input_ids": [5], "lora_path": path, "sampling_params": {}})
     assert "sample from those" in refused.json()["detail"]
+
+
+async def test_a_sync_leaves_what_a_client_has_called_like_one_of_its_own_saves(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    await add(hive, server.port)
+    name = "synced-20260101-000000-000"
+    await xorl_result(client, await ask(client, "save_weights_for_sampler", model_id="default", seq_id=1, name=name))
+    for _ in range(3):
+        assert (await post(hive, "/sync_inference_weights"))["success"]
+    kept = [each.noted.saved for each in hive.engine.tenants.kept.values()]
+    assert [(each.use, each.name) for each in kept] == [("sampler", name), ("external", saves(hive)[-1].name)]
+    assert [save.ttl_s for save in saves(hive)] == [0.0, 86_400.0, 86_400.0, 86_400.0], "no sync may follow"
+
+
+async def test_a_sync_leaves_what_another_gateway_has_just_saved(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    await add(hive, server.port)
+    async with (
+        gateway_of(hive.bus, inference_hosts=("127.0.0.1",)) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=60.0) as other,
+    ):
+        for _ in range(2):
+            assert (await other.post("/sync_inference_weights", json={})).json()["success"]
+    assert (await post(hive, "/sync_inference_weights"))["success"]
+    kept = [each.noted.saved.name for each in hive.engine.tenants.kept.values()]
+    assert kept == [save.name for save in saves(hive)[1:]], "each gateway has removed its own alone"
+
+
+async def test_a_sync_that_waits_holds_up_no_other_models_and_a_model_that_is_away_is_refused(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client, "m1")
+    await create(client, "m2")
+    await add(hive, server.port)
+    hive.held.add("m1")
+    waits = asyncio.create_task(post(hive, "/sync_inference_weights", model_id="m1"))
+    await hive.follower.wait_for(lambda _: hive.engine.tenants.waiting == 1, PATIENCE_S)
+    assert (await post(hive, "/sync_inference_weights", model_id="m2"))["success"]
+    assert not waits.done()
+    await hive.say_away("m1", "its cover cannot be read")
+    refused = await post(hive, "/sync_inference_weights", model_id="m1")
+    assert refused["message"] == "m1 cannot be saved now: its cover cannot be read"
+    await hive.say_away("m1", "")
+    hive.held.clear()
+    assert (await post(hive, "/sync_inference_weights", model_id="m2"))["success"]
+    assert (await waits)["success"]
 
 
 async def test_without_endpoints_the_hives_own_replicas_get_the_adapter_and_sample_from_it(

@@ -240,9 +240,9 @@ def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> No
 
 
 def _oldest_unnamed(engine: EngineState, model: str) -> KeptWeights | None:
-    """Return the first of a model's saves that has a number for a name, and is removed by itself some day."""
+    """Return the first of a model's saves that its client did not name, and that is removed by itself some day."""
     of_model = (each for each in engine.tenants.kept.values() if each.noted.model == model and each.until_ns)
-    return next((each for each in of_model if _UNNAMED.match(each.noted.saved.name)), None)
+    return next((each for each in of_model if each.is_for_sync or _UNNAMED.match(each.noted.saved.name)), None)
 
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate) -> tuple[Event, ...]:
