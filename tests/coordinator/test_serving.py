@@ -288,6 +288,18 @@ def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None
     assert harness.engine.owes_weights
 
 
+def test_no_session_is_idle_while_the_trainer_sleeps_and_its_time_begins_when_that_wakes_up() -> None:
+    harness = TenantHarness().serving()
+    rest(harness, asleep=True)
+    rests(harness, asleep=True)
+    assert harness.tick(after_s=3 * 3600) == []
+    rest(harness, asleep=False)
+    assert harness.tick(after_s=3600) == [], "it makes its models again"
+    rests(harness, asleep=False)
+    assert harness.tick(after_s=3599) == []
+    assert [ev.kind_of(event) for event in harness.tick(after_s=1)] == ["session.ended", "operation.accepted"]
+
+
 def test_only_a_run_of_operations_that_serves_is_put_to_sleep() -> None:
     harness = TenantHarness()
     assert refused(rest(harness, asleep=True), Code.WRONG_PHASE)

@@ -143,7 +143,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     suspensions: int = 0  # of this run, over or not
     rest_wanted: bool = False  # the trainer of a run of operations is to free its memory
     asleep: bool = False  # it has done so
-    resumed_ns: int = 0  # when its operator resumed the run last
+    resumed_ns: int = 0  # when its operator resumed the run last, or its trainer woke up
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
     run: int = 0
@@ -911,3 +911,5 @@ def _rest_asked(engine: EngineState, event: ev.RestAsked) -> None:
 @_on(ev.RestReached)
 def _rest_reached(engine: EngineState, event: ev.RestReached) -> None:
     engine.asleep = event.asleep
+    if not event.asleep:
+        engine.resumed_ns = event.at_ns
