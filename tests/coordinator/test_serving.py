@@ -276,6 +276,17 @@ def test_a_trainer_sleeps_and_wakes_up_when_it_says_so_and_a_repeat_changes_noth
     assert not harness.engine.asleep
 
 
+def test_a_trainer_that_is_asked_for_the_opposite_on_its_way_has_to_say_when_it_is_there() -> None:
+    harness = TenantHarness().serving()
+    rest(harness, asleep=True)
+    rest(harness, asleep=False)
+    assert (harness.engine.rest_wanted, harness.engine.asleep) == (False, True), "it may have freed its memory"
+    assert rests(harness, asleep=True) == [], "it has, and looks at what is wanted now"
+    rest(harness, asleep=True)
+    assert (harness.engine.rest_wanted, harness.engine.asleep) == (True, False), "it may be loading"
+    assert rests(harness, asleep=True) == ["rest.reached"]
+
+
 def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None:
     harness = TenantHarness().serving()
     rest(harness, asleep=True)

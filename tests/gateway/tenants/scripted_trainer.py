@@ -90,6 +90,8 @@ class TenantHive:
         self.answering: Answering = plain_results
         self.may_work = asyncio.Event()
         self.may_work.set()
+        self.may_rest = asyncio.Event()  # or wake up: what it has done already is said then
+        self.may_rest.set()
         self.held: set[str] = set()
         self.url = ""
         self.gateway: Gateway | None = None
@@ -150,6 +152,7 @@ class TenantHive:
             await self._say_rest(asleep=False)
 
     async def _say_rest(self, asleep: bool) -> None:
+        await self.may_rest.wait()
         run, epoch = self.engine.run, self.engine.trainer_epoch
         rests = inbox.TrainerRests(id=new_id(), engine=ENGINE, run=run, trainer_epoch=epoch, asleep=asleep)
         await self.bus.inbox.send(rests)

@@ -9,12 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import Request
 
 from bombus.bus import Bus
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus.operations import CheckpointKind, Operation, OptimStep, SaveWeights
-from tests.gateway.openai_hive import gateway_of
+from bombus_gateway.tenants.desk import OperationDesk
+from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
+from tests.gateway.openai_hive import ENGINE, gateway_of
 from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
 from tests.gateway.tenants.test_routes import BASE, ask, open_model, xorl_result
 from tests.patience import PATIENCE_S
@@ -391,6 +394,42 @@ async def test_operations_wait_while_the_trainer_sleeps_and_the_client_is_told_w
     assert (await post(hive, "/wake_up"))["success"]
     assert "metrics" in await waiting
     assert (await post(hive, "/wake_up"))["success"], "a repeat"
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_a_rest_that_is_asked_for_on_the_way_to_the_opposite_is_over_when_the_trainer_is_there(
+    hive: TenantHive, client: httpx.AsyncClient, asleep: bool
+) -> None:
+    await create(client)
+    wish, opposite = ("/sleep", "/wake_up") if asleep else ("/wake_up", "/sleep")
+    if asleep:
+        assert (await post(hive, "/sleep"))["success"]
+    hive.may_rest.clear()
+    first = asyncio.create_task(post(hive, opposite))
+    await hive.follower.wait_for(lambda _: hive.engine.rest_wanted != asleep, PATIENCE_S)
+    second = asyncio.create_task(post(hive, wish))
+    assert "somebody else asked for the opposite" in (await first)["result"]
+    assert hive.engine.rest_wanted == asleep
+    await listed(hive.url)
+    assert not second.done()
+    hive.may_rest.set()
+    assert (await second)["success"]
+    assert hive.engine.asleep == asleep
+
+
+async def test_a_trainer_that_does_not_fall_asleep_in_time_is_to_go_on(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await create(client)
+    hive.may_rest.clear()
+    assert hive.gateway is not None
+    routes = EndpointRoutes(hive.gateway, OperationDesk(hive.gateway, ENGINE), rest_s=0.2)
+    answer = await routes.sleep(Request({"type": "http"}))
+    assert json.loads(bytes(answer.body)) == {
+        "success": False,
+        "result": "The trainer has not freed its memory within 0.2 s, so it is to go on. Is it there?",
+    }
+    await hive.follower.wait_for(lambda _: not hive.engine.rest_wanted, PATIENCE_S)
 
 
 async def test_nothing_sleeps_where_nothing_runs(hive: TenantHive) -> None:

@@ -29,8 +29,9 @@ REST_S = 900.0  # for what the trainer is doing to end, covers to be written, or
 class EndpointRoutes:
     """The endpoints of one engine."""
 
-    def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
+    def __init__(self, gateway: Gateway, desk: OperationDesk, rest_s: float = REST_S) -> None:
         self._gateway = gateway
+        self._rest_s = rest_s
         self._desk = desk
         self._hosts = gateway.settings.inference_hosts
         self._sync = WeightSync(desk, self._hosts)
@@ -135,12 +136,16 @@ class EndpointRoutes:
         run = self._desk.state.run
         is_over = _over(lambda: self._desk.state, run, asleep)
         try:
-            await self._gateway.follower.wait_for(lambda _: is_over(), REST_S)
+            await self._gateway.follower.wait_for(lambda _: is_over(), self._rest_s)
         except TimeoutError:
-            doing = "freed its memory" if asleep else "made its models again"
-            return {"success": False, "result": f"The trainer has not {doing} within {REST_S:.0f} s; ask again."}
+            if not asleep:
+                why = f"The trainer has not made its models again within {self._rest_s:g} s; ask again."
+                return {"success": False, "result": why}
+            await self._desk.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=self._desk.engine, asleep=False))
+            why = f"The trainer has not freed its memory within {self._rest_s:g} s, so it is to go on. Is it there?"
+            return {"success": False, "result": why}
         engine = self._desk.state
-        if engine.asleep != asleep or engine.run != run:
+        if not engine.asleep == engine.rest_wanted == asleep or engine.run != run:
             return {"success": False, "result": "The run has ended meanwhile, or somebody else asked for the opposite."}
         if asleep:
             return {"success": True, "result": "The trainer has freed its memory. Operations wait for /wake_up."}
