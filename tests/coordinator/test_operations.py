@@ -10,7 +10,7 @@ from bombus.hive.events import Collection, ModelEnd, RunKind, Tenancy
 from bombus.hive.inbox import Accepted
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase
-from bombus.hive.tenants.state import COMPLETED_KEPT
+from bombus.hive.tenants.state import COMPLETED_KEPT, FOR_SYNC
 from bombus.operations import kinds
 from bombus_coordinator.rules.operations import CREATE, END, SAVE
 from tests.coordinator.core_in_memory import ENGINE, SECOND
@@ -358,6 +358,21 @@ def test_what_is_remembered_of_a_model_is_bounded_but_for_what_a_trainer_needs()
     assert next(iter(harness.model.operations)) == "300"
     assert set(harness.tenants.results) == {f"{MODEL}:{key}" for key in harness.model.operations}
     assert harness.tenants.result_bytes == 100 * COMPLETED_KEPT
+
+
+def test_r20_what_was_saved_for_a_sync_makes_room_for_the_next_where_many_are_kept() -> None:
+    harness = TenantHarness()
+    harness.limits(checkpoints_max=2)
+    harness.serving()
+    harness.operate("1", SAVE)
+    harness.done("1", saved=saved("synced-20260101-000000-000"))
+    for key in ("2", "3"):
+        assert isinstance(harness.operate(key, SAVE, metadata=FOR_SYNC), Accepted)
+        harness.done(key, saved=saved(f"synced-{key}", "external", ttl_s=3600.0))
+    assert list(harness.tenants.kept) == [
+        f"{MODEL}/training/synced-20260101-000000-000",
+        f"{MODEL}/external/synced-3",
+    ]
 
 
 def test_a_hive_without_room_takes_no_operation_but_one_that_ends_a_model() -> None:

@@ -276,6 +276,17 @@ def test_a_trainer_sleeps_and_wakes_up_when_it_says_so_and_a_repeat_changes_noth
     assert not harness.engine.asleep
 
 
+def test_a_trainer_that_is_asked_for_the_opposite_on_its_way_has_to_say_when_it_is_there() -> None:
+    harness = TenantHarness().serving()
+    rest(harness, asleep=True)
+    rest(harness, asleep=False)
+    assert (harness.engine.rest_wanted, harness.engine.asleep) == (False, True), "it may have freed its memory"
+    assert rests(harness, asleep=True) == [], "it has, and looks at what is wanted now"
+    rest(harness, asleep=True)
+    assert (harness.engine.rest_wanted, harness.engine.asleep) == (True, False), "it may be loading"
+    assert rests(harness, asleep=True) == ["rest.reached"]
+
+
 def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None:
     harness = TenantHarness().serving()
     rest(harness, asleep=True)
@@ -286,6 +297,18 @@ def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None
     assert not harness.engine.owes_weights
     rest(harness, asleep=False)
     assert harness.engine.owes_weights
+
+
+def test_no_session_is_idle_while_the_trainer_sleeps_and_its_time_begins_when_that_wakes_up() -> None:
+    harness = TenantHarness().serving()
+    rest(harness, asleep=True)
+    rests(harness, asleep=True)
+    assert harness.tick(after_s=3 * 3600) == []
+    rest(harness, asleep=False)
+    assert harness.tick(after_s=3600) == [], "it makes its models again"
+    rests(harness, asleep=False)
+    assert harness.tick(after_s=3599) == []
+    assert [ev.kind_of(event) for event in harness.tick(after_s=1)] == ["session.ended", "operation.accepted"]
 
 
 def test_only_a_run_of_operations_that_serves_is_put_to_sleep() -> None:

@@ -1,8 +1,10 @@
 """Which server answers at an address, and what its refusals to load become. The doubles that load are tested with the
 backend that uses them (tests/inference/backends/test_openai_backend.py)."""
 
+import asyncio
+import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import httpx
 import pytest
 
 from bombus.endpoints.servers import (
+    ANSWER_BYTES_MAX,
     FoundServer,
     LoadFailed,
     ServerKind,
@@ -33,7 +36,7 @@ def client(answers: Answers, asked: list[tuple[str, Any]] | None = None) -> http
         if asked is not None and request.content:
             asked.append((request.url.path, json.loads(request.content)))
         status, body = answers.get(request.url.path, (404, {}))
-        return httpx.Response(status, json=body)
+        return httpx.Response(status, content=body) if isinstance(body, bytes) else httpx.Response(status, json=body)
 
     return httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://gpu-1:30000")
 
@@ -66,6 +69,50 @@ async def test_what_is_no_server_is_told_with_its_address() -> None:
     async with httpx.AsyncClient(base_url="http://127.0.0.1:1") as http:
         with pytest.raises(EngineFault, match=r"no server can be used at http://127\.0\.0\.1:1"):
             await is_replica(http)
+
+
+UNREADABLE = {
+    "no utf-8": b'{"model_path":"\xff\xfe"}',
+    "deep": b'{"model_path":"x","y":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "a flood": b" " * (ANSWER_BYTES_MAX + 1),
+}
+
+
+@pytest.mark.parametrize("body", UNREADABLE.values(), ids=list(UNREADABLE))
+async def test_an_answer_that_cannot_be_read_is_a_fault_of_the_server(body: bytes) -> None:
+    async with client({"/model_info": (200, body), "/adapters": (200, body), UPDATE: (200, body)}) as http:
+        with pytest.raises(EngineFault, match="no server can be used at http://gpu-1:30000"):
+            await find_server(http)
+        with pytest.raises((LoadFailed, httpx.HTTPError)):
+            await load_folder(http, ServerKind.SGLANG, Path("/w/m"), "m/3", 5.0)
+        if len(body) > ANSWER_BYTES_MAX:
+            with pytest.raises(EngineFault, match="more than 1048576 bytes"):
+                await is_replica(http)
+        else:
+            assert not await is_replica(http)
+
+
+async def test_an_answer_that_is_encoded_is_not_unpacked() -> None:
+    def handle(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, content=gzip.compress(b'{"success":true}'))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://gpu-1:30000") as http:
+        with pytest.raises(httpx.DecodingError, match="is encoded"):
+            await load_folder(http, ServerKind.SGLANG, Path("/w/m"), "m/3", 5.0)
+
+
+async def test_a_server_that_never_ends_its_answer_is_left() -> None:
+    async def for_ever() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0)
+            yield b""
+
+    async def handle(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=for_ever())
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://gpu-1:30000") as http:
+        with pytest.raises(httpx.ReadTimeout, match=r"did not end within 0\.1 s"):
+            await load_folder(http, ServerKind.SGLANG, Path("/w/m"), "m/3", 0.1)
 
 
 async def test_sglang_is_asked_to_read_a_folder_and_to_forget_its_cache() -> None:

@@ -438,7 +438,8 @@ class TenantTrainer(Process):
                 await self._execute(*found)
 
     def _has_news(self) -> bool:
-        return not self._is_ours() or self._engine.rest_wanted or any(self._next())
+        rests = self._engine.rest_wanted or self._engine.asleep
+        return not self._is_ours() or rests or any(self._next())
 
     async def _rest(self) -> None:
         """Forget all models until somebody wants them, and make them again of their covers and what came after."""

@@ -1,5 +1,7 @@
 """Find out which server answers at an address, and let it load weights by its own routes, from files that it sees."""
 
+import asyncio
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +14,10 @@ from bombus.errors import BombusError, EngineFault
 
 DETECT_TIMEOUT_S = 10.0
 ERROR_CHARS_MAX = 400
+ANSWER_BYTES_MAX = 1 << 20  # a list of models or adapters takes some kilobytes
+
+# What decoding an answer raises: it is other JSON, no UTF-8, or nested too deeply.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class LoadFailed(BombusError):
@@ -59,6 +65,15 @@ class _Refusal(Struct):
     why: str = ""
 
 
+class _WholeAnswer(Struct, frozen=True):
+    status: int
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body[: 4 * ERROR_CHARS_MAX].decode(errors="replace")[:ERROR_CHARS_MAX]
+
+
 _AnswerT = TypeVar("_AnswerT", _Update, _Refusal)
 
 
@@ -70,19 +85,18 @@ async def find_server(client: httpx.AsyncClient, model: str = "") -> FoundServer
     where = str(client.base_url).rstrip("/")
     try:
         for path in ("/model_info", "/get_model_info"):
-            response = await client.get(path, timeout=DETECT_TIMEOUT_S)
-            if response.status_code == 200:
-                found = msgspec.json.decode(response.content, type=_ModelInfo)
+            answer = await _asked(client, "GET", path, DETECT_TIMEOUT_S)
+            if answer.status == 200:
+                found = msgspec.json.decode(answer.body, type=_ModelInfo)
                 return FoundServer(kind=ServerKind.SGLANG, model=found.model_path)
-        response = await client.get("/v1/models", timeout=DETECT_TIMEOUT_S)
-        if response.status_code != 200:
+        answer = await _asked(client, "GET", "/v1/models", DETECT_TIMEOUT_S)
+        if answer.status != 200:
             raise EngineFault(
-                f"{where} answers {response.status_code} at /v1/models: it is not a vLLM or SGLang server, "
-                "or it wants a key"
+                f"{where} answers {answer.status} at /v1/models: it is not a vLLM or SGLang server, or it wants a key"
             )
-        models = msgspec.json.decode(response.content, type=_ModelList).data
-        can_load = (await client.get("/weight_info", timeout=DETECT_TIMEOUT_S)).status_code == 200
-    except (httpx.HTTPError, msgspec.MsgspecError) as error:
+        models = msgspec.json.decode(answer.body, type=_ModelList).data
+        can_load = (await _asked(client, "GET", "/weight_info", DETECT_TIMEOUT_S)).status == 200
+    except (httpx.HTTPError, *_UNREADABLE) as error:
         raise EngineFault(f"no server can be used at {where}: {str(error) or type(error).__name__}") from error
     listed = next((one for one in models if not model or one.id == model), None)
     if listed is None:
@@ -93,11 +107,11 @@ async def find_server(client: httpx.AsyncClient, model: str = "") -> FoundServer
 async def is_replica(client: httpx.AsyncClient) -> bool:
     """Return whether a replica of ours answers. Raises `EngineFault` where nothing does."""
     try:
-        response = await client.get("/adapters", timeout=DETECT_TIMEOUT_S)
-        if response.status_code != 200:
+        answer = await _asked(client, "GET", "/adapters", DETECT_TIMEOUT_S)
+        if answer.status != 200:
             return False
-        msgspec.json.decode(response.content, type=_Adapters)
-    except msgspec.MsgspecError:
+        msgspec.json.decode(answer.body, type=_Adapters)
+    except _UNREADABLE:
         return False
     except httpx.HTTPError as error:
         where = str(client.base_url).rstrip("/")
@@ -120,10 +134,10 @@ async def load_folder(client: httpx.AsyncClient, kind: ServerKind, folder: Path,
 
 async def _load_into_sglang(client: httpx.AsyncClient, folder: Path, label: str, timeout_s: float) -> None:
     wanted = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
-    response = await client.post("/update_weights_from_disk", json=wanted, timeout=timeout_s)
-    if response.status_code not in (200, 400):
-        raise LoadFailed(_answered("/update_weights_from_disk", response))
-    loaded = _decoded(response, _Update)
+    answer = await _asked(client, "POST", "/update_weights_from_disk", timeout_s, wanted)
+    if answer.status not in (200, 400):
+        raise LoadFailed(_answered("/update_weights_from_disk", answer))
+    loaded = _decoded(answer, _Update)
     if not loaded.success:
         raise LoadFailed(f"it did not load the weights: {loaded.message[:ERROR_CHARS_MAX]}")
 
@@ -135,24 +149,47 @@ async def _load_into_vllm(client: httpx.AsyncClient, folder: Path, label: str, t
         ("/update_weight_version", {"new_version": label}),
         ("/reset_prefix_cache?reset_running_requests=true", None),
     ):
-        response = await client.post(path, json=json, timeout=timeout_s)
-        if response.status_code != 200 or b'"success":false' in response.content:
-            raise LoadFailed(_answered(path, response))
+        answer = await _asked(client, "POST", path, timeout_s, json)
+        if answer.status != 200 or b'"success":false' in answer.body:
+            raise LoadFailed(_answered(path, answer))
 
 
 async def load_adapter(client: httpx.AsyncClient, folder: Path, address: str, timeout_s: float) -> None:
     """Let a replica of ours load an adapter by its address. Raises `LoadFailed`, or `httpx.HTTPError`."""
-    response = await client.post("/adapters", json={"address": address, "folder": str(folder)}, timeout=timeout_s)
-    if response.status_code != 200:
-        raise LoadFailed(_decoded(response, _Refusal).why[:ERROR_CHARS_MAX] or _answered("/adapters", response))
+    wanted = {"address": address, "folder": str(folder)}
+    answer = await _asked(client, "POST", "/adapters", timeout_s, wanted)
+    if answer.status != 200:
+        raise LoadFailed(_decoded(answer, _Refusal).why[:ERROR_CHARS_MAX] or _answered("/adapters", answer))
 
 
-def _decoded(response: httpx.Response, kind: type[_AnswerT]) -> _AnswerT:
+async def _asked(
+    client: httpx.AsyncClient, method: str, path: str, timeout_s: float, json: Mapping[str, object] | None = None
+) -> _WholeAnswer:
+    """Return a server's whole answer. Raises `httpx.HTTPError`, also where it is too large or late."""
+    body = bytearray()
+    headers = {"accept-encoding": "identity"}  # a small answer could unpack to a huge one
     try:
-        return msgspec.json.decode(response.content, type=kind)
-    except msgspec.MsgspecError as error:
-        raise LoadFailed(f"its answer cannot be read ({error}): {response.text[:ERROR_CHARS_MAX]}") from error
+        async with (
+            asyncio.timeout(timeout_s),
+            client.stream(method, path, json=json, headers=headers, timeout=timeout_s) as response,
+        ):
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise httpx.DecodingError(f"the answer at {path} is encoded, which was not asked for")
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > ANSWER_BYTES_MAX:
+                    raise httpx.DecodingError(f"the answer at {path} has more than {ANSWER_BYTES_MAX} bytes")
+    except TimeoutError as error:
+        raise httpx.ReadTimeout(f"the answer at {path} did not end within {timeout_s:g} s") from error
+    return _WholeAnswer(response.status_code, bytes(body))
 
 
-def _answered(path: str, response: httpx.Response) -> str:
-    return f"{path} answered {response.status_code}: {response.text[:ERROR_CHARS_MAX]}"
+def _decoded(answer: _WholeAnswer, kind: type[_AnswerT]) -> _AnswerT:
+    try:
+        return msgspec.json.decode(answer.body, type=kind)
+    except _UNREADABLE as error:
+        raise LoadFailed(f"its answer cannot be read ({error}): {answer.text}") from error
+
+
+def _answered(path: str, answer: _WholeAnswer) -> str:
+    return f"{path} answered {answer.status}: {answer.text}"

@@ -142,8 +142,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     until_served: bool = False  # a suspended run goes on by itself once a replica serves `weights`
     suspensions: int = 0  # of this run, over or not
     rest_wanted: bool = False  # the trainer of a run of operations is to free its memory
-    asleep: bool = False  # it has done so
-    resumed_ns: int = 0  # when its operator resumed the run last
+    asleep: bool = False  # it has said so since that was wanted, or not yet that it has taken its memory again
+    resumed_ns: int = 0  # when its operator resumed the run last, or its trainer woke up
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
     run: int = 0
@@ -919,9 +919,13 @@ def _endpoint_removed(engine: EngineState, event: ev.EndpointRemoved) -> None:
 
 @_on(ev.RestAsked)
 def _rest_asked(engine: EngineState, event: ev.RestAsked) -> None:
+    """Note what is wanted. The trainer may be on its way elsewhere, so it says anew when it is there."""
     engine.rest_wanted = event.asleep
+    engine.asleep = not event.asleep
 
 
 @_on(ev.RestReached)
 def _rest_reached(engine: EngineState, event: ev.RestReached) -> None:
     engine.asleep = event.asleep
+    if not event.asleep:
+        engine.resumed_ns = event.at_ns

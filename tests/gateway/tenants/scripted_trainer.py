@@ -77,7 +77,8 @@ def address_of(checkpoint: str) -> str:
 
 
 class TenantHive:
-    """A hive with a gateway, a coordinator, and a trainer that a test can hold back with `may_work`.
+    """A hive with a gateway, a coordinator, and a trainer that a test can hold back with `may_work`, or from the models
+    that are `held` alone.
 
     It has a `replica` once a test lets it join.
     """
@@ -89,6 +90,9 @@ class TenantHive:
         self.answering: Answering = plain_results
         self.may_work = asyncio.Event()
         self.may_work.set()
+        self.may_rest = asyncio.Event()  # or wake up: what it has done already is said then
+        self.may_rest.set()
+        self.held: set[str] = set()
         self.url = ""
         self.gateway: Gateway | None = None
         self.replica = ScriptedReplica()
@@ -116,6 +120,13 @@ class TenantHive:
         await self.bus.inbox.send(alive)
         await self.follower.wait_for(lambda _: "r1" in self.engine.loaded, PATIENCE_S)
 
+    async def say_away(self, model: str, why: str) -> None:
+        """Say as the trainer that it cannot make a model again, or with "" that it can."""
+        run, epoch = self.engine.run, self.engine.trainer_epoch
+        away = inbox.ModelAway(id=new_id(), engine=ENGINE, run=run, trainer_epoch=epoch, model=model, why=why)
+        await self.bus.inbox.send(away)
+        await self.follower.wait_for(lambda _: self.engine.tenants.models[model].suspended == why, PATIENCE_S)
+
     async def train(self) -> None:
         """Serve each run of operations, in the order of the log."""
         while True:
@@ -141,6 +152,7 @@ class TenantHive:
             await self._say_rest(asleep=False)
 
     async def _say_rest(self, asleep: bool) -> None:
+        await self.may_rest.wait()
         run, epoch = self.engine.run, self.engine.trainer_epoch
         rests = inbox.TrainerRests(id=new_id(), engine=ENGINE, run=run, trainer_epoch=epoch, asleep=asleep)
         await self.bus.inbox.send(rests)
@@ -152,6 +164,7 @@ class TenantHive:
         found = [
             (model, queued)
             for model in self.engine.tenants.open_models
+            if model.name not in self.held
             for queued in model.operations.values()
             if queued.waits
         ]

@@ -9,32 +9,39 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import Request
 
 from bombus.bus import Bus
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus.operations import CheckpointKind, Operation, OptimStep, SaveWeights
-from tests.gateway.openai_hive import gateway_of
+from bombus_gateway.tenants.desk import OperationDesk
+from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
+from tests.gateway.openai_hive import ENGINE, gateway_of
 from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
 from tests.gateway.tenants.test_routes import BASE, ask, open_model, xorl_result
+from tests.patience import PATIENCE_S
 
 UPDATE = "/update_weights_from_disk"
 
 
 class ScriptedServer:
-    """An SGLang server that notes what it is asked to load. With `refuses` it says why it did not."""
+    """An SGLang server that notes what it is asked to load. With `refuses` it says why it did not, and where `garbled`
+    has a path, these bytes are its answer there."""
 
     def __init__(self) -> None:
         self.port = 0
         self.loaded: list[dict[str, Any]] = []
         self.refuses = ""
+        self.garbled: dict[str, bytes] = {}
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
         status, answer = self._answer(scope["path"], (await receive()).get("body", b""))
         await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+        body = self.garbled.get(scope["path"], json.dumps(answer).encode())
+        await send({"type": "http.response.body", "body": body})
 
     def _answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
         if path == "/model_info":
@@ -107,7 +114,7 @@ async def test_an_endpoint_is_registered_listed_by_every_gateway_and_removed(
     added = await add(hive, server.port, world_size=2)
     assert (added["success"], added["weights_synced"]) == (True, False)
     assert added["endpoint"]["server_info"] == {"model_path": "/models/tiny", "version": "sglang"}
-    async with gateway_of(hive.bus) as (_, url):  # as after a restart
+    async with gateway_of(hive.bus, inference_hosts=("127.0.0.1",)) as (_, url):  # as after a restart
         (found,) = await listed(url)
     assert (found["host"], found["port"], found["world_size"]) == ("127.0.0.1", server.port, 2)
     assert found["healthy"]
@@ -139,6 +146,22 @@ async def test_where_nothing_is_allowed_the_refusal_says_so(hive: TenantHive) ->
     async with gateway_of(hive.bus) as (_, url), httpx.AsyncClient(base_url=url) as http:
         refused = (await http.post("/add_inference_endpoint", json={"host": "127.0.0.1", "port": 1})).json()
     assert "talks to no inference endpoints elsewhere" in refused["message"]
+
+
+async def test_an_endpoint_whose_host_is_not_allowed_any_more_is_not_talked_to(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    await add(hive, server.port)
+    async with gateway_of(hive.bus, inference_hosts=("gpu-1",)) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        (found,) = await listed(url)
+        assert not found["healthy"]
+        assert f"not at 127.0.0.1:{server.port}" in found["why"]
+        refused = (await http.post("/sync_inference_weights", json={})).json()
+        assert not refused["success"]
+        assert "--inference-host" in refused["message"]
+    assert server.loaded == []
+    assert saves(hive) == []
 
 
 async def test_what_is_no_inference_server_is_not_registered(hive: TenantHive) -> None:
@@ -204,6 +227,22 @@ async def test_an_endpoint_that_does_not_load_is_told_and_the_others_have_the_we
     assert [each["success"] for each in gone["endpoints_synced"]] == [False, True, False]
 
 
+@pytest.mark.parametrize("path", ["/model_info", UPDATE])
+@pytest.mark.parametrize("answer", [b'"\xff"', b"[" * 100_000, b" " * (2 << 20)], ids=["no utf-8", "deep", "large"])
+async def test_an_endpoint_whose_answers_cannot_be_read_keeps_weights_from_nobody_else(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer, path: str, answer: bytes
+) -> None:
+    await create(client)
+    async with scripted() as other:
+        for each in (server, other):
+            await add(hive, each.port)
+        server.garbled[path] = answer
+        report = await post(hive, "/sync_inference_weights")
+        assert [each["healthy"] for each in await listed(hive.url)] == [path == UPDATE, True]
+        assert len(other.loaded) == 1
+    assert [each["success"] for each in report["endpoints_synced"]] == [False, True]
+
+
 async def test_an_endpoint_may_get_weights_when_it_is_registered(
     hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
 ) -> None:
@@ -230,6 +269,56 @@ async def test_what_earlier_syncs_have_saved_is_removed(
     async with httpx.AsyncClient(base_url=hive.url) as http:
         refused = await http.post("/generate", json={"input_ids": [5], "lora_path": path, "sampling_params": {}})
     assert "sample from those" in refused.json()["detail"]
+
+
+async def test_a_sync_leaves_what_a_client_has_called_like_one_of_its_own_saves(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    await add(hive, server.port)
+    name = "synced-20260101-000000-000"
+    await xorl_result(client, await ask(client, "save_weights_for_sampler", model_id="default", seq_id=1, name=name))
+    for _ in range(3):
+        assert (await post(hive, "/sync_inference_weights"))["success"]
+    kept = [each.noted.saved for each in hive.engine.tenants.kept.values()]
+    assert [(each.use, each.name) for each in kept] == [("sampler", name), ("external", saves(hive)[-1].name)]
+    assert [save.ttl_s for save in saves(hive)] == [0.0, 86_400.0, 86_400.0, 86_400.0], "no sync may follow"
+
+
+async def test_a_sync_leaves_what_another_gateway_has_just_saved(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    await add(hive, server.port)
+    async with (
+        gateway_of(hive.bus, inference_hosts=("127.0.0.1",)) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=60.0) as other,
+    ):
+        for _ in range(2):
+            assert (await other.post("/sync_inference_weights", json={})).json()["success"]
+    assert (await post(hive, "/sync_inference_weights"))["success"]
+    kept = [each.noted.saved.name for each in hive.engine.tenants.kept.values()]
+    assert kept == [save.name for save in saves(hive)[1:]], "each gateway has removed its own alone"
+
+
+async def test_a_sync_that_waits_holds_up_no_other_models_and_a_model_that_is_away_is_refused(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client, "m1")
+    await create(client, "m2")
+    await add(hive, server.port)
+    hive.held.add("m1")
+    waits = asyncio.create_task(post(hive, "/sync_inference_weights", model_id="m1"))
+    await hive.follower.wait_for(lambda _: hive.engine.tenants.waiting == 1, PATIENCE_S)
+    assert (await post(hive, "/sync_inference_weights", model_id="m2"))["success"]
+    assert not waits.done()
+    await hive.say_away("m1", "its cover cannot be read")
+    refused = await post(hive, "/sync_inference_weights", model_id="m1")
+    assert refused["message"] == "m1 cannot be saved now: its cover cannot be read"
+    await hive.say_away("m1", "")
+    hive.held.clear()
+    assert (await post(hive, "/sync_inference_weights", model_id="m2"))["success"]
+    assert (await waits)["success"]
 
 
 async def test_without_endpoints_the_hives_own_replicas_get_the_adapter_and_sample_from_it(
@@ -305,6 +394,42 @@ async def test_operations_wait_while_the_trainer_sleeps_and_the_client_is_told_w
     assert (await post(hive, "/wake_up"))["success"]
     assert "metrics" in await waiting
     assert (await post(hive, "/wake_up"))["success"], "a repeat"
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_a_rest_that_is_asked_for_on_the_way_to_the_opposite_is_over_when_the_trainer_is_there(
+    hive: TenantHive, client: httpx.AsyncClient, asleep: bool
+) -> None:
+    await create(client)
+    wish, opposite = ("/sleep", "/wake_up") if asleep else ("/wake_up", "/sleep")
+    if asleep:
+        assert (await post(hive, "/sleep"))["success"]
+    hive.may_rest.clear()
+    first = asyncio.create_task(post(hive, opposite))
+    await hive.follower.wait_for(lambda _: hive.engine.rest_wanted != asleep, PATIENCE_S)
+    second = asyncio.create_task(post(hive, wish))
+    assert "somebody else asked for the opposite" in (await first)["result"]
+    assert hive.engine.rest_wanted == asleep
+    await listed(hive.url)
+    assert not second.done()
+    hive.may_rest.set()
+    assert (await second)["success"]
+    assert hive.engine.asleep == asleep
+
+
+async def test_a_trainer_that_does_not_fall_asleep_in_time_is_to_go_on(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await create(client)
+    hive.may_rest.clear()
+    assert hive.gateway is not None
+    routes = EndpointRoutes(hive.gateway, OperationDesk(hive.gateway, ENGINE), rest_s=0.2)
+    answer = await routes.sleep(Request({"type": "http"}))
+    assert json.loads(bytes(answer.body)) == {
+        "success": False,
+        "result": "The trainer has not freed its memory within 0.2 s, so it is to go on. Is it there?",
+    }
+    await hive.follower.wait_for(lambda _: not hive.engine.rest_wanted, PATIENCE_S)
 
 
 async def test_nothing_sleeps_where_nothing_runs(hive: TenantHive) -> None:

@@ -218,6 +218,14 @@ async def test_the_hive_says_whether_its_engine_runs_and_how_much_it_has_to_do(
     assert (await client.get("healthz")).json() == {**idle, "engine_running": True, "total_requests": 1}
 
 
+async def test_equal_steps_without_a_number_are_steps_of_their_own(hive: TenantHive, client: httpx.AsyncClient) -> None:
+    await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
+    for _ in range(3):
+        stepped = await ask(client, "optim_step", model_id="mine", adam_params={"learning_rate": 1e-4})
+        await xorl_result(client, stepped)
+    assert len([each for _, each in hive.executed if isinstance(each, OptimStep)]) == 3
+
+
 async def test_a_client_that_begins_to_count_again_is_another_one(hive: TenantHive, client: httpx.AsyncClient) -> None:
     await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
     for _ in range(2):

@@ -240,7 +240,7 @@ def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> No
 
 
 def _oldest_unnamed(engine: EngineState, model: str) -> KeptWeights | None:
-    """Return the first of a model's saves that has a number for a name, and is removed by itself some day.
+    """Return the first of a model's saves that its client did not name, and that is removed by itself some day.
 
     One that an open episode samples from is not among them.
     """
@@ -250,7 +250,7 @@ def _oldest_unnamed(engine: EngineState, model: str) -> KeptWeights | None:
         for name, each in engine.tenants.kept.items()
         if each.noted.model == model and each.until_ns and name not in used
     )
-    return next((each for each in of_model if _UNNAMED.match(each.noted.saved.name)), None)
+    return next((each for each in of_model if each.is_for_sync or _UNNAMED.match(each.noted.saved.name)), None)
 
 
 def sampled_from(engine: EngineState) -> set[str]:

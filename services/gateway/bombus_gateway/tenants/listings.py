@@ -1,6 +1,5 @@
 """Models and checkpoints as the clients list them, from the folded state."""
 
-import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -14,8 +13,6 @@ from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
 from bombus_gateway.training.paths import CheckpointPath
 
 PAGE_MAX = 1000
-SYNCED = "synced-"  # begins the names of what was saved to put servers in sync, followed by the time
-_SYNCED = re.compile(SYNCED + r"\d{8}-\d{6}-\d{3}")
 
 _T = TypeVar("_T")
 
@@ -53,7 +50,7 @@ def synced_weights(tenants: Tenants, kind: CheckpointKind, model: str = "") -> l
         if kept.noted.saved.use == kind
         and model in ("", kept.noted.model)
         and not is_tinkers(kept.noted.model)
-        and _SYNCED.fullmatch(kept.noted.saved.name)
+        and kept.is_for_sync
     ]
 
 

@@ -107,7 +107,7 @@ class OperationServer:
         reached(Point.REST_FREED)
         log.info("run %d: the trainer sleeps", ownership.run)
         await self._say_rest(asleep=True)
-        await ownership.wait(lambda engine: not engine.rest_wanted)
+        await ownership.wait(lambda engine: not (engine.rest_wanted and engine.asleep))  # or asked for once more
 
     async def _awake(self) -> ServedModels:
         """Return the models of this run: made again, where they are not here."""
@@ -284,7 +284,9 @@ class OperationServer:
         tenants = engine.tenants
         gone = models.is_gone(tenants.models) or bool(self._removable(models))
         waits = any(model.waiting and model.name not in self._suspended for model in tenants.open_models)
-        return waits or any(self._ends(tenants)) or gone or bool(engine.suspended) or engine.rest_wanted
+        return (
+            waits or any(self._ends(tenants)) or gone or bool(engine.suspended) or engine.rest_wanted or engine.asleep
+        )
 
     async def _remove_weights(self, models: ServedModels) -> None:
         """Remove the checkpoints that the log has removed, unless there is one of the same name again.

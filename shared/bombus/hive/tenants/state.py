@@ -129,6 +129,9 @@ class TenantModel(msgspec.Struct, kw_only=True):
         yield from (each.result for each in self.operations.values() if each.result is not None)
 
 
+FOR_SYNC = {"saved_by": "sync_inference_weights"}  # what marks a save that no client has asked for by itself
+
+
 class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
     """A saved model, and when it is removed: 0 for never."""
 
@@ -138,6 +141,11 @@ class KeptWeights(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def saved_ns(self) -> int:
         return self.noted.saved_ns or self.noted.at_ns
+
+    @property
+    def is_for_sync(self) -> bool:
+        """Return whether it was saved to put servers in sync."""
+        return FOR_SYNC.items() <= self.noted.metadata.items()
 
 
 class Tenants(msgspec.Struct, kw_only=True):

@@ -29,9 +29,11 @@ REST_S = 900.0  # for what the trainer is doing to end, covers to be written, or
 class EndpointRoutes:
     """The endpoints of one engine."""
 
-    def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
+    def __init__(self, gateway: Gateway, desk: OperationDesk, rest_s: float = REST_S) -> None:
         self._gateway = gateway
+        self._rest_s = rest_s
         self._desk = desk
+        self._hosts = gateway.settings.inference_hosts
         self._sync = WeightSync(gateway, desk)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
 
@@ -58,8 +60,8 @@ class EndpointRoutes:
 
     async def _add(self, body: bytes, holder: str) -> dict[str, object]:
         asked = read_new_endpoint(body)
-        check_allowed(self._gateway.settings.inference_hosts, asked.at)
-        target = await looked_at(asked.at)
+        check_allowed(self._hosts, asked.at)
+        target = await looked_at(self._hosts, asked.at)
         if target.failure or target.server is None:
             return {"success": False, "message": f"It was not registered: {target.failure}"}
         add = inbox.AddEndpoint(
@@ -105,8 +107,12 @@ class EndpointRoutes:
     async def list(self, request: Request) -> Response:
         """Answer with all endpoints that the client may use. Those that do not answer now stay, as not `healthy`."""
         added = [*seen_by(self._desk.tenants, self._holder(request)).endpoints.values()]
-        entries = await asyncio.gather(*map(_looked_up, added))
+        entries = await asyncio.gather(*(self._looked_up(each) for each in added))
         return in_json({"endpoints": entries, "count": len(entries)})
+
+    async def _looked_up(self, added: EndpointAdded) -> dict[str, object]:
+        at = Endpoint(added.host, added.port)
+        return _entry(at, added.world_size, await looked_at(self._hosts, at))
 
     async def sync(self, request: Request) -> Response:
         body = await read_body(request)
@@ -130,12 +136,16 @@ class EndpointRoutes:
         run = self._desk.state.run
         is_over = _over(lambda: self._desk.state, run, asleep)
         try:
-            await self._gateway.follower.wait_for(lambda _: is_over(), REST_S)
+            await self._gateway.follower.wait_for(lambda _: is_over(), self._rest_s)
         except TimeoutError:
-            doing = "freed its memory" if asleep else "made its models again"
-            return {"success": False, "result": f"The trainer has not {doing} within {REST_S:.0f} s; ask again."}
+            if not asleep:
+                why = f"The trainer has not made its models again within {self._rest_s:g} s; ask again."
+                return {"success": False, "result": why}
+            await self._gateway.carry_out(inbox.AskRest(id=uuid.uuid4().hex, engine=self._desk.engine, asleep=False))
+            why = f"The trainer has not freed its memory within {self._rest_s:g} s, so it is to go on. Is it there?"
+            return {"success": False, "result": why}
         engine = self._desk.state
-        if engine.asleep != asleep or engine.run != run:
+        if not engine.asleep == engine.rest_wanted == asleep or engine.run != run:
             return {"success": False, "result": "The run has ended meanwhile, or somebody else asked for the opposite."}
         if asleep:
             return {"success": True, "result": "The trainer has freed its memory. Operations wait for /wake_up."}
@@ -158,11 +168,6 @@ async def _told(answering: Awaitable[object]) -> Response:
         return in_json(await answering)
     except Refused as refusal:
         return in_json({"success": False, "message": refusal.why, "result": refusal.why, "code": refusal.code})
-
-
-async def _looked_up(added: EndpointAdded) -> dict[str, object]:
-    at = Endpoint(added.host, added.port)
-    return _entry(at, added.world_size, await looked_at(at))
 
 
 def _entry(at: Endpoint, world_size: int, target: Target) -> dict[str, object]:

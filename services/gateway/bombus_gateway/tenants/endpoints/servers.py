@@ -1,5 +1,6 @@
 """Look at inference servers that clients name, on hosts that the operator allows, and give them weights."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from bombus.operations import CheckpointSaved
 from bombus_gateway.training.endpoints import Endpoint
 
 CONNECT_S = 5.0
+LOOK_S = 15.0  # for a server to say what it is, by all of its routes
 LOAD_S = 1200.0  # for a server to load weights; xorl's client waits for half an hour
 
 
@@ -60,16 +62,23 @@ def check_allowed(hosts: Sequence[str], at: Endpoint) -> None:
     )
 
 
-async def looked_at(at: Endpoint) -> Target:
-    """Return what answers at an address."""
-    url = f"http://{at.host}:{at.port}"
+async def looked_at(hosts: Sequence[str], at: Endpoint) -> Target:
+    """Return what answers at an address, which the operator may have stopped allowing since it was registered."""
+    url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"
     try:
-        async with _client(url) as client:
+        check_allowed(hosts, at)
+        async with asyncio.timeout(LOOK_S), _client(url) as client:
             if await is_replica(client):
                 return Target(at, url, FoundServer(kind=ServerKind.REPLICA))
             found = await find_server(client)
+    except Refused as refusal:
+        return Target(at, url, failure=refusal.why)
     except EngineFault as fault:
         return Target(at, url, failure=str(fault))
+    except httpx.InvalidURL as error:
+        return Target(at, url, failure=f"{url} is not an address: {error}")
+    except TimeoutError:
+        return Target(at, url, failure=f"no server can be used at {url}: it has not said what it is in {LOOK_S:.0f} s")
     if not found.can_load:
         why = f"{url} has no way to load new weights: start vLLM with VLLM_SERVER_DEV_MODE=1"
         return Target(at, url, found, failure=why)
@@ -82,7 +91,7 @@ async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointO
         if target.server is None or target.failure:
             raise LoadFailed(target.failure)
         folder = Path(saved.folder)
-        async with _client(target.url) as client:
+        async with asyncio.timeout(LOAD_S), _client(target.url) as client:
             if target.takes_adapters:
                 await load_adapter(client, folder, saved.address, LOAD_S)
                 how = f"It has the adapter {saved.address[:12]} beside its own policy."
@@ -93,6 +102,8 @@ async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointO
         return _failed(target, str(failed))
     except httpx.HTTPError as error:
         return _failed(target, f"{target.url} broke off: {str(error) or type(error).__name__}")
+    except TimeoutError:
+        return _failed(target, f"{target.url} has not loaded the weights in {LOAD_S:.0f} s")
     return EndpointOutcome(target.at.host, target.at.port, True, how)
 
 

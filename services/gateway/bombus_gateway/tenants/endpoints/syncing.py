@@ -4,26 +4,30 @@ import asyncio
 import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from bombus.endpoints.servers import FoundServer, ServerKind
 from bombus.errors import Code, Refused
 from bombus.hive import inbox
+from bombus.hive.bounded import trim
 from bombus.hive.tenants.owners import owner_of, seen_by
-from bombus.hive.tenants.state import TenantModel
+from bombus.hive.tenants.state import FOR_SYNC, KeptWeights, TenantModel
 from bombus.operations import CheckpointKind, CheckpointSaved, Failed, SaveWeights
 from bombus_gateway.context import Gateway
 from bombus_gateway.tenants.desk import OperationDesk, Waits
-from bombus_gateway.tenants.endpoints.servers import EndpointOutcome, Target, given, looked_at
-from bombus_gateway.tenants.listings import SYNCED, synced_weights
+from bombus_gateway.tenants.endpoints.servers import LOAD_S, EndpointOutcome, Target, given, looked_at
+from bombus_gateway.tenants.listings import path_of, synced_weights
 from bombus_gateway.training.dialects import is_tinkers
 from bombus_gateway.training.endpoints import Endpoint, SyncRequest
 from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
 
 SAVE_S = 900.0  # for what comes first in the model's order to be executed, and for the weights to be written
 LOADED_S = 120.0  # for a replica of the hive to load the base
-ADAPTERS_KEPT = 2  # of one model: samples of the one before may still be drawn
+KEPT = {CheckpointKind.SAMPLER: 2, CheckpointKind.EXTERNAL: 1}  # of one model: samples of the one before may go on
+KEPT_S = {CheckpointKind.SAMPLER: 30 * 86_400.0, CheckpointKind.EXTERNAL: 86_400.0}  # where no sync follows
+REMEMBERED = 1000
 NO_NCCL = "NCCL was not used, so master_address, master_port, group_name and buffer_size_mb had no effect."
 
 
@@ -40,28 +44,33 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightSync:
-    """The syncs of one engine at this gateway, one after the other."""
+    """The syncs of one engine at this gateway. Those of a model follow each other, and one at a time loads weights."""
 
     def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
         self._gateway = gateway
         self._desk = desk
-        self._lock = asyncio.Lock()
+        self._hosts = gateway.settings.inference_hosts
+        self._loading = asyncio.Lock()
+        self._of_models: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._saved_here: dict[str, None] = {}  # by their paths: another gateway's servers may still read its own
 
     async def sync(self, asked: SyncRequest, holder: str, only: Endpoint | None = None) -> SyncReport:
         """Give a model's weights to all endpoints of its owner, or to one. Raises `Refused` where none could get them.
 
         Both are looked for among what the holder of a key may use.
         """
-        async with self._lock:
+        model = self._model(asked.model, holder)
+        lock = self._of_models.setdefault(model.name, asyncio.Lock())
+        async with lock:
             start_s = time.monotonic()
-            model = self._model(asked.model, holder)
             endpoints = seen_by(self._desk.tenants, holder or owner_of(self._desk.tenants, model)).endpoints
             targets = await self._targets([Endpoint(each.host, each.port) for each in endpoints.values()], only)
-            name = f"{SYNCED}{_stamp(time.time())}"
+            name = f"synced-{_stamp(time.time())}"
             kinds = self._wanted(model, targets)
             saved = await self._saved(model, name, kinds)
             label = asked.label or f"{model.name}/{name}"
-            found = await asyncio.gather(*(self._given(each, saved, label) for each in targets))
+            async with self._loading:
+                found = await asyncio.gather(*(self._given(each, saved, label) for each in targets))
             await self._remove_older(model, name)
             sizes = [_of(each, saved) for each, outcome in zip(targets, found, strict=True) if outcome.success]
             return SyncReport(
@@ -89,12 +98,15 @@ class WeightSync:
             (found,) = models.values()
         if found is None:
             raise Refused(Code.UNKNOWN_MODEL, f"Say which model is to be put in sync, as model_id: {_some(models)}.")
+        if found.suspended:
+            raise Refused(Code.WRONG_PHASE, f"{found.name} cannot be saved now: {found.suspended}")
         return found
 
     async def _targets(self, endpoints: Sequence[Endpoint], only: Endpoint | None) -> list[Target]:
         """Return the servers: those that are registered, or without any the replicas of the hive itself."""
         if endpoints:
-            return list(await asyncio.gather(*(looked_at(each) for each in endpoints if only in (None, each))))
+            wanted = [each for each in endpoints if only in (None, each)]
+            return list(await asyncio.gather(*(looked_at(self._hosts, each) for each in wanted)))
         if self._desk.state.usable:  # the base of a run that has just begun takes a moment
             await self._desk.until(lambda: bool(self._desk.state.loaded), LOADED_S)
         engine = self._desk.state
@@ -124,8 +136,8 @@ class WeightSync:
         """Save the weights in the model's order. Both kinds are of the same step, but for what comes in between."""
         futures = {}
         for kind in sorted(kinds):
-            save = SaveWeights(checkpoint=kind, name=name, merged=kind is CheckpointKind.EXTERNAL)
-            submission = Submission(model=model.name, seq=0, operation=save)
+            save = SaveWeights(checkpoint=kind, name=name, ttl_s=KEPT_S[kind], merged=kind is CheckpointKind.EXTERNAL)
+            submission = Submission(model=model.name, seq=0, operation=save, metadata=FOR_SYNC)
             futures[kind] = await self._desk.submit(model.session, submission)
         return {kind: await self._outcome(model, future) for kind, future in futures.items()}
 
@@ -148,10 +160,12 @@ class WeightSync:
         return await given(target, found, label)
 
     async def _remove_older(self, model: TenantModel, newest: str) -> None:
-        """Remove what earlier syncs of the model have saved: servers elsewhere have read it."""
-        for kind, kept in ((CheckpointKind.SAMPLER, ADAPTERS_KEPT), (CheckpointKind.EXTERNAL, 1)):
-            names = [each.noted.saved.name for each in synced_weights(self._desk.tenants, kind, model.name)]
-            for name in [each for each in names if each != newest][: max(0, len(names) - kept)]:
+        """Remove what earlier syncs of the model have saved, once no server reads it any more."""
+        for kind, count in KEPT.items():
+            every = synced_weights(self._desk.tenants, kind, model.name)
+            older = [each for each in every if each.noted.saved.name != newest][: max(0, len(every) - count)]
+            for each in filter(self._is_read, older):
+                name = each.noted.saved.name
                 remove = inbox.RemoveWeights(
                     id=f"remove-{model.name}-{kind}-{name}",
                     engine=self._desk.engine,
@@ -160,6 +174,12 @@ class WeightSync:
                     name=name,
                 )
                 await self._gateway.carry_out(remove)
+            self._saved_here.update({path_of(each).id: None for each in every if each.noted.saved.name == newest})
+        trim(self._saved_here, REMEMBERED)
+
+    def _is_read(self, kept: KeptWeights) -> bool:
+        """Return whether a sync that saved it is over. Of another gateway's, only time tells."""
+        return path_of(kept).id in self._saved_here or kept.saved_ns < time.time_ns() - LOAD_S * 1e9
 
 
 def _own(url: str) -> Target:

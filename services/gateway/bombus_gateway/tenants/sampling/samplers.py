@@ -15,7 +15,7 @@ from bombus.hive.tenants.owners import may_read, seen_by
 from bombus.hive.tenants.state import KeptWeights, Tenants
 from bombus.operations import CheckpointKind
 from bombus_gateway.tenants.bases import base_names
-from bombus_gateway.tenants.listings import SYNCED, found_checkpoint, path_of, synced_weights
+from bombus_gateway.tenants.listings import found_checkpoint, path_of, synced_weights
 from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
 from bombus_gateway.training.dialects import OF_SAMPLE, TrainingDialect, is_tinkers, session_of
 from bombus_gateway.training.paths import CheckpointPath, read_path
@@ -142,7 +142,7 @@ def _of_checkpoint(engine: EngineState, kept: KeptWeights) -> Sampler:
     if noted.adapter is None:
         why = f"{path_of(kept).id} has all weights of its model, and only adapters are sampled from here."
         raise Refused(Code.UNSUPPORTED, f"{why} Train an adapter (rank 1 or more) to sample from it.")
-    if noted.saved.use == CheckpointKind.EXTERNAL and noted.saved.name.startswith(SYNCED):
+    if noted.saved.use == CheckpointKind.EXTERNAL and kept.is_for_sync:
         why = f"{path_of(kept).id} is a whole model for inference servers elsewhere: sample from those."
         raise Refused(Code.UNSUPPORTED, why)
     started = engine.started
