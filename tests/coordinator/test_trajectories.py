@@ -228,6 +228,14 @@ def test_r16_a_push_that_is_sent_again_counts_once_and_after_the_window_it_is_an
     assert len(harness.scored.queue.groups) == 2
 
 
+def test_a_push_that_is_sent_again_to_the_next_run_is_queued_there() -> None:
+    harness = rolling()
+    harness.push(harness.group(), key="k")
+    harness.register()
+    harness.push(harness.group(), key="k")
+    assert len(harness.scored.queue.groups) == 1
+
+
 def test_r16_bodies_are_released_when_nothing_names_them_and_older_ones_are_refused() -> None:
     harness = rolling()
     for _ in range(3):

@@ -77,7 +77,10 @@ def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
 
 
 def end_run(state: Trajectories) -> None:
-    """End a run: its groups go with it (R8). Environments stay connected, as they notice nothing of it."""
+    """End a run: its groups go with it (R8), and so does what would recognise a push of them.
+
+    Environments stay connected, as they notice nothing of it.
+    """
     queue = state.queue
     connected = [each for each in queue.environments.values() if each.connected]
     joined, named = queue.joined, queue.named.copy()
@@ -88,6 +91,7 @@ def end_run(state: Trajectories) -> None:
     state.trainer = state.batch = None
     state.begun = False
     state.batches = 0
+    state.pushes.clear()
 
 
 def _empty(environment: Environment) -> Environment:
