@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from bombus.bus import Bus
 from bombus.hive.events import RunKind
 from bombus.hive.state import Phase
+from bombus.hive.trajectories.state import REPEAT_S
 from tests.gateway.atropos.groups import random_group
-from tests.gateway.swarm_hive import JOB, PlayedHive, played_hive
+from tests.gateway.swarm_hive import ENGINE, JOB, PlayedHive, played_hive
 from tests.patience import PATIENCE_S
 
 TRAINER = {
@@ -124,6 +126,16 @@ async def test_r16_a_post_that_is_sent_again_counts_once(hive: PlayedHive) -> No
         answer = await hive.http.post("/scored_data", json=group(2.0, environment), headers={"x-idempotency-key": key})
         assert answer.status_code == 200
     assert (await get(hive, "/status"))["queue_size"] == 3
+
+
+async def test_a_post_that_is_sent_again_late_counts_again_however_idle_the_hive_was(hive: PlayedHive) -> None:
+    environment = await started(hive)
+    await post(hive, "/scored_data", group(1.0, environment))
+    pushes = hive.coordinator.core.hive.engine(ENGINE).trajectories.pushes
+    for key, push in pushes.items():  # no event has come since, so the gateway's fold is where it was
+        pushes[key] = msgspec.structs.replace(push, at_ns=push.at_ns - int((REPEAT_S + 1) * 1e9))
+    await post(hive, "/scored_data", group(1.0, environment))
+    assert (await get(hive, "/status"))["queue_size"] == 2
 
 
 async def test_r16_a_batch_whose_client_hangs_up_is_served_again(hive: PlayedHive, bus: Bus) -> None:

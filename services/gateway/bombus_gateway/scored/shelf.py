@@ -72,14 +72,12 @@ class GroupShelf:
     async def push(self, groups: Sequence[ScoredGroup], key: str = "") -> tuple[int | None, ...]:
         """Put groups on the log, all or none, and return what their environments hold after each.
 
-        They are durable then. Without a `key`, groups with the same bytes that come again soon are the same push.
+        They are durable then. Without a `key`, groups with the same bytes that come again soon are the same push. How
+        long ago it came is for the coordinator to say: the fold has no clock but the time of the last event.
         Raises `Refused` and `BusUnavailable`.
         """
         records = [await self.apart(record_of, group) for group in groups]
         key = key or _key_of(records)
-        repeated = self.trajectories.repeated(key, self._gateway.follower.hive.now_ns)
-        if repeated is not None:
-            return repeated.held
         for attempt in range(1, ATTEMPTS_MAX + 1):
             bodies = await self._store(records)
             queued = tuple(map(_queued, groups, bodies))
