@@ -220,12 +220,22 @@ def test_an_environment_leaves_once_and_one_that_is_not_known_is_told_so() -> No
 
 def test_r16_a_push_that_is_sent_again_counts_once_and_after_the_window_it_is_another_one() -> None:
     harness = rolling()
-    first = harness.push(harness.group(), key="k")
-    assert harness.push(harness.group(), key="k") == first
+    group = harness.group()
+    first = harness.push(group, key="k")
+    assert harness.push(group, key="k") == first
     assert len(harness.scored.queue.groups) == 1
     harness.let_pass(REPEAT_S + 1)
     harness.push(harness.group(), key="k")
     assert len(harness.scored.queue.groups) == 2
+
+
+def test_other_groups_under_the_key_of_a_recent_push_are_refused_and_not_taken_for_it() -> None:
+    harness = rolling()
+    harness.push(harness.group(), key="k")
+    answer = harness.push(harness.group(), key="k")
+    assert isinstance(answer, Refusal)
+    assert answer.code == Code.OTHER_BODY
+    assert len(harness.scored.queue.groups) == 1
 
 
 def test_a_push_that_is_sent_again_to_the_next_run_is_queued_there() -> None:

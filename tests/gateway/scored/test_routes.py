@@ -128,6 +128,24 @@ async def test_r16_a_post_that_is_sent_again_counts_once(hive: PlayedHive) -> No
     assert (await get(hive, "/status"))["queue_size"] == 3
 
 
+async def test_a_key_stands_for_the_same_groups_of_the_same_environment_alone(hive: PlayedHive) -> None:
+    environment = await started(hive)
+    other = int((await post(hive, "/register-env", ENVIRONMENT))["env_id"])
+    key = {"x-idempotency-key": "a"}
+    for sent in (group(1.0, environment), group(1.0, other)):
+        for _ in range(2):
+            assert (await hive.http.post("/scored_data", json=sent, headers=key)).status_code == 200
+    assert (await get(hive, "/status"))["queue_size"] == 2
+    for path, again in (
+        ("/scored_data", group(2.0, environment)),
+        ("/scored_data_list", [group(1.0, environment), group(2.0, environment)]),
+    ):
+        refused = await hive.http.post(path, json=again, headers=key)
+        assert refused.status_code == 409
+        assert "had other groups" in refused.json()["detail"]
+    assert (await get(hive, "/status"))["queue_size"] == 2
+
+
 async def test_a_post_that_is_sent_again_late_counts_again_however_idle_the_hive_was(hive: PlayedHive) -> None:
     environment = await started(hive)
     await post(hive, "/scored_data", group(1.0, environment))

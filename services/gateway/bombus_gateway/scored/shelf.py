@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from bombus.bus.large.parts import Parts
@@ -77,7 +77,7 @@ class GroupShelf:
         Raises `Refused` and `BusUnavailable`.
         """
         records = [await self.apart(record_of, group) for group in groups]
-        key = key or _key_of(records)
+        key = _own_key(key, groups) if key else _key_of(records)
         for attempt in range(1, ATTEMPTS_MAX + 1):
             bodies = await self._store(records)
             queued = tuple(map(_queued, groups, bodies))
@@ -165,6 +165,12 @@ async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]
 def _key_of(records: Sequence[bytes]) -> str:
     """Return what tells groups from others: records have the number of their environment in them."""
     return digest(b"".join(map(digest, records))).hex()
+
+
+def _own_key(key: str, groups: Iterable[ScoredGroup]) -> str:
+    """Return the key that a client gave as one of its environments alone: others may give the same."""
+    environments = sorted({-1 if group.environment is None else group.environment for group in groups})
+    return digest(f"{environments} {key}".encode()).hex()
 
 
 def _queued(group: ScoredGroup, body: BodyRef) -> QueuedGroup:

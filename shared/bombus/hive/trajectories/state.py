@@ -4,13 +4,13 @@ The queue says what waits, and `batch` what was handed out last. Bodies are in t
 one of them names them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
-from bombus.hive.records import BodyRef
+from bombus.hive.records import BodyRef, digest
 from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import Environment, EnvironmentShare, QueuedGroup, TrajectoryQueue
 
@@ -33,10 +33,16 @@ class HandedOut(msgspec.Struct, kw_only=True):
 
 
 class RecentPush(msgspec.Struct, frozen=True, array_like=True):
-    """When a push was decided, and its answer."""
+    """When a push was decided, its answer, and what its groups were (see `digest_of`)."""
 
     at_ns: int
     held: tuple[int | None, ...]
+    digest: bytes = b""
+
+
+def digest_of(groups: Iterable[QueuedGroup]) -> bytes:
+    """Return what tells the groups of a push from others: the digest of those of their bodies."""
+    return digest(b"".join(group.body.digest for group in groups if group.body is not None))
 
 
 class Trajectories(msgspec.Struct, kw_only=True):
@@ -130,7 +136,7 @@ def push(state: Trajectories, event: ev.GroupsPushed) -> None:
     if event.key:
         held = tuple(queues.held_after(state.queue, event.groups))
         state.pushes.pop(event.key, None)
-        state.pushes[event.key] = RecentPush(event.at_ns, held)
+        state.pushes[event.key] = RecentPush(event.at_ns, held, digest_of(event.groups))
         trim(state.pushes, PUSHES_KEPT)
     queues.push(state.queue, event.groups)
     if event.groups:

@@ -9,6 +9,7 @@ from bombus.hive.inbox import BatchSent, BatchTaken, Pushed, PushGroups, TakeBat
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.trajectories.forming import form
 from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_not_queued
+from bombus.hive.trajectories.state import digest_of
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live
@@ -24,6 +25,12 @@ def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
     state = engine.trajectories
     repeated = state.repeated(message.key, live.now_ns)
     if repeated is not None:
+        if repeated.digest not in (b"", digest_of(message.groups)):  # a snapshot of before it was kept has none
+            raise Refused(
+                Code.OTHER_BODY,
+                "A push of this key came lately, and had other groups. Give each push a key of its own in "
+                "x-idempotency-key, or none: then its bytes are the key.",
+            )
         yield Decision(replies=(CommandReply(message.id, Pushed(held=repeated.held)),))
         return
     if engine.phase != Phase.OFFLINE and not engine.takes_trajectories:
