@@ -202,6 +202,16 @@ async def test_what_does_not_fit_is_refused_with_its_place_and_nothing_is_queued
     assert (await get(hive, "/status"))["queue_size"] == 0
 
 
+async def test_a_trainer_that_is_refused_a_batch_reads_an_error_and_no_batch(hive: PlayedHive, bus: Bus) -> None:
+    await post(hive, "/register", TRAINER)
+    await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
+    await bus.purge_below(bus.subjects.trajectories_stream, 2, ">")
+    refused = await hive.http.get("/batch")
+    assert refused.status_code == 500
+    assert (refused.json()["status"], refused.json()["batch"]) == ("error", None)
+    assert "Batch 1 cannot be read" in refused.json()["message"]
+
+
 async def test_an_engine_that_plays_episodes_takes_no_groups(hive: PlayedHive) -> None:
     await post(hive, "/sync_train_config", {"yaml_as_string": json.dumps(JOB)})
     await post(hive, "/start_engine", {})

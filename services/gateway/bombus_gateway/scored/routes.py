@@ -26,7 +26,7 @@ from bombus_gateway.atropos import answers
 from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_latest
 from bombus_gateway.atropos.compression import inflated, sent
-from bombus_gateway.atropos.refusals import write_refusal
+from bombus_gateway.atropos.refusals import write_batch_refusal, write_refusal
 from bombus_gateway.atropos.requests import read_environment, read_environment_id, read_trainer
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
 from bombus_gateway.context import Gateway
@@ -38,8 +38,10 @@ log = logging.getLogger(__name__)
 JSON = "application/json"
 UUID_BITS = 128
 IDEMPOTENCY_KEY = "x-idempotency-key"
+BATCH = "/batch"
 
 ScoredHandler = Callable[[Request], Awaitable[Response]]
+RefusalWriter = Callable[[Refused], tuple[int, bytes]]
 
 
 def scored_router(gateway: Gateway, engine: str) -> APIRouter:
@@ -59,16 +61,17 @@ def scored_router(gateway: Gateway, engine: str) -> APIRouter:
         ("GET", "/status-env", routes.environment_status),
         ("POST", "/scored_data", routes.scored_data),
         ("POST", "/scored_data_list", routes.scored_data_list),
-        ("GET", "/batch", routes.batch),
+        ("GET", BATCH, routes.batch),
         ("GET", "/latest_example", routes.latest_example),
     )
     for guard, guarded in ((client, table), (control, changing)):
         for method, path, handler in guarded:
-            router.add_api_route(path, _refusing(gateway, handler), methods=[method], dependencies=[guard])
+            write = write_batch_refusal if path == BATCH else write_refusal
+            router.add_api_route(path, _refusing(gateway, handler, write), methods=[method], dependencies=[guard])
     return router
 
 
-def _refusing(gateway: Gateway, handler: ScoredHandler) -> ScoredHandler:
+def _refusing(gateway: Gateway, handler: ScoredHandler, write: RefusalWriter) -> ScoredHandler:
     """Return a handler that answers refusals as Atropos's server does."""
 
     async def answer(request: Request) -> Response:
@@ -77,15 +80,15 @@ def _refusing(gateway: Gateway, handler: ScoredHandler) -> ScoredHandler:
                 raise BusUnavailable("this gateway is still reading the log")
             return await handler(request)
         except BusUnavailable as error:
-            return _refused(Refused(Code.BUS_DOWN, f"The log cannot be reached just now; try again. ({error})"))
+            return _refused(Refused(Code.BUS_DOWN, f"The log cannot be reached just now; try again. ({error})"), write)
         except Refused as refusal:
-            return _refused(refusal)
+            return _refused(refusal, write)
 
     return answer
 
 
-def _refused(refusal: Refused) -> Response:
-    status, body = write_refusal(refusal)
+def _refused(refusal: Refused, write: RefusalWriter) -> Response:
+    status, body = write(refusal)
     return Response(body, status, media_type=JSON, headers=ERROR_HEADERS.get(status))
 
 
