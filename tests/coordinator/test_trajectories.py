@@ -9,6 +9,7 @@ from bombus.hive.events import AnyEvent, EnvironmentEnd, RunKind
 from bombus.hive.inbox import BatchTaken, Done, Pushed, Refusal
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.trajectories import queue
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import REPEAT_S
 from bombus_coordinator.core import Core
@@ -172,6 +173,20 @@ def test_a_group_that_no_batch_could_take_is_refused_with_its_position() -> None
     assert isinstance(answer, Refusal)
     assert answer.why.startswith("Group 1 has 5 sequences, and a batch has 4")
     assert harness.scored.queue.groups == {}
+
+
+def test_groups_that_only_have_to_wait_for_room_are_to_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = rolling()
+    environment = harness.join(group_size=4)
+    harness.push(harness.group(environment, 3))
+    monkeypatch.setattr(queue, "HELD_MAX", 1)
+    held = harness.push(harness.group(environment, 3))
+    monkeypatch.setattr(queue, "GROUPS_MAX", 1)
+    full = harness.push(harness.group())
+    for answer, words in ((held, "wait for others to make up its group_size"), (full, "1 groups are queued")):
+        assert isinstance(answer, Refusal)
+        assert answer.code == Code.OVERLOADED, "a 503 is sent again by Atropos's environments, and a 400 is dropped"
+        assert words in answer.why
 
 
 def test_r16_an_environment_that_is_silent_for_long_is_taken_for_gone_and_blocks_nobody() -> None:

@@ -8,7 +8,7 @@ from bombus.hive.events import Event
 from bombus.hive.inbox import BatchSent, BatchTaken, Pushed, PushGroups, TakeBatch, TrajectoriesStored
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.trajectories.forming import form
-from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_not_queued
+from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_no_room, why_not_queued
 from bombus.hive.trajectories.state import digest_of
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
@@ -49,6 +49,9 @@ def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
     why = why_not_queued(state.queue, message.groups)
     if why:
         raise Refused(Code.MALFORMED, why)
+    why = why_no_room(state.queue, message.groups)
+    if why:
+        raise Refused(Code.OVERLOADED, why)
     senders = {group.environment for group in message.groups if group.environment is not None}
     events: tuple[Event, ...] = tuple(event for each in sorted(senders) for event in again(engine, live, each))
     pushed = ev.GroupsPushed(at_ns=live.now_ns, engine=engine.name, groups=message.groups, key=message.key)
