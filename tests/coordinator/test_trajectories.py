@@ -216,6 +216,20 @@ def test_one_that_shows_itself_stays_and_one_that_comes_back_is_connected_again(
     assert harness.scored.queue.environments[environment].connected
 
 
+def test_one_that_fell_silent_in_the_run_before_comes_back_under_its_number_in_the_next() -> None:
+    harness = rolling()
+    silent, left = harness.join(), harness.join("other")
+    assert silent is not None
+    harness.request(inbox.LeaveEnvironment(id=harness.id(), engine=ENGINE, environment=left or 0))
+    harness.let_pass(ENVIRONMENT_IDLE_S + 1)
+    harness.register()
+    assert list(harness.scored.queue.environments) == [silent]
+    assert not harness.scored.queue.environments[silent].connected
+    harness.push(harness.group(silent))
+    assert harness.scored.queue.environments[silent].connected
+    assert harness.scored.queue.environments[silent].share.sequences == 2
+
+
 def test_an_environment_leaves_once_and_one_that_is_not_known_is_told_so() -> None:
     harness = rolling()
     environment = harness.join()

@@ -85,13 +85,13 @@ def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
 def end_run(state: Trajectories) -> None:
     """End a run: its groups go with it (R8), and so does what would recognise a push of them.
 
-    Environments stay connected, as they notice nothing of it.
+    Environments stay as they are, as they notice nothing of it. One that fell silent may be heard of again.
     """
     queue = state.queue
-    connected = [each for each in queue.environments.values() if each.connected]
+    kept = [each for each in queue.environments.values() if each.connected or each.id in state.silent_ns]
     joined, named = queue.joined, queue.named.copy()
     queues.reset(queue)
-    for environment in connected:
+    for environment in kept:
         queues.join(queue, _empty(environment))
     queue.joined, queue.named = joined, named
     state.trainer = state.batch = None
@@ -101,9 +101,7 @@ def end_run(state: Trajectories) -> None:
 
 
 def _empty(environment: Environment) -> Environment:
-    return msgspec.structs.replace(
-        environment, share=EnvironmentShare(), held={}, held_groups=0, held_sequences=0, connected=True
-    )
+    return msgspec.structs.replace(environment, share=EnvironmentShare(), held={}, held_groups=0, held_sequences=0)
 
 
 def begin(state: Trajectories) -> None:
