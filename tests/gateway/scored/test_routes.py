@@ -226,6 +226,27 @@ async def test_the_routes_of_an_engine_are_below_its_name_too(hive: PlayedHive) 
         assert len((await other.get("/e/main/batch")).json()["batch"]) == 2
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site", "referer": "https://evil.example/"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"referer": "http://hive.test:10086/", "sec-fetch-site": "same-origin"},  # a name that strangers may own
+    ],
+)
+async def test_an_image_or_a_link_of_another_site_neither_takes_a_batch_nor_resets(
+    hive: PlayedHive, headers: dict[str, str]
+) -> None:
+    await post(hive, "/register", TRAINER)
+    await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
+    for path in ("/batch", "/reset_data"):
+        refused = await hive.http.get(path, headers=headers)
+        assert refused.status_code == 401, path
+        assert "may not use this hive" in refused.text
+    assert await get(hive, "/status") == {"current_step": 3, "queue_size": 2}
+
+
 async def test_resetting_forgets_everything(hive: PlayedHive) -> None:
     await started(hive)
     await post(hive, "/scored_data", group())

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 JSON = "application/json"
 UUID_BITS = 128
 IDEMPOTENCY_KEY = "x-idempotency-key"
-BATCH = "/batch"
+BATCH, RESET_DATA = "/batch", "/reset_data"
 
 ScoredHandler = Callable[[Request], Awaitable[Response]]
 RefusalWriter = Callable[[Refused], tuple[int, bytes]]
@@ -48,10 +48,10 @@ def scored_router(gateway: Gateway, engine: str) -> APIRouter:
     """Return the routes of one engine. Those that begin or end a run take the admin key, where there is one."""
     routes = ScoredRoutes(gateway, GroupShelf(gateway, engine))
     keys, public_url = gateway.settings.keys, gateway.settings.public_url
-    client, control = (Depends(Guard(access, keys, public_url)) for access in (Access.CLIENT, Access.CONTROL))
     router = APIRouter(include_in_schema=False)
-    changing = (("POST", "/register", routes.register), ("GET", "/reset_data", routes.reset_data))
     table: tuple[tuple[str, str, ScoredHandler], ...] = (
+        ("POST", "/register", routes.register),
+        ("GET", RESET_DATA, routes.reset_data),
         ("GET", "/", routes.welcome),
         ("GET", "/wandb_info", routes.wandb_info),
         ("GET", "/info", routes.info),
@@ -64,10 +64,11 @@ def scored_router(gateway: Gateway, engine: str) -> APIRouter:
         ("GET", BATCH, routes.batch),
         ("GET", "/latest_example", routes.latest_example),
     )
-    for guard, guarded in ((client, table), (control, changing)):
-        for method, path, handler in guarded:
-            write = write_batch_refusal if path == BATCH else write_refusal
-            router.add_api_route(path, _refusing(gateway, handler, write), methods=[method], dependencies=[guard])
+    for method, path, handler in table:
+        access = Access.CONTROL if path in ("/register", RESET_DATA) else Access.CLIENT
+        guard = Guard(access, keys, public_url, changing_get=path in (BATCH, RESET_DATA))
+        write = write_batch_refusal if path == BATCH else write_refusal
+        router.add_api_route(path, _refusing(gateway, handler, write), methods=[method], dependencies=[Depends(guard)])
     return router
 
 
