@@ -9,6 +9,7 @@ from bombus.hive.events import AnyEvent, EnvironmentEnd, RunKind
 from bombus.hive.inbox import BatchTaken, Done, Pushed, Refusal
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.status import hive_status
 from bombus.hive.trajectories import queue
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import REPEAT_S
@@ -292,6 +293,21 @@ def test_r16_bodies_are_released_when_nothing_names_them_and_older_ones_are_refu
     answer = harness.push(old)
     assert isinstance(answer, Refusal)
     assert answer.code == Code.BODY_GONE
+
+
+def test_a_full_stream_of_scored_groups_refuses_groups_and_nothing_else(harness: ScoredHarness) -> None:
+    harness.boot()
+    full = inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10)
+    harness.send(full)
+    assert harness.claim()
+    harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
+    assert harness.register() == Done(run=2)
+    answer = harness.push(harness.group())
+    assert isinstance(answer, Refusal)
+    assert answer.code == Code.STORAGE_FULL
+    assert "of stream trajectories" in answer.why
+    for shown in (hive_status(harness.core.hive), hive_status(harness.core.hive).engines[0]):
+        assert "of stream trajectories" in str(shown)
 
 
 def test_after_a_power_cut_what_is_released_goes_back_to_the_end_of_the_stream() -> None:

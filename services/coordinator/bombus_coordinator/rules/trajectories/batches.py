@@ -10,7 +10,6 @@ from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.trajectories.forming import form
 from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_no_room, why_not_queued
 from bombus.hive.trajectories.state import digest_of
-from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.operations import is_body
@@ -39,8 +38,8 @@ def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
             engine.phase,
             f"Run {engine.run} of engine {engine.name} is one of {engine.run_kind}: stop it, or use another engine.",
         )
-    if live.refusing:
-        raise no_room(live)
+    if live.refusing_groups:
+        raise Refused(Code.STORAGE_FULL, f"{live.refusing_groups} Try again when there is room.")
     if not 0 < len(message.groups) <= GROUPS_MAX or len(message.key) > KEY_CHARS_MAX:
         raise Refused(
             Code.MALFORMED, f"A push has 1 to {GROUPS_MAX} groups, and a key of at most {KEY_CHARS_MAX} characters."
