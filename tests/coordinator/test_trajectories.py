@@ -310,6 +310,17 @@ def test_a_full_stream_of_scored_groups_refuses_groups_and_nothing_else(harness:
         assert "of stream trajectories" in str(shown)
 
 
+def test_a_full_stream_of_scored_groups_names_the_group_that_keeps_it_from_being_trimmed() -> None:
+    harness = rolling()
+    environment = harness.join(group_size=3)
+    harness.push(harness.group(), harness.group())
+    harness.push(harness.group(environment, 3))
+    harness.ask()
+    (filled,) = harness.send(inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10))
+    assert isinstance(filled, ev.StorageFilled)
+    assert f"after group 3 of engine {ENGINE} (3 sequences, of environment 0) is trimmed" in filled.why
+
+
 def test_after_a_power_cut_what_is_released_goes_back_to_the_end_of_the_stream() -> None:
     harness = rolling()
     harness.send(inbox.TrajectoriesStored(id="s1", below=10))
