@@ -210,6 +210,19 @@ async def test_a_trainer_that_is_refused_a_batch_reads_an_error_and_no_batch(hiv
     assert refused.status_code == 500
     assert (refused.json()["status"], refused.json()["batch"]) == ("error", None)
     assert "Batch 1 cannot be read" in refused.json()["message"]
+    assert "a new /register begins a run without it" in refused.json()["message"]
+    await post(hive, "/register", TRAINER)
+    assert await get(hive, "/batch") == {"batch": None}
+
+
+async def test_a_last_group_that_is_lost_is_told_in_words_until_the_next_comes(hive: PlayedHive, bus: Bus) -> None:
+    await post(hive, "/scored_data", group(1.0))
+    await bus.purge_below(bus.subjects.trajectories_stream, 2, ">")
+    refused = await hive.http.get("/latest_example")
+    assert refused.status_code == 500
+    assert "The next push takes its place" in refused.json()["detail"]
+    await post(hive, "/scored_data", group(0.5))
+    assert (await get(hive, "/latest_example"))["scores"] == [0.5, 0.5]
 
 
 async def test_an_engine_that_plays_episodes_takes_no_groups(hive: PlayedHive) -> None:

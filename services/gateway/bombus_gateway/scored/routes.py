@@ -204,7 +204,11 @@ class ScoredRoutes:
             records = await self._shelf.records(batch.groups)
         except LogCorrupted as error:
             log.error("a batch cannot be read", extra={"why": str(error)})
-            raise Refused(Code.INTERNAL, f"Batch {batch.number} cannot be read: {error}") from None
+            raise Refused(
+                Code.INTERNAL,
+                f"Batch {batch.number} cannot be read: {error}. It is handed out until it is; a new /register begins a "
+                "run without it.",
+            ) from None
         return DeliveredBatch(request, records, self._shelf, lambda: self._delivered(batch))
 
     async def _delivered(self, batch: HandedOut) -> None:
@@ -214,7 +218,12 @@ class ScoredRoutes:
             log.warning("that a batch was delivered could not be said", extra={"why": str(error)})
 
     async def latest_example(self, request: Request) -> Response:
-        return _answered(request, write_latest(await self._shelf.latest()))
+        try:
+            latest = await self._shelf.latest()
+        except LogCorrupted as error:
+            why = f"The group that was pushed last cannot be read: {error}. The next push takes its place."
+            raise Refused(Code.INTERNAL, why) from None
+        return _answered(request, write_latest(latest))
 
     async def reset_data(self, request: Request) -> Response:
         """End the run, and forget its groups and environments."""
