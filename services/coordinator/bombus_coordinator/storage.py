@@ -76,8 +76,8 @@ def _oldest_group(hive: Hive) -> str:
     _, engine, number, group = min(queued, key=lambda found: found[0])
     sender = "no environment" if group.environment is None else f"environment {group.environment}"
     return (
-        f" Nothing that is stored after group {number} of engine {engine} ({group.sequences} sequences, of {sender}) is "
-        "trimmed before a batch takes it: `bombus status` says why groups are in none, and a new /register drops them."
+        f" Nothing that is stored after group {number} of engine {engine} ({group.sequences} sequences, of {sender}) "
+        "is trimmed before a batch takes it. `bombus status` says why groups are in none; a new /register drops them."
     )
 
 
