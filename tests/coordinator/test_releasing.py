@@ -12,7 +12,7 @@ from bombus.hive.events import Collection, Tenancy
 from bombus.hive.inbox import Accepted, Done
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Hive
-from bombus_coordinator.releasing import GRACE_S, Releaser
+from bombus_coordinator.releasing import GRACE_S, TRAJECTORIES, Releaser
 from bombus_coordinator.shell import Coordinator
 from tests.coordinator.core_in_memory import ENGINE
 from tests.coordinator.tenants_in_memory import BASE, MODEL, SESSION
@@ -180,6 +180,17 @@ async def test_an_overfull_stream_is_purged_subject_by_subject(bus: Bus) -> None
         after = await bus.state(bus.subjects.ops_stream)
         assert after.first_seq == before.first_seq == 1, "the idle model may have to be made again"
         assert after.messages < 10 < before.messages
+
+
+async def test_scored_groups_that_were_taken_are_released_sooner_where_their_stream_is_overfull(bus: Bus) -> None:
+    clock, hive = Clock(), Hive()
+    parts = Parts(bus, bus.subjects.trajectories_stream)
+    releaser = Releaser(bus, lambda: hive, clock=clock, bodies=TRAJECTORIES)
+    for reported in (0, 1):
+        await parts.store(bus.subjects.trajectory(ENGINE), bytes(17 << 20))  # twice is over half of 64 MB
+        await releaser.report()
+        assert (await bus.state(bus.subjects.inbox_stream)).last_seq == reported
+        clock.now_s += 60
 
 
 async def test_r6_what_is_released_goes_back_to_the_end_of_a_stream_that_has_lost_it(bus: Bus) -> None:

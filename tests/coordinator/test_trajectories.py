@@ -9,6 +9,8 @@ from bombus.hive.events import AnyEvent, EnvironmentEnd, RunKind
 from bombus.hive.inbox import BatchTaken, Done, Pushed, Refusal
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.status import hive_status
+from bombus.hive.trajectories import queue
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import REPEAT_S
 from bombus_coordinator.core import Core
@@ -174,6 +176,20 @@ def test_a_group_that_no_batch_could_take_is_refused_with_its_position() -> None
     assert harness.scored.queue.groups == {}
 
 
+def test_groups_that_only_have_to_wait_for_room_are_to_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = rolling()
+    environment = harness.join(group_size=4)
+    harness.push(harness.group(environment, 3))
+    monkeypatch.setattr(queue, "HELD_MAX", 1)
+    held = harness.push(harness.group(environment, 3))
+    monkeypatch.setattr(queue, "GROUPS_MAX", 1)
+    full = harness.push(harness.group())
+    for answer, words in ((held, "wait for others to make up its group_size"), (full, "1 groups are queued")):
+        assert isinstance(answer, Refusal)
+        assert answer.code == Code.OVERLOADED, "a 503 is sent again by Atropos's environments, and a 400 is dropped"
+        assert words in answer.why
+
+
 def test_r16_an_environment_that_is_silent_for_long_is_taken_for_gone_and_blocks_nobody() -> None:
     harness = rolling()
     ghost = harness.join(minimum=0.5)
@@ -201,6 +217,20 @@ def test_one_that_shows_itself_stays_and_one_that_comes_back_is_connected_again(
     assert harness.scored.queue.environments[environment].connected
 
 
+def test_one_that_fell_silent_in_the_run_before_comes_back_under_its_number_in_the_next() -> None:
+    harness = rolling()
+    silent, left = harness.join(), harness.join("other")
+    assert silent is not None
+    harness.request(inbox.LeaveEnvironment(id=harness.id(), engine=ENGINE, environment=left or 0))
+    harness.let_pass(ENVIRONMENT_IDLE_S + 1)
+    harness.register()
+    assert list(harness.scored.queue.environments) == [silent]
+    assert not harness.scored.queue.environments[silent].connected
+    harness.push(harness.group(silent))
+    assert harness.scored.queue.environments[silent].connected
+    assert harness.scored.queue.environments[silent].share.sequences == 2
+
+
 def test_an_environment_leaves_once_and_one_that_is_not_known_is_told_so() -> None:
     harness = rolling()
     environment = harness.join()
@@ -220,12 +250,30 @@ def test_an_environment_leaves_once_and_one_that_is_not_known_is_told_so() -> No
 
 def test_r16_a_push_that_is_sent_again_counts_once_and_after_the_window_it_is_another_one() -> None:
     harness = rolling()
-    first = harness.push(harness.group(), key="k")
-    assert harness.push(harness.group(), key="k") == first
+    group = harness.group()
+    first = harness.push(group, key="k")
+    assert harness.push(group, key="k") == first
     assert len(harness.scored.queue.groups) == 1
     harness.let_pass(REPEAT_S + 1)
     harness.push(harness.group(), key="k")
     assert len(harness.scored.queue.groups) == 2
+
+
+def test_other_groups_under_the_key_of_a_recent_push_are_refused_and_not_taken_for_it() -> None:
+    harness = rolling()
+    harness.push(harness.group(), key="k")
+    answer = harness.push(harness.group(), key="k")
+    assert isinstance(answer, Refusal)
+    assert answer.code == Code.OTHER_BODY
+    assert len(harness.scored.queue.groups) == 1
+
+
+def test_a_push_that_is_sent_again_to_the_next_run_is_queued_there() -> None:
+    harness = rolling()
+    harness.push(harness.group(), key="k")
+    harness.register()
+    harness.push(harness.group(), key="k")
+    assert len(harness.scored.queue.groups) == 1
 
 
 def test_r16_bodies_are_released_when_nothing_names_them_and_older_ones_are_refused() -> None:
@@ -245,6 +293,32 @@ def test_r16_bodies_are_released_when_nothing_names_them_and_older_ones_are_refu
     answer = harness.push(old)
     assert isinstance(answer, Refusal)
     assert answer.code == Code.BODY_GONE
+
+
+def test_a_full_stream_of_scored_groups_refuses_groups_and_nothing_else(harness: ScoredHarness) -> None:
+    harness.boot()
+    full = inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10)
+    harness.send(full)
+    assert harness.claim()
+    harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
+    assert harness.register() == Done(run=2)
+    answer = harness.push(harness.group())
+    assert isinstance(answer, Refusal)
+    assert answer.code == Code.STORAGE_FULL
+    assert "of stream trajectories" in answer.why
+    for shown in (hive_status(harness.core.hive), hive_status(harness.core.hive).engines[0]):
+        assert "of stream trajectories" in str(shown)
+
+
+def test_a_full_stream_of_scored_groups_names_the_group_that_keeps_it_from_being_trimmed() -> None:
+    harness = rolling()
+    environment = harness.join(group_size=3)
+    harness.push(harness.group(), harness.group())
+    harness.push(harness.group(environment, 3))
+    harness.ask()
+    (filled,) = harness.send(inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10))
+    assert isinstance(filled, ev.StorageFilled)
+    assert f"after group 3 of engine {ENGINE} (3 sequences, of environment 0) is trimmed" in filled.why
 
 
 def test_after_a_power_cut_what_is_released_goes_back_to_the_end_of_the_stream() -> None:

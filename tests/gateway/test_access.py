@@ -288,6 +288,29 @@ async def test_a_path_key_is_ignored_where_no_key_is_set(bus: Bus) -> None:
 
 
 @pytest.mark.parametrize(
+    ("site", "referer", "reads", "changes"),
+    [
+        ("", "", True, True),  # no browser
+        ("none", "", True, True),  # typed by a person
+        ("same-origin", "http://127.0.0.1:1/docs", True, True),
+        ("cross-site", "", False, False),
+        ("same-site", "", False, False),
+        ("", "https://evil.example/page", True, False),  # browsers leave Sec-Fetch-Site out of plain HTTP elsewhere
+        ("", "evil", True, False),
+        ("", "https://hive.example/page", True, True),  # the public URL
+    ],
+)
+def test_an_image_or_a_link_of_another_site_cannot_use_what_needs_no_key(
+    site: str, referer: str, reads: bool, changes: bool
+) -> None:
+    given = {"host": "127.0.0.1:1", "sec-fetch-site": site, "referer": referer}
+    headers = [(name.encode(), value.encode()) for name, value in given.items() if value]
+    for changing, passes in ((False, reads), (True, changes)):
+        guard = Guard(Access.CLIENT, HiveKeys(), "https://hive.example", changing_get=changing)
+        assert (guard.refusal(headers) is None) == passes, changing
+
+
+@pytest.mark.parametrize(
     ("origin", "host", "passes"),
     [
         ("", "anything:1", True),  # not a browser

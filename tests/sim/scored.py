@@ -64,8 +64,7 @@ class ScoredLedger:
                 self._gone |= self._waiting
                 self._waiting.clear()
                 self._numbers.clear()
-                if isinstance(event, ev.GroupsReset):
-                    self._forgotten |= set(self._pushed)
+                self._forgotten |= set(self._pushed)
 
     def _check_pushed(self, event: ev.GroupsPushed, engine: EngineState) -> None:
         before = self._pushed.get(event.key)

@@ -57,7 +57,8 @@ class Core:
     def __init__(self, hive: Hive | None = None, event_bytes_max: int = EVENT_BYTES_MAX) -> None:
         self.hive = hive if hive is not None else Hive()
         now_ns = self.hive.now_ns
-        self.live = Live(now_ns=now_ns, epoch_ns=now_ns, ticked_ns=now_ns, refusing=self.hive.refusing)
+        self.live = Live(now_ns=now_ns, epoch_ns=now_ns, ticked_ns=now_ns)
+        self._note_refusing()
         self.live.event_bytes_max = event_bytes_max
         self.live.released = self.hive.released
         self.live.trajectories_released = self.hive.trajectories_released
@@ -135,7 +136,7 @@ class Core:
             if isinstance(event, ev.EpochOpened):
                 self.live.epoch_ns = event.at_ns
             elif isinstance(event, ev.StorageFilled | ev.StorageFreed):
-                self.live.refusing = self.hive.refusing
+                self._note_refusing()
             elif isinstance(event, ev.OperationsReleased):
                 self.live.released = self.hive.released
             elif isinstance(event, ev.TrajectoriesReleased):
@@ -143,6 +144,9 @@ class Core:
         for reply in decision.replies:
             self.live.remember(reply.command, reply.answer)
         return PendingDecision(decision, answers, bodies)
+
+    def _note_refusing(self) -> None:
+        self.live.refusing, self.live.refusing_groups = self.hive.refusing, self.hive.refusing_groups
 
     def _count_open(self, event: ev.Event) -> None:
         """Tell an event, before it is folded, to what follows the open episodes besides the state."""

@@ -1,8 +1,9 @@
 """Purge bodies: the leader removes from `ops` and `trajectories` what the log says is not needed any more (R12).
 
 A body is stored before the operation or the group that names it is accepted, so nothing tells which of the newest
-messages are needed. Those of the last ten minutes are left alone. Beyond them the core says on the log what is
-released, and refuses what has an older body from then on. Only then is it purged.
+messages are needed. Those of the last ten minutes are left alone, or of the last minute where scored groups fill more
+than half of their stream. Beyond them the core says on the log what is released, and refuses what has an older body
+from then on: its sender stores it again. Only then is it purged.
 
 After a power cut on one replica the stream may end earlier and use sequences again (R6). Then what is released goes
 back to its end.
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
 GRACE_S = 600.0  # between the end of a body's storing and its operation
+OVERFULL_GRACE_S = 60.0  # of scored groups, which come at any rate: full in ten minutes, they would all be refused
 OVERFULL = 0.5  # of the stream: above it, what lies between needed messages is purged too
 
 
@@ -40,6 +42,7 @@ class KeptBodies:
     name: str
     released: Callable[[Hive], int]
     release: Callable[[Hive, Live, Any], Decisions]
+    overfull_grace_s: float  # the grace where the stream is overfull
 
     def message(self, message_id: str, below: int, overfull: bool, shrunk: bool) -> Message:
         if self is OPERATIONS:
@@ -47,8 +50,8 @@ class KeptBodies:
         return TrajectoriesStored(id=message_id, below=below, shrunk=shrunk)
 
 
-OPERATIONS = KeptBodies("ops", lambda hive: hive.released, release)
-TRAJECTORIES = KeptBodies("trajectories", lambda hive: hive.trajectories_released, batches.release)
+OPERATIONS = KeptBodies("ops", lambda hive: hive.released, release, GRACE_S)
+TRAJECTORIES = KeptBodies("trajectories", lambda hive: hive.trajectories_released, batches.release, OVERFULL_GRACE_S)
 
 
 class Releaser:
@@ -87,12 +90,14 @@ class Releaser:
             self._ends.clear()
             return self._bodies.message(message_id, below=end, overfull=False, shrunk=True)
         self._ends.append((now, end))
-        while len(self._ends) > 1 and self._ends[1][0] <= now - self._grace_s:
+        overfull = state.fill > OVERFULL
+        grace_s = min(self._grace_s, self._bodies.overfull_grace_s) if overfull else self._grace_s
+        while len(self._ends) > 1 and self._ends[1][0] <= now - grace_s:
             self._ends.popleft()
         since, below = self._ends[0]
-        if since > now - self._grace_s:
+        if since > now - grace_s:
             return None
-        return self._bodies.message(message_id, below=below, overfull=state.fill > OVERFULL, shrunk=False)
+        return self._bodies.message(message_id, below=below, overfull=overfull, shrunk=False)
 
     def released(self) -> dict[str, int]:
         """Return up to where the state releases each subject, and under "" the whole stream."""

@@ -16,7 +16,7 @@ from bombus.bus import Bus, ServerRefused
 from bombus.errors import BusUnavailable
 from bombus.hive import events as ev
 from bombus.hive.inbox import StorageSeen
-from bombus.hive.state import Hive
+from bombus.hive.state import SCORED_GROUPS, Hive
 from bombus.hive.status import byte_size
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.live import Live
@@ -54,12 +54,31 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
     if full:
         name = place.what if place.what == DISK else f"stream {place.what}"
         left = f"{byte_size(max(0, place.size - place.used))} of {byte_size(place.size)} are left"
-        why = f"Storage is nearly full: of {name} {left}. {_ADVICE.get(place.what, 'Make room.')}"
+        oldest = _oldest_group(hive) if place.what == SCORED_GROUPS else ""
+        why = f"Storage is nearly full: of {name} {left}. {_ADVICE.get(place.what, 'Make room.')}{oldest}"
         filled = ev.StorageFilled(at_ns=live.now_ns, what=place.what, used=place.used, size=place.size, why=why)
         yield Decision(events=(filled,))
     else:
         freed = ev.StorageFreed(at_ns=live.now_ns, what=place.what, used=place.used, size=place.size)
         yield Decision(events=(freed,))
+
+
+def _oldest_group(hive: Hive) -> str:
+    """Return which queued group keeps the stream of scored groups from being trimmed, empty where none is queued."""
+    queued = [
+        (group.body.first, engine.name, number, group)
+        for engine in hive.engines.values()
+        for number, group in engine.trajectories.queue.groups.items()
+        if group.body is not None
+    ]
+    if not queued:
+        return ""
+    _, engine, number, group = min(queued, key=lambda found: found[0])
+    sender = "no environment" if group.environment is None else f"environment {group.environment}"
+    return (
+        f" Nothing that is stored after group {number} of engine {engine} ({group.sequences} sequences, of {sender}) "
+        "is trimmed before a batch takes it. `bombus status` says why groups are in none; a new /register drops them."
+    )
 
 
 async def watch(

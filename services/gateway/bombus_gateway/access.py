@@ -23,6 +23,8 @@ from bombus_gateway.keys import PREFIX, KeyClaims, Keys
 PATH_KEY = "/k/"
 SDK_PREFIX = b"tml-"  # Tinker's client sends no key that does not begin so: it may stand before one
 
+FOREIGN_SITES = ("cross-site", "same-site")  # in Sec-Fetch-Site, of browsers
+
 HeaderPair = tuple[bytes, bytes]
 RawHeaders = Iterable[HeaderPair]  # as ASGI has them
 
@@ -60,15 +62,17 @@ class Guard(SecurityBase):
 
     The admin key opens client routes too. Where only a client key is set, control routes need it: they must not be
     easier to use than client routes. A route without a key is open, except to web pages of other sites.
+    `changing_get`: a GET that changes something. It is closed to links of other sites too.
     """
 
-    def __init__(self, access: Access, keys: HiveKeys, public_url: str) -> None:
+    def __init__(self, access: Access, keys: HiveKeys, public_url: str, changing_get: bool = False) -> None:
         if access == Access.CONTROL and keys.admin:
             self._name, holders = "admin", {keys.admin: NOBODY}
         else:
             self._name, holders = "client", _client_holders(keys)
         self._opening = {key.encode(): holder for key, holder in holders.items() if key}
         self._public_url = public_url.rstrip("/")
+        self._changing_get = changing_get
         # For the OpenAPI document that FastAPI makes.
         self.scheme_name = f"{'admin' if access == Access.CONTROL else 'client'}_key"
         self.model = HTTPBearer(description="needed where the hive has one")
@@ -110,17 +114,24 @@ class Guard(SecurityBase):
 
         A route without a key trusts its machine or network, and browsers there run pages of strangers, which can post
         to this route, or let a name of their own point to it. Browsers name the page's site in `Origin`; other clients
-        do not send that header.
+        do not send that header. For an image or a link browsers leave it out: they say in `Sec-Fetch-Site` that the
+        page is another site's where the hive is on their own machine, and in `Referer` which page it is.
         """
-        named = dict(headers)
-        origin = named.get(b"origin", b"").decode("latin-1")
-        host = named.get(b"host", b"").decode("latin-1")
-        if not origin or (self._public_url and origin == self._public_url) or _is_own_page(origin, host):
+        named = {name: value.decode("latin-1") for name, value in headers}
+        origin = named.get(b"origin", "")
+        if not origin and self._changing_get:
+            origin = _origin_of(named.get(b"referer", ""))
+        if origin:
+            is_foreign = origin != self._public_url and not _is_own_page(origin, named.get(b"host", ""))
+        else:
+            is_foreign = named.get(b"sec-fetch-site", "") in FOREIGN_SITES
+        if not is_foreign:
             return None
+        page = f"A web page of {origin[:200]!r}" if origin else "A web page of another site"
         return Refused(
             Code.BAD_KEY,
-            f"A web page of {origin[:200]!r} may not use this hive. If it is the hive's own, start the gateway with "
-            "that address as --public-url; to let others in, give the hive keys.",
+            f"{page} may not use this hive. If it is the hive's own, start the gateway with that address as "
+            "--public-url; to let others in, give the hive keys.",
         )
 
 
@@ -174,6 +185,12 @@ def _presented(headers: RawHeaders) -> list[bytes]:
             if scheme.lower() == b"bearer":
                 found.append(key.strip())
     return [*found, *(key.removeprefix(SDK_PREFIX) for key in found if key.startswith(SDK_PREFIX))]
+
+
+def _origin_of(page: str) -> str:
+    """Return the origin of a page's address, empty for none."""
+    scheme, _, rest = page.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}" if page else ""
 
 
 def _is_own_page(origin: str, host: str) -> bool:

@@ -291,6 +291,9 @@ def episode_id(engine: str, run: int, number: int) -> str:
     return f"{engine}-{run}-{number}"
 
 
+SCORED_GROUPS = "trajectories"  # the stream that only scored groups need
+
+
 class Hive(msgspec.Struct, kw_only=True):
     epoch: int = 0
     now_ns: int = 0
@@ -303,8 +306,17 @@ class Hive(msgspec.Struct, kw_only=True):
 
     @property
     def refusing(self) -> str:
-        """Return why no new work is taken, "" while there is room for it."""
+        """Return why no new work is taken, "" while there is room for it. Scored groups have a stream of their own."""
+        return " ".join(filled.why for what, filled in self.full.items() if what != SCORED_GROUPS)
+
+    @property
+    def refusing_groups(self) -> str:
+        """Return why no scored groups are taken, "" while there is room for them."""
         return " ".join(filled.why for filled in self.full.values())
+
+    def refusing_of(self, engine: EngineState) -> str:
+        """Return why an engine takes no new work, "" while it does."""
+        return self.refusing_groups if engine.takes_trajectories else self.refusing
 
     def engine(self, name: str) -> EngineState:
         """Return the state of an engine; an empty one, which is not kept, when no event has named it yet."""

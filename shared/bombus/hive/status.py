@@ -407,13 +407,13 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
 def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
     """Return the status of every engine, by default at the time of the newest event."""
     now_ns = hive.now_ns if now_ns is None else max(now_ns, hive.now_ns)
-    engines = (engine_status(engine, now_ns, hive.refusing) for _, engine in sorted(hive.engines.items()))
+    engines = (engine_status(engine, now_ns, hive.refusing_of(engine)) for _, engine in sorted(hive.engines.items()))
     aside = tuple(f"{event.message} {event.id} of {event.about}: {event.why}" for event in hive.aside)
     return HiveStatus(
         epoch=hive.epoch,
         now_ns=now_ns,
         engines=tuple(engines),
-        refusing=hive.refusing,
+        refusing=hive.refusing_groups,
         set_aside=aside,
         uncompacted=hive.uncompacted,
     )

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bombus.errors import Code, Refused
-from bombus_gateway.atropos.refusals import UnfitBody, place_in, write_refusal
+from bombus_gateway.atropos.refusals import UnfitBody, place_in, write_batch_refusal, write_refusal
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,14 @@ def test_a_body_that_does_not_fit_is_422_with_its_place() -> None:
 
 def test_any_other_refusal_has_its_own_status_and_a_sentence() -> None:
     assert write_refusal(Refused(Code.TOO_LARGE, "Too many.")) == (413, b'{"detail":"Too many."}')
+
+
+def test_a_refusal_of_a_batch_is_an_error_to_trainers_that_look_at_neither_its_status_nor_its_detail() -> None:
+    status, body = write_batch_refusal(Refused(Code.OVERLOADED, "Ask again."))
+    assert (status, json.loads(body)) == (
+        503,
+        {"detail": "Ask again.", "status": "error", "message": "Ask again.", "batch": None},
+    )
 
 
 def test_what_a_refusal_quotes_is_cut() -> None:

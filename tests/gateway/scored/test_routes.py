@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from bombus.bus import Bus
 from bombus.hive.events import RunKind
 from bombus.hive.state import Phase
+from bombus.hive.trajectories.state import REPEAT_S
 from tests.gateway.atropos.groups import random_group
-from tests.gateway.swarm_hive import JOB, PlayedHive, played_hive
+from tests.gateway.swarm_hive import ENGINE, JOB, PlayedHive, played_hive
 from tests.patience import PATIENCE_S
 
 TRAINER = {
@@ -126,6 +128,34 @@ async def test_r16_a_post_that_is_sent_again_counts_once(hive: PlayedHive) -> No
     assert (await get(hive, "/status"))["queue_size"] == 3
 
 
+async def test_a_key_stands_for_the_same_groups_of_the_same_environment_alone(hive: PlayedHive) -> None:
+    environment = await started(hive)
+    other = int((await post(hive, "/register-env", ENVIRONMENT))["env_id"])
+    key = {"x-idempotency-key": "a"}
+    for sent in (group(1.0, environment), group(1.0, other)):
+        for _ in range(2):
+            assert (await hive.http.post("/scored_data", json=sent, headers=key)).status_code == 200
+    assert (await get(hive, "/status"))["queue_size"] == 2
+    for path, again in (
+        ("/scored_data", group(2.0, environment)),
+        ("/scored_data_list", [group(1.0, environment), group(2.0, environment)]),
+    ):
+        refused = await hive.http.post(path, json=again, headers=key)
+        assert refused.status_code == 409
+        assert "had other groups" in refused.json()["detail"]
+    assert (await get(hive, "/status"))["queue_size"] == 2
+
+
+async def test_a_post_that_is_sent_again_late_counts_again_however_idle_the_hive_was(hive: PlayedHive) -> None:
+    environment = await started(hive)
+    await post(hive, "/scored_data", group(1.0, environment))
+    pushes = hive.coordinator.core.hive.engine(ENGINE).trajectories.pushes
+    for key, push in pushes.items():  # no event has come since, so the gateway's fold is where it was
+        pushes[key] = msgspec.structs.replace(push, at_ns=push.at_ns - int((REPEAT_S + 1) * 1e9))
+    await post(hive, "/scored_data", group(1.0, environment))
+    assert (await get(hive, "/status"))["queue_size"] == 2
+
+
 async def test_r16_a_batch_whose_client_hangs_up_is_served_again(hive: PlayedHive, bus: Bus) -> None:
     await started(hive)
     await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
@@ -172,6 +202,29 @@ async def test_what_does_not_fit_is_refused_with_its_place_and_nothing_is_queued
     assert (await get(hive, "/status"))["queue_size"] == 0
 
 
+async def test_a_trainer_that_is_refused_a_batch_reads_an_error_and_no_batch(hive: PlayedHive, bus: Bus) -> None:
+    await post(hive, "/register", TRAINER)
+    await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
+    await bus.purge_below(bus.subjects.trajectories_stream, 2, ">")
+    refused = await hive.http.get("/batch")
+    assert refused.status_code == 500
+    assert (refused.json()["status"], refused.json()["batch"]) == ("error", None)
+    assert "Batch 1 cannot be read" in refused.json()["message"]
+    assert "a new /register begins a run without it" in refused.json()["message"]
+    await post(hive, "/register", TRAINER)
+    assert await get(hive, "/batch") == {"batch": None}
+
+
+async def test_a_last_group_that_is_lost_is_told_in_words_until_the_next_comes(hive: PlayedHive, bus: Bus) -> None:
+    await post(hive, "/scored_data", group(1.0))
+    await bus.purge_below(bus.subjects.trajectories_stream, 2, ">")
+    refused = await hive.http.get("/latest_example")
+    assert refused.status_code == 500
+    assert "The next push takes its place" in refused.json()["detail"]
+    await post(hive, "/scored_data", group(0.5))
+    assert (await get(hive, "/latest_example"))["scores"] == [0.5, 0.5]
+
+
 async def test_an_engine_that_plays_episodes_takes_no_groups(hive: PlayedHive) -> None:
     await post(hive, "/sync_train_config", {"yaml_as_string": json.dumps(JOB)})
     await post(hive, "/start_engine", {})
@@ -184,6 +237,27 @@ async def test_the_routes_of_an_engine_are_below_its_name_too(hive: PlayedHive) 
     await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(hive.app), base_url="http://hive.test:10086") as other:
         assert len((await other.get("/e/main/batch")).json()["batch"]) == 2
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site", "referer": "https://evil.example/"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"referer": "http://hive.test:10086/", "sec-fetch-site": "same-origin"},  # a name that strangers may own
+    ],
+)
+async def test_an_image_or_a_link_of_another_site_neither_takes_a_batch_nor_resets(
+    hive: PlayedHive, headers: dict[str, str]
+) -> None:
+    await post(hive, "/register", TRAINER)
+    await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
+    for path in ("/batch", "/reset_data"):
+        refused = await hive.http.get(path, headers=headers)
+        assert refused.status_code == 401, path
+        assert "may not use this hive" in refused.text
+    assert await get(hive, "/status") == {"current_step": 3, "queue_size": 2}
 
 
 async def test_resetting_forgets_everything(hive: PlayedHive) -> None:

@@ -18,6 +18,7 @@ from bombus.hive.trajectories.queue import (
     take,
     virtual_time,
     why_no_batch_size,
+    why_no_room,
     why_not_joined,
     why_not_queued,
 )
@@ -250,16 +251,16 @@ def test_the_queue_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "GROUPS_MAX", 3)
     queue = queue_of(8)
     push(queue, groups(None, 1, 1))
-    assert why_not_queued(queue, groups(None, 1)) == ""
-    assert why_not_queued(queue, groups(None, 1, 1)).startswith("2 groups are queued, and there is room for 3.")
+    assert why_no_room(queue, groups(None, 1)) == ""
+    assert why_no_room(queue, groups(None, 1, 1)).startswith("2 groups are queued, and there is room for 3.")
 
 
 def test_groups_that_wait_to_be_combined_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "HELD_MAX", 3)
     queue = queue_of(8, environment(0, 8))
     push(queue, groups(0, 3, 3))
-    assert why_not_queued(queue, [*groups(0, 3, 8, 8), *groups(None, 3)]) == ""
-    assert why_not_queued(queue, groups(0, 3, 3)) == (
+    assert why_no_room(queue, [*groups(0, 3, 8, 8), *groups(None, 3)]) == ""
+    assert why_no_room(queue, groups(0, 3, 3)) == (
         "2 groups of environment 0 (math_0) wait for others to make up its group_size of 8, and there is room for 3. "
         "Send groups of that size, or register the environment again with the size that it sends."
     )

@@ -8,6 +8,16 @@ from bombus.hive.trajectories.standing import Standing, standing, stranded
 from tests.hive.trajectories.queues import Player, entries, environment, groups, queue_of
 
 
+def test_what_minimums_leave_no_room_for_is_told_so() -> None:
+    queue = queue_of(8, environment(0, 2, minimum=0.5), environment(1, 2, minimum=0.5), environment(2, 2))
+    push(queue, [*groups(2, 2), *groups(0, 2, 2), *groups(1, 2, 2)])
+    assert form(queue) == (2, 3, 4, 5)
+    assert stranded(queue) == [
+        "No batch has room for 1 group (1 of 2 sequences) of environments without a minimum: the minimums of others "
+        "are all of it. Register one of those again with a smaller min_batch_allocation."
+    ]
+
+
 def test_an_empty_queue_has_a_largest_group_of_one() -> None:
     queue = queue_of(8, environment(0, 4))
     assert standing(queue, queue.environments[0]) == Standing(

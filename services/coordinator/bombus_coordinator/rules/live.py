@@ -50,6 +50,7 @@ class Live(msgspec.Struct, kw_only=True):
     ahead_ns: int = 0  # of the server's clock
     event_bytes_max: int = 0
     refusing: str = ""  # why the hive takes no new work, "" while it does
+    refusing_groups: str = ""  # why it takes no scored groups
     released: int = 0  # what is before this sequence of the stream `ops` may be purged
     trajectories_released: int = 0  # the same of the stream `trajectories`
     seq: int = 0  # inbox sequence of the message that is being decided

@@ -34,6 +34,15 @@ def write_refusal(refusal: Refused) -> tuple[int, bytes]:
     return UNPROCESSABLE, _encode({"detail": [detail]})
 
 
+def write_batch_refusal(refusal: Refused) -> tuple[int, bytes]:
+    """Return the status and the body of a refusal of a batch.
+
+    Trainers read any JSON of `/batch` as a batch, or as an error if its `status` says so: this one says both.
+    """
+    why = limits.in_short(refusal.why)
+    return refusal.status, _encode({"detail": why, "status": "error", "message": why, "batch": None})
+
+
 def place_in(place: str) -> list[str | int]:
     """Return the steps to a place: `[2].tokens[0]` is 2, tokens, 0."""
     return [int(index) if index else limits.in_short(name) for index, name in _steps.findall(place)]

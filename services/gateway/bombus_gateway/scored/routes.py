@@ -26,7 +26,7 @@ from bombus_gateway.atropos import answers
 from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_latest
 from bombus_gateway.atropos.compression import inflated, sent
-from bombus_gateway.atropos.refusals import write_refusal
+from bombus_gateway.atropos.refusals import write_batch_refusal, write_refusal
 from bombus_gateway.atropos.requests import read_environment, read_environment_id, read_trainer
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
 from bombus_gateway.context import Gateway
@@ -38,18 +38,20 @@ log = logging.getLogger(__name__)
 JSON = "application/json"
 UUID_BITS = 128
 IDEMPOTENCY_KEY = "x-idempotency-key"
+BATCH, RESET_DATA = "/batch", "/reset_data"
 
 ScoredHandler = Callable[[Request], Awaitable[Response]]
+RefusalWriter = Callable[[Refused], tuple[int, bytes]]
 
 
 def scored_router(gateway: Gateway, engine: str) -> APIRouter:
     """Return the routes of one engine. Those that begin or end a run take the admin key, where there is one."""
     routes = ScoredRoutes(gateway, GroupShelf(gateway, engine))
     keys, public_url = gateway.settings.keys, gateway.settings.public_url
-    client, control = (Depends(Guard(access, keys, public_url)) for access in (Access.CLIENT, Access.CONTROL))
     router = APIRouter(include_in_schema=False)
-    changing = (("POST", "/register", routes.register), ("GET", "/reset_data", routes.reset_data))
     table: tuple[tuple[str, str, ScoredHandler], ...] = (
+        ("POST", "/register", routes.register),
+        ("GET", RESET_DATA, routes.reset_data),
         ("GET", "/", routes.welcome),
         ("GET", "/wandb_info", routes.wandb_info),
         ("GET", "/info", routes.info),
@@ -59,16 +61,18 @@ def scored_router(gateway: Gateway, engine: str) -> APIRouter:
         ("GET", "/status-env", routes.environment_status),
         ("POST", "/scored_data", routes.scored_data),
         ("POST", "/scored_data_list", routes.scored_data_list),
-        ("GET", "/batch", routes.batch),
+        ("GET", BATCH, routes.batch),
         ("GET", "/latest_example", routes.latest_example),
     )
-    for guard, guarded in ((client, table), (control, changing)):
-        for method, path, handler in guarded:
-            router.add_api_route(path, _refusing(gateway, handler), methods=[method], dependencies=[guard])
+    for method, path, handler in table:
+        access = Access.CONTROL if path in ("/register", RESET_DATA) else Access.CLIENT
+        guard = Guard(access, keys, public_url, changing_get=path in (BATCH, RESET_DATA))
+        write = write_batch_refusal if path == BATCH else write_refusal
+        router.add_api_route(path, _refusing(gateway, handler, write), methods=[method], dependencies=[Depends(guard)])
     return router
 
 
-def _refusing(gateway: Gateway, handler: ScoredHandler) -> ScoredHandler:
+def _refusing(gateway: Gateway, handler: ScoredHandler, write: RefusalWriter) -> ScoredHandler:
     """Return a handler that answers refusals as Atropos's server does."""
 
     async def answer(request: Request) -> Response:
@@ -77,15 +81,15 @@ def _refusing(gateway: Gateway, handler: ScoredHandler) -> ScoredHandler:
                 raise BusUnavailable("this gateway is still reading the log")
             return await handler(request)
         except BusUnavailable as error:
-            return _refused(Refused(Code.BUS_DOWN, f"The log cannot be reached just now; try again. ({error})"))
+            return _refused(Refused(Code.BUS_DOWN, f"The log cannot be reached just now; try again. ({error})"), write)
         except Refused as refusal:
-            return _refused(refusal)
+            return _refused(refusal, write)
 
     return answer
 
 
-def _refused(refusal: Refused) -> Response:
-    status, body = write_refusal(refusal)
+def _refused(refusal: Refused, write: RefusalWriter) -> Response:
+    status, body = write(refusal)
     return Response(body, status, media_type=JSON, headers=ERROR_HEADERS.get(status))
 
 
@@ -200,7 +204,11 @@ class ScoredRoutes:
             records = await self._shelf.records(batch.groups)
         except LogCorrupted as error:
             log.error("a batch cannot be read", extra={"why": str(error)})
-            raise Refused(Code.INTERNAL, f"Batch {batch.number} cannot be read: {error}") from None
+            raise Refused(
+                Code.INTERNAL,
+                f"Batch {batch.number} cannot be read: {error}. It is handed out until it is; a new /register begins a "
+                "run without it.",
+            ) from None
         return DeliveredBatch(request, records, self._shelf, lambda: self._delivered(batch))
 
     async def _delivered(self, batch: HandedOut) -> None:
@@ -210,7 +218,12 @@ class ScoredRoutes:
             log.warning("that a batch was delivered could not be said", extra={"why": str(error)})
 
     async def latest_example(self, request: Request) -> Response:
-        return _answered(request, write_latest(await self._shelf.latest()))
+        try:
+            latest = await self._shelf.latest()
+        except LogCorrupted as error:
+            why = f"The group that was pushed last cannot be read: {error}. The next push takes its place."
+            raise Refused(Code.INTERNAL, why) from None
+        return _answered(request, write_latest(latest))
 
     async def reset_data(self, request: Request) -> Response:
         """End the run, and forget its groups and environments."""

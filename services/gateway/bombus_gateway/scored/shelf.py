@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from bombus.bus.large.parts import Parts
@@ -57,15 +57,13 @@ class GroupShelf:
     async def push(self, groups: Sequence[ScoredGroup], key: str = "") -> tuple[int | None, ...]:
         """Put groups on the log, all or none, and return what their environments hold after each.
 
-        They are durable then. Without a `key`, groups with the same bytes that come again soon are the same push.
+        They are durable then. Without a `key`, groups with the same bytes that come again soon are the same push. How
+        long ago it came is for the coordinator to say: the fold has no clock but the time of the last event.
         Raises `Refused` and `BusUnavailable`.
         """
         await self._check_trained(groups)
         records = [await self.apart(record_of, group) for group in groups]
-        key = key or _key_of(records)
-        repeated = self.trajectories.repeated(key, self._gateway.follower.hive.now_ns)
-        if repeated is not None:
-            return repeated.held
+        key = _own_key(key, groups) if key else _key_of(records)
         for attempt in range(1, ATTEMPTS_MAX + 1):
             bodies = await self._store(records)
             queued = tuple(map(_queued, groups, bodies))
@@ -163,6 +161,12 @@ async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]
 def _key_of(records: Sequence[bytes]) -> str:
     """Return what tells groups from others: records have the number of their environment in them."""
     return digest(b"".join(map(digest, records))).hex()
+
+
+def _own_key(key: str, groups: Iterable[ScoredGroup]) -> str:
+    """Return the key that a client gave as one of its environments alone: others may give the same."""
+    environments = sorted({-1 if group.environment is None else group.environment for group in groups})
+    return digest(f"{environments} {key}".encode()).hex()
 
 
 def _queued(group: ScoredGroup, body: BodyRef) -> QueuedGroup:

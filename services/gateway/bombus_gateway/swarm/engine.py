@@ -32,8 +32,9 @@ class EngineRoutes:
 
     async def get_engine_status(self, request: Request) -> Response:
         """Return the engine's phase, what it waits for, and the optimizer steps that it has made."""
-        refusing = self._context.gateway.follower.hive.refusing
-        return JsonResponse(views.engine_status(self._context.state, time.time_ns(), refusing))
+        state = self._context.state
+        refusing = self._context.gateway.follower.hive.refusing_of(state)
+        return JsonResponse(views.engine_status(state, time.time_ns(), refusing))
 
     async def sync_train_config(self, request: Request) -> Response:
         """Give the engine its job; only while it is OFFLINE. The latest one wins."""

@@ -142,12 +142,7 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
 
 
 def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
-    """Return why none of these groups is queued: a sentence for the client that sent them, empty if they are."""
-    if len(queue.groups) + len(groups) > GROUPS_MAX:
-        return (
-            f"{len(queue.groups)} groups are queued, and there is room for {GROUPS_MAX}. Send them again after the "
-            "trainer has taken batches."
-        )
+    """Return why these groups can never be queued: a sentence for the client that sent them, empty if they can."""
     for position, group in enumerate(groups):
         if group.sequences < 1:
             return f"Group {position} has no sequences. Send at least one."
@@ -156,6 +151,16 @@ def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str
                 f"Group {position} has {group.sequences} sequences, and a batch has {queue.batch_size}: no batch could "
                 "ever take it. Send smaller groups, or register the trainer with a larger batch_size."
             )
+    return ""
+
+
+def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
+    """Return why there is no room for these groups yet: a sentence for their client, empty if there is."""
+    if len(queue.groups) + len(groups) > GROUPS_MAX:
+        return (
+            f"{len(queue.groups)} groups are queued, and there is room for {GROUPS_MAX}. Send them again after the "
+            "trainer has taken batches."
+        )
     arriving: dict[int, int] = {}
     for group in groups:
         holder = _holder(queue, group)

@@ -97,17 +97,25 @@ def _without_a_fill(queue: TrajectoryQueue) -> list[str]:
             f"{_groups(sizes)} are queued, and no selection of them has exactly {queue.batch_size} sequences. One more "
             f"group of {_either(helpful)} would complete a batch."
         ]
-    unused = Counter[int]()
+    unused, left_out = Counter[int](), Counter[int]()
+    minimums_are_all = sum(asked.values()) >= queue.batch_size
     for owner, share in queue.shares():
         for size, line in usable(queue, share):
             if not fill.could_take(pools.get(owner, 0), size):
-                unused[size] += line.count
+                (left_out if minimums_are_all and owner not in asked else unused)[size] += line.count
+    told: list[str] = []
+    if left_out:
+        told.append(
+            f"No batch has room for {_groups(left_out)} of environments without a minimum: the minimums of others are "
+            "all of it. Register one of those again with a smaller min_batch_allocation."
+        )
     if not unused:
-        return []
+        return told
     fit_and_stay = ("fits", "It stays") if unused.total() == 1 else ("fit", "They stay")
     return [
+        *told,
         f"{_groups(unused)} {fit_and_stay[0]} in no batch of {queue.batch_size} sequences with what is queued now. "
-        f"{fit_and_stay[1]} until groups come that complete one."
+        f"{fit_and_stay[1]} until groups come that complete one.",
     ]
 
 

@@ -4,13 +4,13 @@ The queue says what waits, and `batch` what was handed out last. Bodies are in t
 one of them names them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
-from bombus.hive.records import BodyRef
+from bombus.hive.records import BodyRef, digest
 from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import Environment, EnvironmentShare, QueuedGroup, TrajectoryQueue
 
@@ -33,10 +33,16 @@ class HandedOut(msgspec.Struct, kw_only=True):
 
 
 class RecentPush(msgspec.Struct, frozen=True, array_like=True):
-    """When a push was decided, and its answer."""
+    """When a push was decided, its answer, and what its groups were (see `digest_of`)."""
 
     at_ns: int
     held: tuple[int | None, ...]
+    digest: bytes = b""
+
+
+def digest_of(groups: Iterable[QueuedGroup]) -> bytes:
+    """Return what tells the groups of a push from others: the digest of those of their bodies."""
+    return digest(b"".join(group.body.digest for group in groups if group.body is not None))
 
 
 class Trajectories(msgspec.Struct, kw_only=True):
@@ -77,23 +83,25 @@ def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
 
 
 def end_run(state: Trajectories) -> None:
-    """End a run: its groups go with it (R8). Environments stay connected, as they notice nothing of it."""
+    """End a run: its groups go with it (R8), and so does what would recognise a push of them.
+
+    Environments stay as they are, as they notice nothing of it. One that fell silent may be heard of again.
+    """
     queue = state.queue
-    connected = [each for each in queue.environments.values() if each.connected]
+    kept = [each for each in queue.environments.values() if each.connected or each.id in state.silent_ns]
     joined, named = queue.joined, queue.named.copy()
     queues.reset(queue)
-    for environment in connected:
+    for environment in kept:
         queues.join(queue, _empty(environment))
     queue.joined, queue.named = joined, named
     state.trainer = state.batch = None
     state.begun = False
     state.batches = 0
+    state.pushes.clear()
 
 
 def _empty(environment: Environment) -> Environment:
-    return msgspec.structs.replace(
-        environment, share=EnvironmentShare(), held={}, held_groups=0, held_sequences=0, connected=True
-    )
+    return msgspec.structs.replace(environment, share=EnvironmentShare(), held={}, held_groups=0, held_sequences=0)
 
 
 def begin(state: Trajectories) -> None:
@@ -126,7 +134,7 @@ def push(state: Trajectories, event: ev.GroupsPushed) -> None:
     if event.key:
         held = tuple(queues.held_after(state.queue, event.groups))
         state.pushes.pop(event.key, None)
-        state.pushes[event.key] = RecentPush(event.at_ns, held)
+        state.pushes[event.key] = RecentPush(event.at_ns, held, digest_of(event.groups))
         trim(state.pushes, PUSHES_KEPT)
     queues.push(state.queue, event.groups)
     if event.groups:

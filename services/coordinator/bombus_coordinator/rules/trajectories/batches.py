@@ -8,8 +8,8 @@ from bombus.hive.events import Event
 from bombus.hive.inbox import BatchSent, BatchTaken, Pushed, PushGroups, TakeBatch, TrajectoriesStored
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.trajectories.forming import form
-from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_not_queued
-from bombus_coordinator.rules.claims import no_room
+from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_no_room, why_not_queued
+from bombus.hive.trajectories.state import digest_of
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.operations import is_body
@@ -25,6 +25,12 @@ def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
     state = engine.trajectories
     repeated = state.repeated(message.key, live.now_ns)
     if repeated is not None:
+        if repeated.digest not in (b"", digest_of(message.groups)):  # a snapshot of before it was kept has none
+            raise Refused(
+                Code.OTHER_BODY,
+                "A push of this key came lately, and had other groups. Give each push a key of its own in "
+                "x-idempotency-key, or none: then its bytes are the key.",
+            )
         yield Decision(replies=(CommandReply(message.id, Pushed(held=repeated.held)),))
         return
     if engine.phase != Phase.OFFLINE and not engine.takes_trajectories:
@@ -33,8 +39,8 @@ def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
             engine.phase,
             f"Run {engine.run} of engine {engine.name} is one of {engine.run_kind}: stop it, or use another engine.",
         )
-    if live.refusing:
-        raise no_room(live)
+    if live.refusing_groups:
+        raise Refused(Code.STORAGE_FULL, f"{live.refusing_groups} Try again when there is room.")
     if not 0 < len(message.groups) <= GROUPS_MAX or len(message.key) > KEY_CHARS_MAX:
         raise Refused(
             Code.MALFORMED, f"A push has 1 to {GROUPS_MAX} groups, and a key of at most {KEY_CHARS_MAX} characters."
@@ -43,6 +49,9 @@ def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
     why = why_not_queued(state.queue, message.groups)
     if why:
         raise Refused(Code.MALFORMED, why)
+    why = why_no_room(state.queue, message.groups)
+    if why:
+        raise Refused(Code.OVERLOADED, why)
     senders = {group.environment for group in message.groups if group.environment is not None}
     events: tuple[Event, ...] = tuple(event for each in sorted(senders) for event in again(engine, live, each))
     pushed = ev.GroupsPushed(at_ns=live.now_ns, engine=engine.name, groups=message.groups, key=message.key)
