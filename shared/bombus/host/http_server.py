@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import logging
 import resource
 import socket
 import sys
@@ -12,7 +14,10 @@ from typing import Any, cast
 
 import uvicorn
 
+from bombus.errors import Code
 from bombus.host.http_limits import DEFAULTS, HttpLimits, LimitedProtocol, Patience
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 4096
 CUT_OFF_S = 3
@@ -25,6 +30,42 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class CutOff:
+    """An ASGI app that answers 503 where the server cancels a request because it stops.
+
+    uvicorn would answer a 500 without a code. An answer that has begun is cut.
+    """
+
+    def __init__(self, app: Callable[..., Any]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        begun = False
+
+        async def sending(message: dict[str, Any]) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except asyncio.CancelledError:
+            if begun:
+                raise
+            log.warning("a request was not finished when the server stopped", extra={"path": scope.get("path")})
+            why = "The server stops before this request was finished: send it again in a moment."
+            body = json.dumps({"detail": why, "code": Code.OVERLOADED}).encode()
+            length = str(len(body)).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", length),
+                (b"retry-after", b"1"),
+                (b"connection", b"close"),
+            ]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
 
 
 @contextlib.asynccontextmanager
@@ -43,7 +84,7 @@ async def http_server(
     """
     patience = Patience(replace(limits, connections=min(limits.connections, _connections_max())))
     config = uvicorn.Config(
-        app,
+        CutOff(app),
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, patience)),
         ws="none",
         lifespan="off",
