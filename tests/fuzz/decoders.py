@@ -22,6 +22,7 @@ from bombus.errors import EngineFault, LogCorrupted, Refused
 from bombus.hive import events, generation, inbox, records
 from bombus.hive.records import pack_tokens
 from bombus.hive.trajectories.records import decode_group, encode_group
+from bombus.hive.trajectories.training import why_not_trained
 from bombus.operations import CheckpointKind, kinds
 from bombus.operations.arrays import Array, DType
 from bombus.replay import archive
@@ -292,6 +293,7 @@ def _atropos() -> list[Decoder]:
         "environment": (read_environment, SCORED["/register-env"]),
         "number": (read_environment_id, SCORED["/disconnect-env"]),
         "group": (read_scored_data, SCORED["/scored_data"]),
+        "trained group": (lambda body: why_not_trained(read_scored_data(body), 4096), SCORED["/scored_data"]),
         "groups": (read_scored_data_list, SCORED["/scored_data_list"]),
         "generate": (read_vllm, VLLM),
         "call": (lambda body: GenerateDialect().read(body, {}), [*GENERATED, *VLLM]),

@@ -45,6 +45,7 @@ DECODING = {
     "bombus/hive/records.py": "call record",
     "bombus/hive/status.py": OWN,
     "bombus/hive/trajectories/records.py": "scored group",
+    "bombus/hive/trajectories/training.py": "atropos trained group",
     "bombus/host/doctor_streams.py": SERVER,
     "bombus/host/environments.py": OWN,
     "bombus/host/installing.py": OWN,
