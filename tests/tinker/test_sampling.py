@@ -114,6 +114,25 @@ def test_logprobs_of_a_prompt_are_those_of_forward_and_stay_while_training_goes_
     assert base.compute_logprobs(prompt).result()[1:] != pytest.approx(found, abs=1e-2)
 
 
+def test_a_base_is_sampled_before_there_is_any_model_and_is_the_reference_of_those_that_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with running(tmp_path, "--base", f"org/named={BASE}") as hive:
+        service = tinker.ServiceClient(base_url=hive.url, api_key="tml-key")
+        base = service.create_sampling_client(base_model="org/named").result()
+        assert [len(each.tokens) for each in sampled(base, 3, seed=1)] == [6, 6, 6]
+        prompt = types.ModelInput.from_ints(SENTENCES[0])
+        before = base.compute_logprobs(prompt).result()
+        model = service.create_lora_training_client(base_model="org/named", rank=4, seed=15).result()
+        assert logprobs(model)[0] == pytest.approx(before[1:], abs=1e-4), "an adapter begins as its base"
+        learn(model, 2)
+        assert logprobs(model)[0] != pytest.approx(before[1:], abs=1e-2)
+        assert base.compute_logprobs(prompt).result() == before
+        with pytest.raises(tinker.NotFoundError, match="serves models on tiny in run 1, not on another"):
+            service.create_sampling_client(base_model="another").result()
+
+
 def test_a_sampler_of_a_checkpoint_is_what_was_saved_and_an_inflight_one_moves(service: Any) -> None:
     model = made(service, rank=4, seed=12)
     learn(model, 1)

@@ -830,6 +830,11 @@ def _session_forgotten(engine: EngineState, event: ev.SessionForgotten) -> None:
     tenancy.forget_session(engine.tenants, event)
 
 
+@_on(ev.SamplingBegun)
+def _sampling_begun(engine: EngineState, event: ev.SamplingBegun) -> None:
+    tenancy.begin_sampling(engine.tenants, event)
+
+
 @_on(ev.ModelOpened)
 def _model_opened(engine: EngineState, event: ev.ModelOpened) -> None:
     tenancy.open_model(engine.tenants, event)

@@ -77,8 +77,10 @@ _asked = msgspec.json.Decoder(_Asked)
 def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
     """Return the routes of training clients of one engine, to be mounted under its prefix."""
     bases = Bases(gateway.settings.bases)
-    sampling = SamplingRoutes(calls, engine, bases)
-    routes = TrainingRoutes(gateway, engine, sampling.futures, bases)
+    desk = OperationDesk(gateway, engine)
+    sessions = Sessions(gateway, desk, bases)
+    sampling = SamplingRoutes(calls, engine, bases, sessions)
+    routes = TrainingRoutes(gateway, desk, sessions, sampling.futures, bases)
     guard = Depends(Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url))
     router = APIRouter(prefix="/api/v1", dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
     table: tuple[tuple[str, str, RouteHandler], ...] = (
@@ -134,15 +136,16 @@ def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
 
 
 class TrainingRoutes:
-    def __init__(self, gateway: Gateway, engine: str, samples: SampleFutures, bases: Bases) -> None:
+    def __init__(
+        self, gateway: Gateway, desk: OperationDesk, sessions: Sessions, samples: SampleFutures, bases: Bases
+    ) -> None:
         self._gateway = gateway
         self._bases = bases
-        self._desk = OperationDesk(gateway, engine)
-        self._sessions = Sessions(gateway, self._desk)
+        self._desk = desk
+        self._sessions = sessions
         self._samples = samples
         self.endpoints = EndpointRoutes(gateway, self._desk)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
-        self._control = Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url)
         self.rest = RestRoutes(gateway, self._desk)
         self._registered = RegisteredModel(self._desk, self._sessions)
 
@@ -323,8 +326,7 @@ class TrainingRoutes:
                 if operation.checkpoint:
                     kept = await self._checkpoint(path_of_operation(operation.checkpoint), owner)
                     wanted = wanted or kept.noted.base
-                may_configure = self._bases.leads_to(wanted) or self._may_configure(request)
-                base = await self._sessions.base(wanted, may_configure)
+                base = await self._sessions.base(wanted, request.scope["headers"])
                 operation = msgspec.structs.replace(operation, base=base)
             except Refused as refusal:
                 operation = Failed(error=refusal.why, category=Category.USER)
@@ -448,10 +450,6 @@ class TrainingRoutes:
         )
         await self._gateway.carry_out(remove)
         return path.uri(TrainingDialect.XORL)
-
-    def _may_configure(self, request: Request) -> bool:
-        """Return whether a client may give the engine a job: with the admin key, where the hive has one."""
-        return self._control.refusal(request.scope["headers"]) is None
 
     def _holder(self, request: Request) -> str:
         """Return the name of the key that a request has shown, "" where it has none: it may use everything then."""
