@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,11 @@ import xorl_client
 from xorl_client import types as xorl_types
 
 import tinker
-from tests.tinker.test_hive import BASE, PYTHON, ROOT, SENTENCES, Hive, learn, logprobs, made, running, settled, step
+from tests.tinker.test_hive import BASE, ROOT, SENTENCES, learn, logprobs, made, settled, step
+from tests.tinker.whole_hive import PYTHON, Hive, running
 from tinker import types
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
-
-
-@pytest.fixture(scope="module")
-def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
-    with running(tmp_path_factory.mktemp("hive")) as hive:
-        yield hive
-
-
-@pytest.fixture
-def service(hive: Hive, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    return tinker.ServiceClient(base_url=hive.url, api_key="tml-key")
 
 
 PROMPT = [5, 6, 7]

@@ -11,14 +11,13 @@ import httpx
 import pytest
 from fastapi import Request
 
-from bombus.bus import Bus
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus.operations import CheckpointKind, Operation, OptimStep, SaveWeights
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
 from tests.gateway.openai_hive import ENGINE, gateway_of
-from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
+from tests.gateway.tenants.scripted_trainer import TenantHive, address_of
 from tests.gateway.tenants.test_routes import BASE, ask, open_model, xorl_result
 from tests.patience import PATIENCE_S
 
@@ -68,15 +67,8 @@ async def server() -> AsyncIterator[ScriptedServer]:
 
 
 @pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
-    async with tenant_hive(bus, inference_hosts=("LOCALHOST", "127.0.0.1", "gpu-1:30000")) as hive:
-        yield hive
-
-
-@pytest.fixture
-async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
-        yield client
+def gateway_settings() -> dict[str, Any]:
+    return {"inference_hosts": ("LOCALHOST", "127.0.0.1", "gpu-1:30000")}
 
 
 async def create(client: httpx.AsyncClient, model: str = "default", rank: int = 4) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -28,21 +27,9 @@ from tests.gateway.openai_hive import (
     says,
     tokens_of,
 )
-from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
+from tests.gateway.tenants.scripted_trainer import TenantHive, address_of
 from tests.gateway.tenants.test_routes import BASE, ask, open_model, result, xorl_result
 from tests.patience import PATIENCE_S, until
-
-
-@pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
-    async with tenant_hive(bus) as hive:
-        yield hive
-
-
-@pytest.fixture
-async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
-        yield client
 
 
 @pytest.fixture
