@@ -41,6 +41,23 @@ async def test_an_engine_of_full_weights_has_its_model_without_being_asked(
     assert [(run["training_run_id"], run["is_lora"]) for run in runs["training_runs"]] == [("default", False)]
 
 
+async def test_the_model_that_is_there_by_itself_is_described_and_ended_before_its_first_operation(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive, trainer={"enable_lora": False})
+    info = await ask(client, "get_info", model_id="default")
+    assert (info["model_id"], info["model_name"], info["is_lora"]) == ("default", BASE, False)
+    assert (await ask(client, "weights_info", model_id="default"))["base_model"] == BASE
+    assert (await ask(client, "list_checkpoints", model_id="default"))["checkpoints"] == []
+    assert (await ask(client, "session_heartbeat", model_id="default"))["type"] == "session_heartbeat"
+    assert (await ask(client, "kill_session", model_id="default"))["success"]
+    assert hive.engine.tenants.models == {}, "nobody has begun to use it"
+    assert (await client.post("get_info", json={"model_id": "another"})).status_code == 404
+    assert "metrics" in await step(client, 1)
+    assert (await ask(client, "kill_session", model_id="default", save_checkpoint=False))["success"]
+    assert not (await ask(client, "kill_session", model_id="default"))["success"], "it has ended"
+
+
 async def test_a_client_whose_model_has_ended_is_not_given_another_one_in_its_place(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:

@@ -89,8 +89,7 @@ class Sessions:
 
     async def beat(self, body: bytes, holder: str) -> None:
         """Take in a sign of life. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
-        given = decode_body(_named, body)
-        session = given.session_id or given.model_id or DEFAULT_MODEL
+        session = beating_name(body)
         known = await found(self._gateway.follower, lambda: self._beating(session, holder))
         self._gateway.heartbeats.touch_session(self._desk.engine, known.session)
 
@@ -187,6 +186,12 @@ class Sessions:
             await self._gateway.carry_out(configure)
             return wanted
         return names[0] if wanted in names else wanted
+
+
+def beating_name(body: bytes) -> str:
+    """Return the session of a sign of life. xorl's clients may name their model."""
+    given = decode_body(_named, body)
+    return given.session_id or given.model_id or DEFAULT_MODEL
 
 
 def _other_base(engine: EngineState, wanted: str, may_configure: bool) -> str:
