@@ -55,7 +55,9 @@ def test_ten_thousand_random_runs_keep_every_guarantee() -> None:
         operations = {
             kind
             for kind in never
-            if kind.startswith(("session.", "model.", "operation", "weights.", "endpoint.", "rest.", "episodes."))
+            if kind.startswith(
+                ("session.", "sampling.", "model.", "operation", "weights.", "endpoint.", "rest.", "episodes.")
+            )
         }
         elsewhere = {"engine.progressed", "message.set_aside", "log.compacted", "compaction.failed"} | operations
         scored = (

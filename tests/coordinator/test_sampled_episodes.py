@@ -43,10 +43,10 @@ def take(harness: CoreHarness, *episodes: str, client: str = "c1") -> inbox.AnyA
     return harness.request(inbox.Take(id=harness.id(), engine=ENGINE, client=client, episodes=episodes))
 
 
-def played(harness: TenantHarness, reward: float = 1.0) -> str:
-    (episode,) = harness.claim(sampler=SNAPSHOT)
+def played(harness: TenantHarness, reward: float = 1.0, client: str = "c1", owner: str = "") -> str:
+    (episode,) = harness.claim(client, sampler=SNAPSHOT, owner=owner)
     harness.call(episode, 0)
-    assert isinstance(harness.end(episode, reward=reward), Done)
+    assert isinstance(harness.end(episode, reward=reward, client=client), Done)
     return episode
 
 
@@ -151,6 +151,15 @@ def test_episodes_are_aborted_and_time_out_there_as_elsewhere() -> None:
     assert list(harness.engine.open) == [second]
     harness.tick(after_s=11.0)
     assert harness.engine.closed[second].aborted == ev.AbortReason.IDLE
+
+
+def test_what_is_too_much_is_dropped_of_whoever_has_most_by_the_name_of_its_key() -> None:
+    harness = with_snapshot(max_pool_episodes=4)
+    anns = [played(harness, client="a1", owner="ann"), played(harness, client="a2", owner="ann")]
+    eves = [played(harness, client=f"e{number}", owner="eve") for number in range(6)]
+    assert list(harness.engine.pool) == [*anns, *eves[-2:]]
+    nameless = [played(harness, client=f"c{number}") for number in range(2)]
+    assert list(harness.engine.pool) == [anns[1], eves[-1], *nameless]
 
 
 def test_what_nobody_takes_is_dropped_after_its_time_and_beyond_the_limits_the_oldest_first() -> None:

@@ -6,7 +6,7 @@ from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, ModelEnd, ModelFloor, RunKind
-from bombus.hive.inbox import Accepted
+from bombus.hive.inbox import Accepted, AnyAnswer
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase, evolve
 from bombus.hive.status import detail_of
@@ -118,6 +118,53 @@ def test_it_ends_by_itself_some_time_after_its_last_model_has_ended() -> None:
     (stopped,) = harness.tick(after_s=1)
     assert stopped == ev.EngineStopped(at_ns=harness.now_ns, engine=ENGINE, run=1)
     assert harness.create(MODEL + "2") == Accepted(run=2, operation=f"{MODEL}2:0", number=1)
+
+
+def begin_sampling(harness: TenantHarness, base: str = BASE, session: str = "s") -> AnyAnswer:
+    return harness.request(inbox.BeginSampling(id=harness.id(), engine=ENGINE, session=session, base=base))
+
+
+def test_a_session_that_samples_starts_a_run_without_any_model_which_goes_on_until_the_session_has_ended() -> None:
+    harness = TenantHarness()
+    harness.open_session(idle_s=7 * 24 * 3600.0)
+    assert begin_sampling(harness) == inbox.Done(run=1)
+    assert harness.kinds()[-2:] == ["engine.started", "sampling.begun"]
+    events = len(harness.log)
+    assert begin_sampling(harness) == inbox.Done(run=1)
+    assert harness.log[events:] == [], "a repeat changes nothing"
+    harness.serve()
+    assert harness.phase() == Phase.ROLLING
+    assert harness.tick(after_s=6 * 24 * 3600.0) == []
+    harness.create()
+    assert harness.engine.run == 1, "a model joins it"
+    harness.done("0")
+    harness.operate("1", "end_model")
+    harness.done("1", closes=True)
+    assert harness.tick(after_s=3600) == []
+    harness.close_session()
+    assert harness.tick(after_s=299) == []
+    assert [ev.kind_of(event) for event in harness.tick(after_s=1)] == ["engine.stopped"]
+    harness.open_session("t")
+    assert harness.phase() == Phase.OFFLINE
+    begin_sampling(harness, session="t")
+    assert (harness.engine.run, harness.tenants.sessions["t"].samples_in) == (2, 2)
+
+
+def test_a_session_samples_where_models_could_be_made_and_elsewhere_that_is_refused_in_words() -> None:
+    harness = TenantHarness()
+    assert refused(begin_sampling(harness), Code.SESSION_OVER)
+    harness.open_session()
+    assert refused(begin_sampling(harness, base=""), Code.MALFORMED)
+    assert refused(begin_sampling(harness, base="x" * 1001), Code.MALFORMED)
+    begin_sampling(harness)
+    assert refused(begin_sampling(harness, base="another"), Code.UNKNOWN_MODEL)
+    assert refused(harness.create(base="another"), Code.UNKNOWN_MODEL)
+    harness.close_session()
+    assert refused(begin_sampling(harness), Code.SESSION_OVER)
+    episodes = TenantHarness()
+    episodes.boot()
+    episodes.open_session()
+    assert refused(begin_sampling(episodes), Code.WRONG_PHASE)
 
 
 def test_a_run_that_is_stopped_or_fails_tells_every_operation_that_waits() -> None:

@@ -14,7 +14,12 @@ from tests.trainer.small_batches import call
 
 
 def ended(
-    name: str, reward: float, *records: CallRecord, task: str = "t", call_rewards: tuple[float, ...] | None = None
+    name: str,
+    reward: float,
+    *records: CallRecord,
+    task: str = "t",
+    call_rewards: tuple[float, ...] | None = None,
+    sampler: str = "",
 ) -> EndedEpisode:
     return EndedEpisode(
         episode_uuid=name,
@@ -23,6 +28,7 @@ def ended(
         calls=len(records),
         lines=learnt_lines(records),
         call_rewards=call_rewards,
+        sampler=sampler,
     )
 
 
@@ -66,6 +72,14 @@ def test_a_datum_is_shifted_by_one_and_has_the_reward_less_the_mean_of_its_task(
     assert (first.logprobs, first.mask, first.advantages) == ([0.0, -0.5, -0.5], [0.0, 1.0, 1.0], [0.0, 0.5, 0.5])
     assert (second.target_tokens, second.logprobs, second.advantages) == ([2, 5], [0.0, -1.5], [0.0, -0.5])
     assert (alone.task, alone.reward, alone.advantages) == ("u", 7.0, [0.0]), "there is nothing to compare it with"
+
+
+def test_episodes_of_one_task_that_have_sampled_from_different_weights_are_not_compared() -> None:
+    rewards = (("one", 0.0), ("one", 0.0), ("two", 1.0), ("two", 0.0))
+    found = datums_of(
+        [ended(str(n), reward, call(str(n), [1], [2]), sampler=of) for n, (of, reward) in enumerate(rewards)]
+    )
+    assert [datum.advantages for datum in found] == [[0.0], [0.0], [0.5], [-0.5]]
 
 
 def test_rewards_of_calls_are_compared_turn_by_turn() -> None:

@@ -355,6 +355,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: story.tell(ev.SessionOpened(**story.at, session="s", idle_s=60.0, owner="ann")),
         lambda: story.tell(ev.SessionEnded(**story.at, session="s", reason=ev.SessionEnd.IDLE)),
         lambda: story.tell(ev.SessionForgotten(**story.at, session="s")),
+        lambda: tell(ev.SamplingBegun, session="s"),
         operate,
         lambda: tell(
             ev.OperationCompleted, model=model, number=1, key="1", op="optim_step", trainer_epoch=1, result=body

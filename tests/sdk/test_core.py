@@ -566,6 +566,18 @@ def test_what_this_client_has_begun_with_a_sampler_and_ended_is_taken_once() -> 
     assert len(driver.sent) == 4
 
 
+def test_of_two_calls_at_once_each_episode_is_taken_by_one_and_after_a_failure_by_the_next() -> None:
+    driver = Driver([ok(GRANTED), ok({"success": True}), ok(READ), ok({"success": True})])
+    driver.run(driver.core.begin_episode(sampler="base"))
+    driver.run(driver.core.end_episodes([ENDED]))
+    first = driver.core.take_datums()
+    next(first)
+    assert driver.run(driver.core.take_datums()) == [], "the first call has it"
+    first.close()
+    assert len(driver.run(driver.core.take_datums())) == 1
+    assert driver.run(driver.core.take_datums()) == []
+
+
 def test_episodes_of_a_job_and_those_without_a_sampler_are_not_asked_for() -> None:
     driver = Driver([ok(GRANTED), ok({"success": True})])
     driver.run(driver.core.begin_episode())

@@ -252,9 +252,14 @@ class TenantClient(Process):
         opened = await self.link.ask(opens)
         if not isinstance(opened, inbox.Done):
             return
-        if pick.random() < 0.1:
+        chance = pick.random()
+        if chance < 0.1:
             await self._register()
         beating = self.spawn(self._beat(session))
+        if chance > 0.95:
+            await self.link.ask(
+                inbox.BeginSampling(id=self._net.fresh("sample"), engine=OPS_ENGINE, session=session, base=BASE)
+            )
         for number in range(pick.choice((1, 1, 2))):
             if not await self._train(session, f"{session}:train:{number}"):
                 break

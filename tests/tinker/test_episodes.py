@@ -10,23 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-import tinker
 from bombus import Credentials, EpisodeDatum, SwarmClient, Task
-from tests.tinker.test_hive import PYTHON, ROOT, Hive, learn, made, running, step
+from tests.tinker.test_hive import ROOT, learn, made, step
+from tests.tinker.whole_hive import PYTHON, Hive
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
-
-
-@pytest.fixture(scope="module")
-def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
-    with running(tmp_path_factory.mktemp("hive")) as hive:
-        yield hive
-
-
-@pytest.fixture
-def service(hive: Hive, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    return tinker.ServiceClient(base_url=hive.url, api_key="tml-key")
 
 
 @pytest.fixture

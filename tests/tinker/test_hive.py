@@ -3,91 +3,25 @@
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import xorl_client
 from xorl_client import types as xorl_types
 
 import tinker
-from bombus.demo.hive import free_port
 from tests.tinker.lossy import LossyProxy
+from tests.tinker.whole_hive import PYTHON, Hive, running
 from tinker import types
 
-PYTHON = os.environ.get("BOMBUS_PYTHON", "")  # of the environment that the hive runs in
-READY_S = 120.0
 BASE = "tiny"
 ROOT = Path(__file__).parents[2]
 SENTENCES = ([5, 6, 7, 8, 9, 10], [11, 12, 13, 14], [9, 8, 7, 6, 5])
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
-
-
-class Hive:
-    """A running `bombus up`."""
-
-    def __init__(self, up: "subprocess.Popen[str]", url: str) -> None:
-        self._up = up
-        self.url = url
-
-    def kill(self, service: str) -> None:
-        """Kill the process of a service. `bombus up` starts another."""
-        (process,) = (
-            child
-            for child in psutil.Process(self._up.pid).children()
-            if service in child.cmdline() or f"bombus_{service}" in " ".join(child.cmdline())
-        )
-        process.kill()
-
-
-@contextmanager
-def running(folder: Path, *others: str) -> Iterator[Hive]:
-    """Run `bombus up` while the block runs, with these `others` of its options."""
-    options = ("--port", str(free_port()), "--data-dir", str(folder / "data"), "--threads", "1")
-    with (folder / "up.log").open("wb") as log:
-        command = [PYTHON, "-m", "bombus", "up", *options, *others]
-        up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
-    try:
-        yield Hive(up, ready_url(up, folder / "up.log"))
-    finally:
-        up.terminate()
-        up.wait(60)
-
-
-@pytest.fixture(scope="module")
-def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
-    with running(tmp_path_factory.mktemp("hive")) as hive:
-        yield hive
-
-
-def ready_url(up: "subprocess.Popen[str]", log: Path) -> str:
-    assert up.stdout is not None
-    timer = threading.Timer(READY_S, up.kill)
-    timer.start()
-    try:
-        for line in up.stdout:
-            if line.startswith("ready "):
-                return line.split()[1]
-    finally:
-        timer.cancel()
-    raise AssertionError(f"bombus up did not become ready:\n{log.read_text()}")
-
-
-@pytest.fixture
-def url(hive: Hive) -> str:
-    return hive.url
-
-
-@pytest.fixture
-def service(url: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    return tinker.ServiceClient(base_url=url, api_key="tml-key")
 
 
 def batch() -> list[Any]:

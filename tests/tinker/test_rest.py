@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tarfile
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,14 @@ import pytest
 from safetensors.torch import load_file
 
 import tinker
-from tests.tinker.test_hive import BASE, PYTHON, Hive, learn, made, running
+from tests.tinker.test_hive import BASE, learn, made
+from tests.tinker.whole_hive import PYTHON, Hive
 from tinker import types
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
 
 DAY_S = 86_400
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
-
-
-@pytest.fixture(scope="module")
-def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
-    with running(tmp_path_factory.mktemp("hive")) as hive:
-        yield hive
 
 
 @pytest.fixture

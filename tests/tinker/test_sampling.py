@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,11 @@ import xorl_client
 from xorl_client import types as xorl_types
 
 import tinker
-from tests.tinker.test_hive import BASE, PYTHON, ROOT, SENTENCES, Hive, learn, logprobs, made, running, settled, step
+from tests.tinker.test_hive import BASE, ROOT, SENTENCES, learn, logprobs, made, settled, step
+from tests.tinker.whole_hive import PYTHON, Hive, running
 from tinker import types
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
-
-
-@pytest.fixture(scope="module")
-def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
-    with running(tmp_path_factory.mktemp("hive")) as hive:
-        yield hive
-
-
-@pytest.fixture
-def service(hive: Hive, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    return tinker.ServiceClient(base_url=hive.url, api_key="tml-key")
 
 
 PROMPT = [5, 6, 7]
@@ -112,6 +100,25 @@ def test_logprobs_of_a_prompt_are_those_of_forward_and_stay_while_training_goes_
     assert found != pytest.approx(logprobs(model)[0], abs=1e-2)
     base = service.create_sampling_client(base_model=BASE).result()
     assert base.compute_logprobs(prompt).result()[1:] != pytest.approx(found, abs=1e-2)
+
+
+def test_a_base_is_sampled_before_there_is_any_model_and_is_the_reference_of_those_that_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with running(tmp_path, "--base", f"org/named={BASE}") as hive:
+        service = tinker.ServiceClient(base_url=hive.url, api_key="tml-key")
+        base = service.create_sampling_client(base_model="org/named").result()
+        assert [len(each.tokens) for each in sampled(base, 3, seed=1)] == [6, 6, 6]
+        prompt = types.ModelInput.from_ints(SENTENCES[0])
+        before = base.compute_logprobs(prompt).result()
+        model = service.create_lora_training_client(base_model="org/named", rank=4, seed=15).result()
+        assert logprobs(model)[0] == pytest.approx(before[1:], abs=1e-4), "an adapter begins as its base"
+        learn(model, 2)
+        assert logprobs(model)[0] != pytest.approx(before[1:], abs=1e-2)
+        assert base.compute_logprobs(prompt).result() == before
+        with pytest.raises(tinker.NotFoundError, match="serves models on tiny in run 1, not on another"):
+            service.create_sampling_client(base_model="another").result()
 
 
 def test_a_sampler_of_a_checkpoint_is_what_was_saved_and_an_inflight_one_moves(service: Any) -> None:

@@ -19,7 +19,8 @@ from anyio.from_thread import start_blocking_portal
 from xorl_client import types
 
 from tests.inference.backends.foreign_servers import KEY, ExternalSglang, Message, Receive, Send, serving
-from tests.tinker.test_hive import BASE, PYTHON, ROOT, SENTENCES, Hive, running, settled
+from tests.tinker.test_hive import BASE, ROOT, SENTENCES, settled
+from tests.tinker.whole_hive import PYTHON, Hive
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
 
@@ -37,9 +38,8 @@ class OpenSglang(ExternalSglang):
 
 
 @pytest.fixture(scope="module")
-def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
-    with running(tmp_path_factory.mktemp("hive"), "--inference-host", "127.0.0.1") as hive:
-        yield hive
+def hive_options() -> tuple[str, ...]:
+    return ("--inference-host", "127.0.0.1")
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-import tinker
 from bombus.host.environments import environments_folder, read_marker
-from tests.tinker.test_hive import PYTHON, SENTENCES, Hive, learn, logprobs, made, running
+from tests.tinker.test_hive import SENTENCES, learn, logprobs, made
 from tests.tinker.test_sampling import PROMPT, sampled
+from tests.tinker.whole_hive import PYTHON, Hive, running
 from tinker import types
 
 AGREE = 1e-4  # nats, fp32 against fp32
@@ -28,12 +28,6 @@ def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
     (folder / "cluster.yaml").write_text(json.dumps(CLUSTER))
     with running(folder, "--config", str(folder / "cluster.yaml")) as hive:
         yield hive
-
-
-@pytest.fixture
-def service(hive: Hive, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    return tinker.ServiceClient(base_url=hive.url, api_key="tml-key")
 
 
 def scored(sampler: Any, tokens: list[int]) -> list[float | None]:

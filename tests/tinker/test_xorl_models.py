@@ -9,17 +9,12 @@ import pytest
 import xorl_client
 from xorl_client import types
 
-from tests.tinker.test_hive import BASE, PYTHON, SENTENCES, Hive, running, settled
+from tests.tinker.test_hive import BASE, SENTENCES, settled
+from tests.tinker.whole_hive import PYTHON, Hive, running
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
 
 JOB = "bombus: {model: {path: tiny}, trainer: {enable_lora: false}}"
-
-
-@pytest.fixture(scope="module")
-def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hive]:
-    with running(tmp_path_factory.mktemp("hive")) as hive:
-        yield hive
 
 
 @pytest.fixture(scope="module")

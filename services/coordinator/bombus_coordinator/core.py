@@ -294,6 +294,7 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.LoadBroke: replicas.load_broke,
     inbox.OpenSession: sessions.open_session,
     inbox.CloseSession: sessions.close_session,
+    inbox.BeginSampling: serving.begin_sampling,
     inbox.RemoveWeights: sessions.remove_weights,
     inbox.RetainWeights: sessions.retain_weights,
     inbox.PublishWeights: sessions.publish_weights,

@@ -55,6 +55,7 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.SessionOpened: EventGroup.ENGINE,
     ev.SessionEnded: EventGroup.ENGINE,
     ev.SessionForgotten: EventGroup.ENGINE,
+    ev.SamplingBegun: EventGroup.ENGINE,
     ev.ModelOpened: EventGroup.TRAINING,
     ev.ModelClosed: EventGroup.TRAINING,
     ev.OperationAccepted: EventGroup.TRAINING,

@@ -109,7 +109,7 @@ def read_ended(episodes: Sequence[object]) -> list[EndedEpisode]:
 
 
 def datums_of(episodes: Sequence[EndedEpisode], estimator: Estimator = Estimator.DR_GRPO) -> list[EpisodeDatum]:
-    """Return the lines of episodes with their advantages, which compare those of one task with each other.
+    """Return the lines of episodes with their advantages, which compare those of one task and sampler with each other.
 
     Raises `ValueError` for an estimator that compares whole batches.
     """
@@ -118,9 +118,9 @@ def datums_of(episodes: Sequence[EndedEpisode], estimator: Estimator = Estimator
             f"{estimator} is normalised over the tokens of a whole batch: choose {Estimator.DR_GRPO}, "
             f"{Estimator.GRPO}, {Estimator.RLOO} or {Estimator.OPO}, or compute advantages from the rewards"
         )
-    groups: dict[str, list[EndedEpisode]] = {}
+    groups: dict[tuple[str, str], list[EndedEpisode]] = {}
     for episode in episodes:
-        groups.setdefault(episode.task_id, []).append(episode)
+        groups.setdefault((episode.task_id, episode.sampler), []).append(episode)
     return [datum for group in groups.values() for datum in _datums(group, estimator)]
 
 

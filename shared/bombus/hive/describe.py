@@ -265,6 +265,11 @@ def _(event: ev.SessionForgotten) -> str:
 
 
 @_text.register
+def _(event: ev.SamplingBegun) -> str:
+    return f"session {event.session} samples"
+
+
+@_text.register
 def _(event: ev.ModelOpened) -> str:
     return f"model {event.model} opened on {event.base}"
 

@@ -560,6 +560,13 @@ class SessionForgotten(Event, frozen=True, kw_only=True, omit_defaults=True, tag
     session: str
 
 
+class SamplingBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sampling.begun"):
+    """A session samples from what run `run` serves, which goes on until the session has ended, also without a model."""
+
+    run: int
+    session: str
+
+
 class ModelOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.opened"):
     """A model takes operations, of which the first one, accepted with this event, makes it from `base`.
 
@@ -928,6 +935,7 @@ AnyEvent = (
     | SessionOpened
     | SessionEnded
     | SessionForgotten
+    | SamplingBegun
     | ModelOpened
     | ModelClosed
     | ModelSuspended

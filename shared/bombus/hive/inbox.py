@@ -147,6 +147,13 @@ class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
     save: bool = True
 
 
+class BeginSampling(Message, frozen=True, kw_only=True, omit_defaults=True, tag="begin_sampling"):
+    """Let a session sample from a base, or from what was saved on it. An engine that is offline starts a run for it."""
+
+    session: str
+    base: str
+
+
 class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operate"):
     """Accept an operation on a model. `op` says which, and `body` is where all of it is.
 
@@ -541,6 +548,7 @@ AnyMessage = (
     | Lookup
     | OpenSession
     | CloseSession
+    | BeginSampling
     | Operate
     | RemoveWeights
     | AddEndpoint

@@ -69,7 +69,10 @@ class Episode(msgspec.Struct, kw_only=True):
 
 
 class Completed(msgspec.Struct, kw_only=True, frozen=True):
-    """An ended training episode that waits in the pool. `sampler` is the saved model that it has sampled from."""
+    """An ended training episode that waits in the pool. `sampler` is the saved model that it has sampled from.
+
+    `owner` is the name of its client's key.
+    """
 
     episode: str
     task: str
@@ -82,6 +85,12 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
     ended_ns: int
     calls_from: int = 0
     sampler: str = ""
+    owner: str = ""
+
+    @property
+    def holder(self) -> str:
+        """Return whose share of the pool it takes: that of a key's name, or of a client whose key has none."""
+        return self.owner or self.client
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True):
@@ -643,6 +652,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             ended_ns=event.at_ns,
             calls_from=next((each.calls_from for each in (episode, before) if each is not None), 0),
             sampler="" if episode is None or episode.sampler is None else episode.sampler.checkpoint,
+            owner=next((each.owner for each in (episode, before) if each is not None), ""),
         )
         engine.by_task.setdefault(outcome.task, []).append(outcome.episode)
         engine.pool_bytes += size
@@ -828,6 +838,11 @@ def _session_ended(engine: EngineState, event: ev.SessionEnded) -> None:
 @_on(ev.SessionForgotten)
 def _session_forgotten(engine: EngineState, event: ev.SessionForgotten) -> None:
     tenancy.forget_session(engine.tenants, event)
+
+
+@_on(ev.SamplingBegun)
+def _sampling_begun(engine: EngineState, event: ev.SamplingBegun) -> None:
+    tenancy.begin_sampling(engine.tenants, event)
 
 
 @_on(ev.ModelOpened)

@@ -144,13 +144,14 @@ class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class EndModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="end_model", tag_field="kind"):
-    """Save the model under `save_as`, if that is given, and forget it.
+    """Save the model under `save_as`, if that is given, for `ttl_s` (0 is for ever), and forget it.
 
     With `reset_weights` a model of full weights begins again from its base instead of being forgotten.
     """
 
     save_as: str = ""
     reset_weights: bool = False
+    ttl_s: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):

@@ -188,7 +188,8 @@ class SwarmClient:
         """Return the tokens of ended episodes of a run of training operations as data for a loss, and let them go.
 
         By default those are all that this client has begun with a `sampler`, has ended, and has not taken before. Each
-        is compared with the others of its task that are taken with it, by default as its reward less their mean.
+        is compared with the others of its task and sampler that are taken with it, by default as its reward less their
+        mean. Of calls at the same time, each episode is taken by one.
         """
         return self._run(self._core.take_datums(episode_uuids, estimator))
 

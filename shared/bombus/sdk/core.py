@@ -132,6 +132,7 @@ class ClientCore:
         self._suspended = ""  # the reason that this client has warned of
         self._begun: dict[str, float] = {}  # by episode: when its time is over
         self._sampled: dict[str, bool] = {}  # whether this client has ended them: episodes begun with a sampler
+        self._taking: set[str] = set()  # of these, those that a call of `take_datums` reads now
         self._started_tasks: list[str] = []  # that this client has begun, for throttling
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -376,8 +377,17 @@ class ClientCore:
         compared = Estimator(estimator)
         datums_of((), compared)  # an estimator that cannot be used is refused before anything is taken
         with self._lock:
-            ours = [episode for episode, ended in self._sampled.items() if ended]
-        found, lost = yield from self._read_ended(ours if episodes is None else list(episodes))
+            wanted = [episode for episode, ended in self._sampled.items() if ended] if episodes is None else episodes
+            ours = [episode for episode in dict.fromkeys(wanted) if episode not in self._taking]
+            self._taking.update(ours)
+        try:
+            return (yield from self._taken(ours, compared))
+        finally:
+            with self._lock:
+                self._taking.difference_update(ours)
+
+    def _taken(self, episodes: list[str], compared: Estimator) -> ClientOperation[list[EpisodeDatum]]:
+        found, lost = yield from self._read_ended(episodes)
         datums = datums_of(found, compared)
         names = [*(each.episode_uuid for each in found), *lost]
         for first in range(0, len(names), TAKEN_AT_ONCE):
@@ -387,7 +397,7 @@ class ClientCore:
             except SwarmError as error:  # their tokens are here: what is left there goes by itself
                 log.warning("episodes whose data were read stay on the server until their time is over: %s", error)
         with self._lock:
-            for name in ours if episodes is None else episodes:
+            for name in episodes:
                 self._sampled.pop(name, None)
         return datums
 

@@ -2,14 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from bombus.bus import Bus
 from bombus.config.cluster import Cluster
 from bombus.errors import Refused
 from bombus.hive.events import Collection, EngineConfigured
@@ -17,22 +15,15 @@ from bombus.hive.state import EngineState, Phase
 from bombus.host.layout import Layout, services
 from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.tenants.bases import Bases
-from tests.gateway.tenants.scripted_trainer import TenantHive, tenant_hive
-from tests.gateway.tenants.test_routes import ask, result, step
+from tests.gateway.tenants.scripted_trainer import TenantHive
+from tests.gateway.tenants.test_routes import ask, configure, result, step
 
 NAMED = ("meta-llama/Llama-3.2-1B=org/tiny", "tiny=org/tiny", "Qwen/Qwen3-8B-Base=/models/a=b")
 
 
 @pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
-    async with tenant_hive(bus, bases=NAMED) as hive:
-        yield hive
-
-
-@pytest.fixture
-async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
-        yield client
+def gateway_settings() -> dict[str, Any]:
+    return {"bases": NAMED}
 
 
 async def create(client: httpx.AsyncClient, base: str) -> tuple[str, dict[str, Any]]:
@@ -63,6 +54,15 @@ def test_an_engine_that_is_offline_takes_all_names_and_one_that_serves_those_of_
     )
     engine.phase = Phase.ROLLING
     assert bases.names_of(engine) == ["meta-llama/Llama-3.2-1B", "tiny", "org/tiny", "main"]
+
+
+async def test_where_the_operator_has_given_a_job_only_the_names_of_its_base_are_listed(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive, trainer={"lr": 0.5})
+    assert await capabilities(client) == ["meta-llama/Llama-3.2-1B", "tiny", "org/tiny", "main"]
+    _, refused = await create(client, "Qwen/Qwen3-8B-Base")
+    assert "has a job for models on org/tiny" in refused["error"]
 
 
 async def test_a_model_is_made_on_the_base_that_a_name_leads_to_and_answers_tell_the_name(

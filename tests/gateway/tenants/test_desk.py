@@ -1,31 +1,15 @@
 """What becomes of operations that the coordinator does not accept, or that come again."""
 
-from collections.abc import AsyncIterator
-
 import httpx
-import pytest
 
-from bombus.bus import Bus
 from bombus.hive.records import BODY_BYTES_MAX
 from bombus.operations import AbortEpoch, CreateModel, ForwardBackward, OptimStep, Rejected
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.training.messages import FORWARD_BACKWARD_REQUEST
 from bombus_gateway.training.submission import Submission
 from tests.gateway.openai_hive import ENGINE
-from tests.gateway.tenants.scripted_trainer import TenantHive, tenant_hive
+from tests.gateway.tenants.scripted_trainer import TenantHive
 from tests.gateway.tenants.test_routes import BASE, ask, forward_backward, open_model, result, step, xorl_result
-
-
-@pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
-    async with tenant_hive(bus) as hive:
-        yield hive
-
-
-@pytest.fixture
-async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
-        yield client
 
 
 def too_large(model: str, seq: int) -> bytes:

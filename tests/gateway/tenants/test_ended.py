@@ -18,7 +18,7 @@ from bombus.replay.episode.text import facts
 from bombus.replay.source import BusSource
 from bombus.sdk.errors import BadRequest, NoEpisode, NotYourEpisode
 from tests.gateway.openai_hive import ENGINE, MODEL, lacks_adapter, new_id, says, tokens_of
-from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
+from tests.gateway.tenants.scripted_trainer import TenantHive, address_of
 from tests.gateway.tenants.test_routes import open_model
 from tests.gateway.tenants.test_sampling import begin, drawn, sample, saved, tokens
 
@@ -26,23 +26,11 @@ TASK = Task(task_id="t")
 
 
 @pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
-    async with tenant_hive(bus) as hive:
-        yield hive
-
-
-@pytest.fixture
-async def http(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
-        yield client
-
-
-@pytest.fixture
-async def path(hive: TenantHive, http: httpx.AsyncClient) -> str:
+async def path(hive: TenantHive, client: httpx.AsyncClient) -> str:
     """The path of a saved model, in a run that has a replica."""
-    model = await open_model(http)
+    model = await open_model(client)
     await hive.join_replica()
-    found: str = (await saved(http, model, 1, path="one"))["path"]
+    found: str = (await saved(client, model, 1, path="one"))["path"]
     return found
 
 
@@ -113,13 +101,13 @@ async def test_replay_tells_what_an_episode_played_with_and_who_took_it(
 async def test_what_was_read_stays_until_it_was_taken(hive: TenantHive, swarm: AsyncSwarmClient, path: str) -> None:
     episode = await played(swarm, path, 1.0)
     body = {"client_uuid": swarm.client_uuid, "episode_uuids": [episode]}
-    async with httpx.AsyncClient(base_url=hive.url) as http:
-        first, again = [(await http.post("/read_ended_episodes", json=body)).json() for _ in range(2)]
+    async with httpx.AsyncClient(base_url=hive.url) as client:
+        first, again = [(await client.post("/read_ended_episodes", json=body)).json() for _ in range(2)]
         assert first == again
         assert [each["calls"] for each in first["episodes"]] == [2]
         for _ in range(2):
-            assert (await http.post("/take_ended_episodes", json=body)).json() == {"success": True}
-        gone = (await http.post("/read_ended_episodes", json=body)).json()
+            assert (await client.post("/take_ended_episodes", json=body)).json() == {"success": True}
+        gone = (await client.post("/read_ended_episodes", json=body)).json()
     assert gone == {"episodes": [], "left": [], "gone": [episode], "lost": {}}
 
 
@@ -179,23 +167,23 @@ async def test_a_replica_that_drops_an_adapter_again_and_again_fails_the_call_in
 
 
 async def test_an_adapter_that_a_replica_cannot_load_fails_the_call_with_its_reason(
-    http: httpx.AsyncClient, swarm: AsyncSwarmClient, path: str
+    client: httpx.AsyncClient, swarm: AsyncSwarmClient, path: str
 ) -> None:
     model = path.removeprefix("tinker://").partition("/")[0]
-    broken = (await saved(http, model, 2, path="broken"))["path"]
+    broken = (await saved(client, model, 2, path="broken"))["path"]
     _, credentials = await swarm.begin_episode(sampler=broken)
     with pytest.raises(Exception, match="the adapter is damaged"):
         await ask_once(credentials, "hello")
 
 
 async def test_samples_and_calls_of_one_saved_model_load_its_adapter_once(
-    hive: TenantHive, http: httpx.AsyncClient, swarm: AsyncSwarmClient, path: str
+    hive: TenantHive, client: httpx.AsyncClient, swarm: AsyncSwarmClient, path: str
 ) -> None:
     model = path.removeprefix("tinker://").partition("/")[0]
-    sampler = await begin(http, model, 3, model_path=path)
+    sampler = await begin(client, model, 3, model_path=path)
     _, credentials = await swarm.begin_episode(sampler=path)
     hive.replica.otherwise = says("there")
-    answer, text = await asyncio.gather(drawn(http, sample(sampler)), ask_once(credentials, "hello"))
+    answer, text = await asyncio.gather(drawn(client, sample(sampler)), ask_once(credentials, "hello"))
     assert (tokens(answer.sequences[0]), text) == (tokens_of("there"), "there")
     assert hive.replica.adapters == {address_of("one"): "/w/one"}
 

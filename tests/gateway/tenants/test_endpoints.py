@@ -11,15 +11,17 @@ import httpx
 import pytest
 from fastapi import Request
 
-from bombus.bus import Bus
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
-from bombus.operations import CheckpointKind, Operation, OptimStep, SaveWeights
+from bombus.operations import CheckpointKind, CreateModel, Operation, OptimStep, SaveWeights
+from bombus_gateway.tenants.bases import Bases
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
+from bombus_gateway.tenants.full_weights import RegisteredModel
+from bombus_gateway.tenants.sessions import Sessions
 from tests.gateway.openai_hive import ENGINE, gateway_of
-from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
-from tests.gateway.tenants.test_routes import BASE, ask, open_model, xorl_result
+from tests.gateway.tenants.scripted_trainer import TenantHive, address_of
+from tests.gateway.tenants.test_routes import BASE, ask, configure, open_model, xorl_result
 from tests.patience import PATIENCE_S
 
 UPDATE = "/update_weights_from_disk"
@@ -68,15 +70,8 @@ async def server() -> AsyncIterator[ScriptedServer]:
 
 
 @pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
-    async with tenant_hive(bus, inference_hosts=("LOCALHOST", "127.0.0.1", "gpu-1:30000")) as hive:
-        yield hive
-
-
-@pytest.fixture
-async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
-        yield client
+def gateway_settings() -> dict[str, Any]:
+    return {"inference_hosts": ("LOCALHOST", "127.0.0.1", "gpu-1:30000")}
 
 
 async def create(client: httpx.AsyncClient, model: str = "default", rank: int = 4) -> None:
@@ -417,13 +412,25 @@ async def test_a_rest_that_is_asked_for_on_the_way_to_the_opposite_is_over_when_
     assert hive.engine.asleep == asleep
 
 
+async def test_the_model_that_is_there_by_itself_is_put_in_sync_before_its_first_operation(
+    hive: TenantHive, server: ScriptedServer
+) -> None:
+    await configure(hive, trainer={"enable_lora": False})
+    await add(hive, server.port)
+    assert (await post(hive, "/sync_inference_weights"))["success"]
+    assert len(server.loaded) == 1
+    assert [type(each) for _, each in hive.executed] == [CreateModel, SaveWeights]
+
+
 async def test_a_trainer_that_does_not_fall_asleep_in_time_is_to_go_on(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:
     await create(client)
     hive.may_rest.clear()
     assert hive.gateway is not None
-    routes = EndpointRoutes(hive.gateway, OperationDesk(hive.gateway, ENGINE), rest_s=0.2)
+    desk = OperationDesk(hive.gateway, ENGINE)
+    registered = RegisteredModel(desk, Sessions(hive.gateway, desk, Bases(())))
+    routes = EndpointRoutes(hive.gateway, desk, registered, rest_s=0.2)
     answer = await routes.sleep(Request({"type": "http"}))
     assert json.loads(bytes(answer.body)) == {
         "success": False,

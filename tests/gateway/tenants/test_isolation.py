@@ -9,12 +9,11 @@ import httpx
 import msgspec
 import pytest
 
-from bombus.bus import Bus
 from bombus.hive.tenants.owners import seen_by
 from bombus.host.hive_keys import HiveKeys, NamedKey
 from bombus.operations import AbortEpoch, CheckpointSaved, EpochAborted, LoadWeights, Operation, Result, SaveWeights
 from tests.gateway.openai_hive import ENGINE, says
-from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results, tenant_hive
+from tests.gateway.tenants.scripted_trainer import Answering, TenantHive, plain_results
 from tests.gateway.tenants.test_endpoints import scripted
 from tests.gateway.tenants.test_routes import BASE, ask, open_model, result, step, xorl_result
 from tests.gateway.tenants.test_sampling import sample
@@ -54,13 +53,14 @@ UNKNOWN = Names(
 
 
 @pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
+def gateway_settings() -> dict[str, Any]:
     named = {name: NamedKey(key=KEYS[name]) for name in ("ann", "eve")}
-    async with tenant_hive(
-        bus, keys=HiveKeys(client=KEYS["all"], clients=named), inference_hosts=("127.0.0.1",)
-    ) as hive:
-        hive.answering = Addresses()
-        yield hive
+    return {"keys": HiveKeys(client=KEYS["all"], clients=named), "inference_hosts": ("127.0.0.1",)}
+
+
+@pytest.fixture
+def answering() -> Answering:
+    return Addresses()
 
 
 @asynccontextmanager

@@ -4,7 +4,6 @@ import io
 import json
 import tarfile
 import time
-from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,19 @@ import httpx
 import msgspec
 import pytest
 
-from bombus.bus import Bus
 from bombus.errors import Refused
 from bombus.operations import CheckpointSaved, Operation, Result, SaveWeights
 from bombus_gateway.keys import Keys
 from bombus_gateway.tenants.rest.downloads import LINK_S, OPEN_MAX, Archive, DownloadLink, Downloads
-from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results, tenant_hive
+from tests.gateway.tenants.scripted_trainer import Answering, TenantHive, plain_results
 from tests.gateway.tenants.test_routes import BASE, ask, open_model, result
 
 FILES = {"adapter_model.safetensors": b"w" * 1000, "adapter_config.json": b"{}", "empty.json": b""}
 
 
 @pytest.fixture
-async def hive(bus: Bus, tmp_path: Path) -> AsyncIterator[TenantHive]:
-    """A hive whose trainer writes checkpoints into a folder of this machine."""
+def answering(tmp_path: Path) -> Answering:
+    """A trainer that writes checkpoints into a folder of this machine."""
 
     def writing(operation: Operation) -> Result:
         if not isinstance(operation, SaveWeights):
@@ -41,15 +39,7 @@ async def hive(bus: Bus, tmp_path: Path) -> AsyncIterator[TenantHive]:
             checkpoint=operation.checkpoint, name=operation.name, folder=str(folder), address="aa", size_bytes=1002
         )
 
-    async with tenant_hive(bus) as hive:
-        hive.answering = writing
-        yield hive
-
-
-@pytest.fixture
-async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
-        yield client
+    return writing
 
 
 async def saved(client: httpx.AsyncClient, name: str = "one", **more: Any) -> str:

@@ -1,11 +1,9 @@
 """The routes of training clients: a real gateway, coordinator and bus, and a trainer that is scripted."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import pytest
 
 from bombus.bus import Bus
 from bombus.config.job import RunConfig
@@ -25,22 +23,10 @@ from bombus.operations import (
 )
 from bombus_gateway.training.messages import FORWARD_BACKWARD_OUTPUT
 from tests.gateway.openai_hive import ENGINE, gateway_of, new_id
-from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results, tenant_hive
+from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results
 from tests.gateway.training.wire import TARGETS, chunk, datum, request
 
 BASE = "org/tiny"
-
-
-@pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
-    async with tenant_hive(bus) as hive:
-        yield hive
-
-
-@pytest.fixture
-async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
-        yield client
 
 
 async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -28,21 +27,9 @@ from tests.gateway.openai_hive import (
     says,
     tokens_of,
 )
-from tests.gateway.tenants.scripted_trainer import TenantHive, address_of, tenant_hive
+from tests.gateway.tenants.scripted_trainer import TenantHive, address_of
 from tests.gateway.tenants.test_routes import BASE, ask, open_model, result, xorl_result
 from tests.patience import PATIENCE_S, until
-
-
-@pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
-    async with tenant_hive(bus) as hive:
-        yield hive
-
-
-@pytest.fixture
-async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
-        yield client
 
 
 @pytest.fixture
@@ -272,7 +259,10 @@ async def test_what_is_not_there_is_refused_in_words(client: httpx.AsyncClient, 
     gone = await client.post("create_sampling_session", json={**wrong, "model_path": f"tinker://{model}/weights/none"})
     assert (gone.status_code, "no checkpoint weights/none" in gone.json()["detail"]) == (404, True)
     other = await client.post("create_sampling_session", json={**wrong, "base_model": "org/other"})
-    assert (other.status_code, "no org/other" in other.json()["detail"]) == (404, True)
+    assert (other.status_code, f"serves models on {BASE} in run 1, not on org/other" in other.json()["detail"]) == (
+        404,
+        True,
+    )
     ended = await client.post("create_sampling_session", json={**wrong, "session_id": "s-none", "base_model": BASE})
     assert ended.status_code == 410
     unknown = await client.post("asample", json=sample(f"{session}:sample:9"))
@@ -333,6 +323,56 @@ async def test_a_replica_that_fails_each_time_fails_the_sample_and_a_busy_one_is
     assert tokens((await drawn(client, sample(sampler, seq=1))).sequences[0]) == tokens_of("ok")
 
 
+async def test_a_base_is_sampled_without_any_model_in_a_run_that_its_sampler_starts(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    sampler = await begin(client, await new_session(client))
+    assert hive.engine.run == 1
+    assert hive.engine.tenants.models == {}
+    hive.replica.otherwise = says("hello")
+    waiting = asyncio.create_task(drawn(client, sample(sampler)))
+    await hive.follower.wait_for(lambda _: hive.engine.phase is Phase.ROLLING, PATIENCE_S)
+    await hive.join_replica()
+    assert [tokens(each) for each in (await waiting).sequences] == [tokens_of("hello")]
+    assert hive.replica.requests[-1].adapter == ""
+    model = await open_model(client)
+    assert hive.engine.tenants.models[model].run == 1, "a model joins the run"
+
+
+async def test_what_was_saved_is_sampled_again_in_a_run_that_its_sampler_starts(
+    hive: TenantHive, client: httpx.AsyncClient, model: str
+) -> None:
+    path = (await saved(client, model, 1, path="kept"))["path"]
+    await hive.bus.inbox.request(inbox.Stop(id=new_id(), engine=ENGINE))
+    await hive.follower.wait_for(lambda _: hive.engine.phase is Phase.OFFLINE, PATIENCE_S)
+    sampler = await begin(client, await new_session(client), model_path=path)
+    assert hive.engine.run == 2
+    await hive.follower.wait_for(lambda _: hive.engine.phase is Phase.ROLLING, PATIENCE_S)
+    await hive.join_replica()
+    hive.replica.otherwise = says("hello")
+    assert [tokens(each) for each in (await drawn(client, sample(sampler))).sequences] == [tokens_of("hello")]
+    assert hive.replica.requests[-1].adapter == address_of("kept")
+
+
+async def test_a_sampler_of_a_base_is_never_one_of_another(hive: TenantHive, client: httpx.AsyncClient) -> None:
+    first = await new_session(client)
+    sampler = await begin(client, first)
+    await hive.bus.inbox.request(inbox.Stop(id=new_id(), engine=ENGINE))
+    await hive.follower.wait_for(lambda _: hive.engine.phase is Phase.OFFLINE, PATIENCE_S)
+    await begin(client, await new_session(client), base_model="org/other")
+    assert hive.engine.started is not None
+    assert hive.engine.started.base == "org/other"
+    refused = await client.post("asample", json=sample(sampler))
+    why = "This sampler is of another base than org/other, which engine main has now: make another one."
+    assert (refused.status_code, refused.json()["detail"]) == (404, why)
+
+
+async def new_session(client: httpx.AsyncClient) -> str:
+    """Return the name that the first model of a new session would have."""
+    session = (await ask(client, "create_session", sdk_version="0.38.0", tags=[]))["session_id"]
+    return f"{session}:train:0"
+
+
 async def test_nothing_is_sampled_when_the_run_is_over(hive: TenantHive, client: httpx.AsyncClient, model: str) -> None:
     sampler = await begin(client, model)
     gateway = hive.gateway
@@ -340,7 +380,7 @@ async def test_nothing_is_sampled_when_the_run_is_over(hive: TenantHive, client:
     await hive.bus.inbox.request(inbox.Stop(id=new_id(), engine=ENGINE))
     await until(lambda: gateway.follower.hive.engine(ENGINE).phase is Phase.OFFLINE)
     answer = await failure(client, sample(sampler))
-    assert answer["error"].endswith("create a model, which starts it.")
+    assert answer["error"].endswith("create a model, or a sampling client of its base, which starts it.")
 
 
 async def test_no_call_is_recorded_and_the_model_is_told_to_be_sampleable(

@@ -1,13 +1,9 @@
 """Models as xorl's clients know them: sessions that are models, and a model of all weights that is there by itself."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import pytest
 
-from bombus.bus import Bus
-from bombus.config.job import RunConfig
 from bombus.hive import inbox
 from bombus.operations import (
     Category,
@@ -20,37 +16,10 @@ from bombus.operations import (
     Result,
     SaveWeights,
 )
-from tests.gateway.openai_hive import ENGINE, new_id
-from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results, tenant_hive
-from tests.gateway.tenants.test_routes import BASE, ask, xorl_result
+from tests.gateway.tenants.scripted_trainer import TenantHive, plain_results
+from tests.gateway.tenants.test_routes import BASE, ask, configure, xorl_result
 
 ADAM = {"learning_rate": 1e-4}
-
-
-@pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[TenantHive]:
-    async with tenant_hive(bus) as hive:
-        yield hive
-
-
-@pytest.fixture
-async def client(hive: TenantHive) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"{hive.url}/api/v1", timeout=60.0) as client:
-        yield client
-
-
-async def configure(hive: TenantHive, enable_lora: bool | None, **trainer: object) -> None:
-    job = RunConfig.model_validate({"model": {"path": BASE}, "trainer": {"enable_lora": enable_lora, **trainer}})
-    configured = inbox.Configure(
-        id=new_id(),
-        engine=ENGINE,
-        config=job.to_json(),
-        config_digest=job.digest,
-        collection=job.to_collection(),
-        model=BASE,
-    )
-    await hive.bus.inbox.request(configured)
-    await hive.follower.wait_for(lambda _: hive.engine.configured is not None)
 
 
 async def step(client: httpx.AsyncClient, seq: int, model: str = "default") -> dict[str, Any]:
@@ -61,7 +30,7 @@ async def step(client: httpx.AsyncClient, seq: int, model: str = "default") -> d
 async def test_an_engine_of_full_weights_has_its_model_without_being_asked(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:
-    await configure(hive, enable_lora=False)
+    await configure(hive, trainer={"enable_lora": False})
     assert (await client.get("session_info")).json()["registered_models"] == ["default"]
     assert "metrics" in await step(client, 1)
     assert [each for _, each in hive.executed[:1]] == [CreateModel(base=BASE)]
@@ -72,10 +41,27 @@ async def test_an_engine_of_full_weights_has_its_model_without_being_asked(
     assert [(run["training_run_id"], run["is_lora"]) for run in runs["training_runs"]] == [("default", False)]
 
 
+async def test_the_model_that_is_there_by_itself_is_described_and_ended_before_its_first_operation(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await configure(hive, trainer={"enable_lora": False})
+    info = await ask(client, "get_info", model_id="default")
+    assert (info["model_id"], info["model_name"], info["is_lora"]) == ("default", BASE, False)
+    assert (await ask(client, "weights_info", model_id="default"))["base_model"] == BASE
+    assert (await ask(client, "list_checkpoints", model_id="default"))["checkpoints"] == []
+    assert (await ask(client, "session_heartbeat", model_id="default"))["type"] == "session_heartbeat"
+    assert (await ask(client, "kill_session", model_id="default"))["success"]
+    assert hive.engine.tenants.models == {}, "nobody has begun to use it"
+    assert (await client.post("get_info", json={"model_id": "another"})).status_code == 404
+    assert "metrics" in await step(client, 1)
+    assert (await ask(client, "kill_session", model_id="default", save_checkpoint=False))["success"]
+    assert not (await ask(client, "kill_session", model_id="default"))["success"], "it has ended"
+
+
 async def test_a_client_whose_model_has_ended_is_not_given_another_one_in_its_place(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:
-    await configure(hive, enable_lora=False)
+    await configure(hive, trainer={"enable_lora": False})
     await step(client, 1)
     assert (await ask(client, "kill_session", model_id="default", save_checkpoint=False))["success"]
     assert "has ended" in (await step(client, 2))["error"]
@@ -85,7 +71,7 @@ async def test_a_client_whose_model_has_ended_is_not_given_another_one_in_its_pl
 async def test_an_engine_of_adapters_has_no_model_that_nobody_created(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:
-    await configure(hive, enable_lora=None)
+    await configure(hive, trainer={"enable_lora": None})
     assert (await client.get("session_info")).json()["registered_models"] == []
     assert "create it first" in (await step(client, 1))["error"]
 
@@ -119,7 +105,7 @@ async def test_a_session_is_created_with_its_adapter_and_lives_while_it_beats(
 async def test_a_model_that_exists_or_cannot_be_created_opens_no_session(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:
-    await configure(hive, enable_lora=None, lr=3e-5)
+    await configure(hive, trainer={"enable_lora": None, "lr": 3e-5})
     lora = {"rank": 4}
     for base in ("org/other", BASE, BASE, "org/other"):
         made = await ask(client, "create_model", model_id="mine", base_model=base, lora_config=lora)
@@ -161,7 +147,7 @@ async def test_a_session_that_cannot_be_created_is_refused_in_words(
 async def test_a_session_needs_no_base_where_the_engine_has_one(hive: TenantHive, client: httpx.AsyncClient) -> None:
     refused = await client.post("create_session", json={"session_id": "mine"})
     assert "base_model is missing" in refused.text
-    await configure(hive, enable_lora=None)
+    await configure(hive, trainer={"enable_lora": None})
     assert (await ask(client, "create_session", session_id="mine"))["success"]
 
 

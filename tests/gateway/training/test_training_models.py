@@ -149,7 +149,7 @@ def test_a_model_that_cannot_begin_with_a_checkpoint_fails_in_words(fields: dict
 @pytest.mark.parametrize(
     ("body", "save_as", "operation"),
     [
-        (b'{"model_id": "m"}', "last", EndModel(save_as="last")),
+        (b'{"model_id": "m"}', "last", EndModel(save_as="last", ttl_s=30 * 86_400.0)),
         (b'{"model_id": "m", "save_checkpoint": false, "reset_weights": true}', "last", EndModel(reset_weights=True)),
         (b'{"session_id": "m", "type": "unload_model"}', "", EndModel()),
     ],

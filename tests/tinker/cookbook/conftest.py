@@ -7,7 +7,7 @@ import pytest
 from tests.tinker.cookbook.alphabet_model import write_alphabet_model
 from tests.tinker.cookbook.data_sets import write_data_sets, write_preferences
 from tests.tinker.cookbook.recipes import MODEL, SL, Recipes
-from tests.tinker.test_hive import running
+from tests.tinker.whole_hive import running
 
 
 @pytest.fixture(scope="package")

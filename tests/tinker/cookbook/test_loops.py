@@ -6,7 +6,7 @@ import pytest
 
 import tinker
 from tests.tinker.cookbook.recipes import MODEL, SL, Recipes
-from tests.tinker.test_hive import PYTHON
+from tests.tinker.whole_hive import PYTHON
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
 

@@ -9,7 +9,7 @@ import pytest
 from tests.tinker.cookbook.alphabet_model import write_alphabet_model
 from tests.tinker.cookbook.data_sets import write_sums
 from tests.tinker.cookbook.recipes import MODEL, SL, Recipes
-from tests.tinker.test_hive import PYTHON
+from tests.tinker.whole_hive import PYTHON
 
 SUMS: dict[str, Any] = {
     "env": "arithmetic",

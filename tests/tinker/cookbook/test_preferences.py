@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.tinker.cookbook.recipes import MODEL, Recipes
-from tests.tinker.test_hive import PYTHON
+from tests.tinker.whole_hive import PYTHON
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="BOMBUS_PYTHON names the environment of the hive: make test-tinker")
 

@@ -44,8 +44,9 @@ def test_what_was_saved_is_kept_for_as_long_as_was_asked() -> None:
     kept = SavedWeights(use="sampler", name="x", folder="/saved/m/sampler/x", address="ab", size_bytes=12, ttl_s=60.0)
     save = SaveWeights(checkpoint=CheckpointKind.SAMPLER, name="x", ttl_s=60.0)
     assert saved_by(save, SAVED) == kept
-    ended = saved_by(EndModel(save_as="x"), ModelEnded(saved=SAVED))
-    assert ended is not None
-    assert (ended.name, ended.ttl_s) == ("x", 0.0)
+    for ttl_s in (0.0, 60.0):
+        ended = saved_by(EndModel(save_as="x", ttl_s=ttl_s), ModelEnded(saved=SAVED))
+        assert ended is not None
+        assert (ended.name, ended.ttl_s) == ("x", ttl_s)
     assert saved_by(EndModel(), ModelEnded()) is None
     assert saved_by(save, FAILED) is None

@@ -63,7 +63,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
         _check_new(engine, message)
         if engine.phase == Phase.OFFLINE:
             run += 1
-            events = (_started(engine, live, message.base),)
+            events = (run_started(engine, live, message.base),)
         events += (
             ev.ModelOpened(
                 at_ns=live.now_ns,
@@ -153,30 +153,35 @@ def is_body(body: BodyRef) -> bool:
     )
 
 
-def _check_new(engine: EngineState, message: Operate) -> None:
-    """Raise `Refused` when this engine cannot serve another model now."""
+def check_base(engine: EngineState, base: str, what: str) -> None:
+    """Raise `Refused` when this engine cannot serve models on a base now, which somebody needs to do `what`."""
     if engine.phase != Phase.OFFLINE and engine.run_kind != RunKind.OPERATIONS:
         raise wrong_phase(
-            "create a model",
+            what,
             engine.phase,
             f"Engine {engine.name} plays episodes in run {engine.run}; stop it first, or use another engine.",
         )
-    if not message.base:
-        raise Refused(Code.MALFORMED, "A model is created on a base: name it.")
+    if not base:
+        raise Refused(Code.MALFORMED, f"To {what}, name its base.")
     job = engine.configured
-    if engine.phase == Phase.OFFLINE and job is not None and message.base not in (job.model, engine.name):
+    if engine.phase == Phase.OFFLINE and job is not None and base not in (job.model, engine.name):
         raise Refused(
             Code.UNKNOWN_MODEL,
-            f"Engine {engine.name} is configured for models on {job.model}, not on {message.base}. Use that base, or "
+            f"Engine {engine.name} is configured for models on {job.model}, not on {base}. Use that base, or "
             "another engine, or configure this one with a job for your base.",
         )
-    base = "" if engine.started is None else engine.started.base
-    if engine.phase != Phase.OFFLINE and message.base != base:
+    served = "" if engine.started is None else engine.started.base
+    if engine.phase != Phase.OFFLINE and base != served:
         raise Refused(
             Code.UNKNOWN_MODEL,
-            f"Engine {engine.name} serves models on {base} in run {engine.run}, not on {message.base}. Use that base, "
+            f"Engine {engine.name} serves models on {served} in run {engine.run}, not on {base}. Use that base, "
             "or another engine.",
         )
+
+
+def _check_new(engine: EngineState, message: Operate) -> None:
+    """Raise `Refused` when this engine cannot serve another model now."""
+    check_base(engine, message.base, "create a model")
     known = engine.tenants.models.get(message.model)
     if known is not None and known.closed is None:
         raise Refused(Code.MODEL_EXISTS, f"Model {message.model} exists: end it first, or give another name.")
@@ -187,7 +192,8 @@ def _check_new(engine: EngineState, message: Operate) -> None:
         )
 
 
-def _started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
+def run_started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
+    """Return the start of a run of operations on a base."""
     return ev.EngineStarted(
         at_ns=live.now_ns,
         engine=engine.name,

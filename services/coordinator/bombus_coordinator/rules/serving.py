@@ -1,13 +1,17 @@
 """The life of a run of training operations, and which messages of the stream `ops` it needs no more."""
 
+from bombus.errors import Code, Refused
 from bombus.hive import events as ev
-from bombus.hive.events import ModelFloor
-from bombus.hive.inbox import AskRest, Done, OperationsStored, TrainerRests, TrainerServes
+from bombus.hive.events import Event, ModelFloor
+from bombus.hive.inbox import AskRest, BeginSampling, Done, OperationsStored, TrainerRests, TrainerServes
 from bombus.hive.state import BOOTED, EngineState, Hive, Phase
 from bombus.hive.tenants.state import TenantModel
+from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live, ns
+from bombus_coordinator.rules.operations import TEXT_CHARS_MAX, check_base, run_started
 
+NAME_CHARS = 128  # that are shown of a session
 FLOORS_MAX = 1000  # in one event
 
 
@@ -18,6 +22,26 @@ def trainer_serves(engine: EngineState, live: Live, message: TrainerServes) -> D
     if engine.phase != Phase.BOOTING or not engine.trainer or engine.stage == BOOTED:
         return
     yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+
+
+def begin_sampling(engine: EngineState, live: Live, message: BeginSampling) -> Decisions:
+    """Let a session sample, in a run that this starts on an engine that is offline. A repeat changes nothing."""
+    session = engine.tenants.sessions.get(message.session)
+    if session is None or session.ended is not None:
+        raise Refused(Code.SESSION_OVER, f"Session {message.session[:NAME_CHARS]} has ended here; open another one.")
+    if len(message.base) > TEXT_CHARS_MAX:
+        raise Refused(Code.MALFORMED, f"The name of a base model has at most {TEXT_CHARS_MAX} characters.")
+    check_base(engine, message.base, "sample")
+    run = engine.run
+    events: tuple[Event, ...] = ()
+    if engine.phase == Phase.OFFLINE:
+        if live.refusing:
+            raise no_room(live)
+        run += 1
+        events = (run_started(engine, live, message.base),)
+    if session.samples_in != run:
+        events += (ev.SamplingBegun(at_ns=live.now_ns, engine=engine.name, run=run, session=message.session),)
+    yield Decision(events=events, replies=(CommandReply(message.id, Done(run=run)),))
 
 
 def ask_rest(engine: EngineState, live: Live, message: AskRest) -> Decisions:
@@ -51,10 +75,15 @@ def trainer_rests(engine: EngineState, live: Live, message: TrainerRests) -> Dec
 
 
 def end_idle_run(engine: EngineState, live: Live) -> Decisions:
-    """End a run that has had no model for a while. Episodes that still play with what its models left keep it."""
-    if not engine.serves_operations or engine.suspended or engine.tenants.open_models or engine.open:
+    """End a run that has had no model for a while. Who still samples keeps it: a session, or an episode that plays."""
+    tenants = engine.tenants
+    if not engine.serves_operations or engine.suspended or tenants.open_models or engine.open:
         return
-    since_ns = live.since(max(engine.phase_since_ns, engine.tenants.model_closed_ns))
+    sampling = [session for session in tenants.sessions.values() if session.samples_in == engine.run]
+    if any(session.ended is None for session in sampling):
+        return
+    sampled_ns = max((session.ended.at_ns for session in sampling if session.ended is not None), default=0)
+    since_ns = live.since(max(engine.phase_since_ns, tenants.model_closed_ns, sampled_ns))
     if since_ns + ns(engine.collection.tenancy.run_idle_s) <= live.now_ns:
         yield Decision(events=(ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
 

@@ -1,13 +1,15 @@
 """The transitions of an engine that follow from its state and the time: boot, roll, seal, drain, sync."""
 
+from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import islice, takewhile
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import portions
 from bombus.hive.collection import BATCH_METHODS, completed_ns, enough, select
 from bombus.hive.events import AbortReason, DropReason, RunKind
 from bombus.hive.pacing import last_chances, oldest_usable
-from bombus.hive.state import BOOTED, EngineState, Phase
+from bombus.hive.state import BOOTED, Completed, EngineState, Phase
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decision, Decisions
 from bombus_coordinator.rules.engines import suspend
 from bombus_coordinator.rules.episodes import aborted
@@ -90,26 +92,43 @@ def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
 
 
 def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
-    """Drop the episodes of a run of operations that nobody takes: the oldest, beyond the pool's limits and their time.
+    """Drop the episodes of a run of operations that nobody takes: those whose time is over, and what is too much.
 
     The pool is in order of completion.
     """
-    rules = engine.collection
-    limit_ns = live.now_ns - ns(rules.tenancy.episodes_s)
-    over, size = len(engine.pool) - rules.max_pool_episodes, engine.pool_bytes
-    late: list[str] = []
-    excess: list[str] = []
-    for number, (episode, completed) in enumerate(engine.pool.items()):
-        if completed.ended_ns <= limit_ns:
-            late.append(episode)
-        elif number < over or size > rules.max_pool_bytes:
-            excess.append(episode)
-        else:
-            break
-        size -= completed.bytes
+    limit_ns = live.now_ns - ns(engine.collection.tenancy.episodes_s)
+    late = [each.episode for each in takewhile(lambda each: each.ended_ns <= limit_ns, engine.pool.values())]
+    excess = _excess(engine, len(late))
     for reason, episodes in ((DropReason.UNTAKEN, late), (DropReason.OVERFLOW, excess)):
         if episodes:
             yield Decision(events=_dropped(engine, live, reason, episodes))
+
+
+def _excess(engine: EngineState, late: int) -> list[str]:
+    """Return what a pool has over its limits besides its `late` first episodes.
+
+    It is each time the oldest one of the holder who has most: nobody is pushed out by another who has more.
+    """
+    rules, first = engine.collection, islice(engine.pool.values(), late)
+    over, size = (
+        len(engine.pool) - late - rules.max_pool_episodes,
+        engine.pool_bytes - sum(each.bytes for each in first),
+    )
+    if over <= 0 and size <= rules.max_pool_bytes:
+        return []
+    held: dict[str, deque[Completed]] = {}
+    sizes: Counter[str] = Counter()
+    for each in islice(engine.pool.values(), late, None):
+        held.setdefault(each.holder, deque()).append(each)
+        sizes[each.holder] += each.bytes
+    excess: list[str] = []
+    while over > 0 or size > rules.max_pool_bytes:
+        most = max(held, key=lambda holder: len(held[holder]) if over > 0 else sizes[holder])
+        dropped = held[most].popleft()
+        excess.append(dropped.episode)
+        sizes[most] -= dropped.bytes
+        over, size = over - 1, size - dropped.bytes
+    return excess
 
 
 def _dropped(

@@ -5,6 +5,7 @@ The log has paths alone: what a name leads to can be changed, and models that ex
 
 from collections.abc import Sequence
 
+from bombus.config.job import RunConfig
 from bombus.hive.events import EngineConfigured
 from bombus.hive.state import EngineState, Phase
 
@@ -30,7 +31,7 @@ class Bases:
     def names_of(self, engine: EngineState) -> list[str]:
         """Return the names of all bases on which a model could be made on an engine now."""
         served = base_names(engine)
-        is_free = engine.phase == Phase.OFFLINE
+        is_free = engine.phase == Phase.OFFLINE and is_replaceable(engine.configured)
         return list(
             dict.fromkeys([*(name for name, path in self._paths.items() if is_free or path in served), *served])
         )
@@ -49,3 +50,13 @@ def base_names(engine: EngineState) -> tuple[str, ...]:
 def job_of(engine: EngineState) -> EngineConfigured | None:
     """Return the job that an engine runs, or would run."""
     return engine.configured if engine.phase == Phase.OFFLINE else engine.active or engine.configured
+
+
+def plain_job(base: str) -> RunConfig:
+    """Return the job of a gateway's own for models on a base."""
+    return RunConfig.model_validate({"model": {"path": base}})
+
+
+def is_replaceable(job: EngineConfigured | None) -> bool:
+    """Return whether nothing but a base is lost with a job: there is none, or a gateway made it."""
+    return job is None or (job.model != "" and job.config_digest == plain_job(job.model).digest)

@@ -24,7 +24,10 @@ def adapter_defaults(engine: EngineState) -> AdapterDefaults:
 
 
 class RegisteredModel:
-    """The model `default` of an engine of full weights. It is created when a client begins to use it."""
+    """The model `default` of an engine of full weights. It is created when a client begins to use it.
+
+    Before that it is unborn: it is listed, described and ended as what it would be, its base.
+    """
 
     def __init__(self, desk: OperationDesk, sessions: Sessions) -> None:
         self._desk = desk
@@ -50,6 +53,18 @@ class RegisteredModel:
         begins = submission.model == DEFAULT_MODEL and submission.seq <= 1
         if not begins or isinstance(submission.operation, EndModel | Failed):
             return
+        await self.create(owner)
+
+    def unborn(self, model: str, holder: str) -> TenantModel | None:
+        """Return the model as it would be, where `model` is its name and nobody has begun to use it."""
+        is_new = model == DEFAULT_MODEL and model not in self._desk.tenants.models
+        if not is_new or not self._is_free(holder) or not self._is_registered():
+            return None
+        engine = self._desk.state
+        return TenantModel(name=model, session="", base=base_names(engine)[0], run=engine.run, opened_ns=0)
+
+    async def create(self, owner: str) -> None:
+        """Create the model for the owner of a key, unless it is there, or is somebody else's."""
         async with self._creating:
             if self._open(owner) is None and self._is_free(owner) and self._is_registered():
                 base = base_names(self._desk.state)[0]

@@ -45,7 +45,7 @@ from bombus_gateway.tenants.rest.routes import RestRoutes
 from bombus_gateway.tenants.rest.searching import session_entry
 from bombus_gateway.tenants.sampling.futures import SampleFutures
 from bombus_gateway.tenants.sampling.routes import SamplingRoutes
-from bombus_gateway.tenants.sessions import XORL_IDLE_S, Sessions
+from bombus_gateway.tenants.sessions import XORL_IDLE_S, Sessions, beating_name
 from bombus_gateway.training.checkpoints import read_load, read_save, read_weights_info
 from bombus_gateway.training.data.forward_backward import read_forward_backward
 from bombus_gateway.training.data.json_data import read_json_data
@@ -77,8 +77,10 @@ _asked = msgspec.json.Decoder(_Asked)
 def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
     """Return the routes of training clients of one engine, to be mounted under its prefix."""
     bases = Bases(gateway.settings.bases)
-    sampling = SamplingRoutes(calls, engine, bases)
-    routes = TrainingRoutes(gateway, engine, sampling.futures, bases)
+    desk = OperationDesk(gateway, engine)
+    sessions = Sessions(gateway, desk, bases)
+    sampling = SamplingRoutes(calls, engine, bases, sessions)
+    routes = TrainingRoutes(gateway, desk, sessions, sampling.futures, bases)
     guard = Depends(Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url))
     router = APIRouter(prefix="/api/v1", dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
     table: tuple[tuple[str, str, RouteHandler], ...] = (
@@ -134,17 +136,18 @@ def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
 
 
 class TrainingRoutes:
-    def __init__(self, gateway: Gateway, engine: str, samples: SampleFutures, bases: Bases) -> None:
+    def __init__(
+        self, gateway: Gateway, desk: OperationDesk, sessions: Sessions, samples: SampleFutures, bases: Bases
+    ) -> None:
         self._gateway = gateway
         self._bases = bases
-        self._desk = OperationDesk(gateway, engine)
-        self._sessions = Sessions(gateway, self._desk)
+        self._desk = desk
+        self._sessions = sessions
         self._samples = samples
-        self.endpoints = EndpointRoutes(gateway, self._desk)
+        self._registered = RegisteredModel(desk, sessions)
+        self.endpoints = EndpointRoutes(gateway, desk, self._registered)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
-        self._control = Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url)
         self.rest = RestRoutes(gateway, self._desk)
-        self._registered = RegisteredModel(self._desk, self._sessions)
 
     async def ready(self) -> None:
         """Raise `BusUnavailable` until this gateway has folded the log (R18)."""
@@ -206,7 +209,9 @@ class TrainingRoutes:
         return in_json({**about, "success": not isinstance(outcome, Waits), "message": message, "request_id": name})
 
     async def session_heartbeat(self, request: Request) -> Response:
-        await self._sessions.beat(await read_body(request), self._holder(request))
+        body, holder = await read_body(request), self._holder(request)
+        if not self._registered.unborn(beating_name(body), holder):
+            await self._sessions.beat(body, holder)
         return in_json({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
@@ -280,9 +285,12 @@ class TrainingRoutes:
     async def kill_session(self, request: Request) -> Response:
         """End a model of xorl's client, and answer when it has ended."""
         body = await read_body(request)
-        model = await self._sessions.model(read_end_model(body).model, self._holder(request))
+        asked, holder = read_end_model(body).model, self._holder(request)
+        model = await self._sessions.model(asked, holder)
+        if model is None and self._registered.unborn(asked, holder):
+            return in_json({"success": True, "message": f"{asked} is at its base: nothing has come to it yet."})
         submission = read_end_model(body, "" if model is None else _ended_name(model))
-        name = await self._desk.submit("" if model is None else model.session, submission, owner=self._holder(request))
+        name = await self._desk.submit("" if model is None else model.session, submission, owner=holder)
         outcome = await self._desk.outcome(name, LAST_S)
         if isinstance(outcome, ModelEnded | Failed):
             return in_json(kill_session_answer(TrainingDialect.XORL, submission.model, outcome))
@@ -323,8 +331,7 @@ class TrainingRoutes:
                 if operation.checkpoint:
                     kept = await self._checkpoint(path_of_operation(operation.checkpoint), owner)
                     wanted = wanted or kept.noted.base
-                may_configure = self._bases.leads_to(wanted) or self._may_configure(request)
-                base = await self._sessions.base(wanted, may_configure)
+                base = await self._sessions.base(wanted, request.scope["headers"])
                 operation = msgspec.structs.replace(operation, base=base)
             except Refused as refusal:
                 operation = Failed(error=refusal.why, category=Category.USER)
@@ -343,6 +350,11 @@ class TrainingRoutes:
 
     async def _model(self, name: str, holder: str) -> TenantModel:
         return await self._found(lambda: found_model(self._desk.tenants, name, holder))
+
+    async def _described(self, name: str, holder: str) -> TenantModel:
+        """Return a model, which may be the one that is there without being asked for, and that nobody uses yet."""
+        known = await self._sessions.model(name, holder)
+        return known or self._registered.unborn(name, holder) or await self._model(name, holder)
 
     async def _checkpoint(self, path: CheckpointPath, holder: str) -> KeptWeights:
         return await self._found(lambda: found_checkpoint(self._desk.tenants, path, holder))
@@ -373,7 +385,7 @@ class TrainingRoutes:
 
     async def get_info(self, request: Request) -> Response:
         given = decode_body(_asked, await read_body(request))
-        model = await self._model(given.model_id or DEFAULT_MODEL, self._holder(request))
+        model = await self._described(given.model_id or DEFAULT_MODEL, self._holder(request))
         name = self._bases.name_of(model.base)
         answer = {
             "type": "get_info",
@@ -395,9 +407,8 @@ class TrainingRoutes:
         body = await read_body(request)
         given = decode_body(_asked, body)
         if given.model_id and not names_in(body) & {"tinker_path", "xorl_path"}:
-            return in_json(
-                self._bases.with_names(model_entry(await self._model(given.model_id, self._holder(request))))
-            )
+            model = await self._described(given.model_id, self._holder(request))
+            return in_json(self._bases.with_names(model_entry(model)))
         kept = await self._checkpoint(read_weights_info(body), self._holder(request))
         return in_json(self._bases.with_names(weights_entry(kept)))
 
@@ -448,10 +459,6 @@ class TrainingRoutes:
         )
         await self._gateway.carry_out(remove)
         return path.uri(TrainingDialect.XORL)
-
-    def _may_configure(self, request: Request) -> bool:
-        """Return whether a client may give the engine a job: with the admin key, where the hive has one."""
-        return self._control.refusal(request.scope["headers"]) is None
 
     def _holder(self, request: Request) -> str:
         """Return the name of the key that a request has shown, "" where it has none: it may use everything then."""

@@ -5,17 +5,16 @@ from typing import Any
 
 import msgspec
 
-from bombus.config.job import RunConfig
 from bombus.errors import Code, Refused
 from bombus.hive import inbox
-from bombus.hive.events import EngineConfigured
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.owners import is_anothers_name, seen_model, seen_session
 from bombus.hive.tenants.state import TenantModel, TenantSession
+from bombus_gateway.access import Access, Guard, RawHeaders
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
-from bombus_gateway.tenants.bases import base_names
+from bombus_gateway.tenants.bases import Bases, base_names, is_replaceable, plain_job
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.listings import found_session
 from bombus_gateway.tenants.news import found, hear_news
@@ -56,9 +55,11 @@ _named = msgspec.json.Decoder(_Named)
 class Sessions:
     """The sessions of one engine."""
 
-    def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
+    def __init__(self, gateway: Gateway, desk: OperationDesk, bases: Bases) -> None:
         self._gateway = gateway
         self._desk = desk
+        self._bases = bases
+        self._control = Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url)
 
     async def open(self, body: bytes, owner: str, request_key: str) -> str:
         """Open a session of Tinker's client. One that repeats its request, by its key, gets the same session."""
@@ -88,8 +89,7 @@ class Sessions:
 
     async def beat(self, body: bytes, holder: str) -> None:
         """Take in a sign of life. Raises `Refused` SESSION_OVER, after which the client sends no more of them."""
-        given = decode_body(_named, body)
-        session = given.session_id or given.model_id or DEFAULT_MODEL
+        session = beating_name(body)
         known = await found(self._gateway.follower, lambda: self._beating(session, holder))
         self._gateway.heartbeats.touch_session(self._desk.engine, known.session)
 
@@ -146,19 +146,35 @@ class Sessions:
                 Code.MODEL_EXISTS, f"The name {model[:100]} is in use by another client: give another model_id."
             )
 
-    async def base(self, wanted: str, may_configure: bool) -> str:
-        """Return what the engine calls the base that a client names.
+    async def begin_sampling(self, session: str, base: str, headers: RawHeaders) -> None:
+        """Let a session sample from a base, or from what was saved on it: where the engine is offline, start a run.
+
+        Raises `Refused` where the engine serves another base, and as `base`. A run of another kind stays as it is.
+        """
+        engine, known = self._desk.state, self._desk.tenants.sessions.get(session)
+        if engine.phase != Phase.OFFLINE and not engine.serves_operations:
+            return
+        name = await self.base(base, headers)
+        is_noted = known is not None and engine.phase != Phase.OFFLINE and known.samples_in == engine.run
+        if is_noted and name in base_names(engine):
+            return
+        begin = inbox.BeginSampling(id=uuid.uuid4().hex, engine=engine.name, session=session, base=name)
+        await self._gateway.carry_out(begin)
+
+    async def base(self, wanted: str, headers: RawHeaders) -> str:
+        """Return what the engine calls the base that a client, who has sent these headers, names.
 
         An engine that is offline is configured with a job for that base, where it has none, or one of another base that
-        a gateway made like this. Raises `Refused` where it has a job of somebody else's, and for a client that
-        `may_configure` nothing.
+        a gateway made like this. Raises `Refused` where it has a job of somebody else's, and for a client who may not
+        configure it: with the admin key, where the hive has one, or for a base that the operator gave a name.
         """
         engine = self._desk.state
         names = base_names(engine)
         if not names or (engine.phase == Phase.OFFLINE and wanted not in names):
-            if not may_configure or not _is_replaceable(engine.configured):
+            may_configure = self._bases.leads_to(wanted) or self._control.refusal(headers) is None
+            if not may_configure or not is_replaceable(engine.configured):
                 raise Refused(Code.UNKNOWN_MODEL, _other_base(engine, wanted, may_configure))
-            config = _plain_job(wanted)
+            config = plain_job(wanted)
             configure = inbox.Configure(
                 id=uuid.uuid4().hex,
                 engine=engine.name,
@@ -172,14 +188,10 @@ class Sessions:
         return names[0] if wanted in names else wanted
 
 
-def _plain_job(base: str) -> RunConfig:
-    """Return the job of a gateway's own for models on a base."""
-    return RunConfig.model_validate({"model": {"path": base}})
-
-
-def _is_replaceable(job: EngineConfigured | None) -> bool:
-    """Return whether nothing but a base is lost with a job: there is none, or a gateway made it."""
-    return job is None or (job.model != "" and job.config_digest == _plain_job(job.model).digest)
+def beating_name(body: bytes) -> str:
+    """Return the session of a sign of life. xorl's clients may name their model."""
+    given = decode_body(_named, body)
+    return given.session_id or given.model_id or DEFAULT_MODEL
 
 
 def _other_base(engine: EngineState, wanted: str, may_configure: bool) -> str:

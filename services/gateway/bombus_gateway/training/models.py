@@ -24,6 +24,7 @@ from bombus_gateway.training.submission import (
 )
 
 ADAMW = "adamw"
+ENDED_S = 30 * 86_400.0  # for which a model that is killed is kept, as one whose session has ended is
 
 
 class AdapterDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +114,8 @@ def read_end_model(body: bytes, save_as: str = "") -> Submission:
     given = decode_body(_ends, body)
     model = checked_id(given.model_id or given.session_id or DEFAULT_MODEL, "model_id")
     saved = save_as if given.save_checkpoint else ""
-    return Submission(model=model, seq=0, operation=EndModel(save_as=saved, reset_weights=given.reset_weights))
+    end = EndModel(save_as=saved, reset_weights=given.reset_weights, ttl_s=ENDED_S if saved else 0.0)
+    return Submission(model=model, seq=0, operation=end)
 
 
 def _of_tinker(body: bytes, make: Callable[[], CreateModel]) -> Submission:

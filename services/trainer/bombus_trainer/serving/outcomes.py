@@ -6,6 +6,7 @@ from math import isfinite
 from bombus.hive.events import AdapterShape, ModelShape, SavedWeights
 from bombus.operations import (
     CheckpointSaved,
+    EndModel,
     ModelEnded,
     ModelReady,
     Operation,
@@ -48,5 +49,5 @@ def saved_by(operation: Operation, result: Result) -> SavedWeights | None:
         folder=written.folder,
         address=written.address,
         size_bytes=written.size_bytes,
-        ttl_s=operation.ttl_s if isinstance(operation, SaveWeights) else 0.0,
+        ttl_s=operation.ttl_s if isinstance(operation, SaveWeights | EndModel) else 0.0,
     )

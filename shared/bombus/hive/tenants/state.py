@@ -62,6 +62,7 @@ class TenantSession(msgspec.Struct, kw_only=True):
     metadata: dict[str, Any] = {}
     for_model: bool = False
     ended: ev.SessionEnded | None = None
+    samples_in: int = 0  # the last run that it has sampled in
 
 
 class TenantModel(msgspec.Struct, kw_only=True):
@@ -226,6 +227,12 @@ def end_session(tenants: Tenants, event: ev.SessionEnded) -> None:
     session = tenants.sessions.get(event.session)
     if session is not None:
         session.ended = event
+
+
+def begin_sampling(tenants: Tenants, event: ev.SamplingBegun) -> None:
+    session = tenants.sessions.get(event.session)
+    if session is not None:
+        session.samples_in = event.run
 
 
 def forget_session(tenants: Tenants, event: ev.SessionForgotten) -> None:

@@ -21,7 +21,10 @@ from bombus_gateway.tenants.bodies import in_json, read_body
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.endpoints.servers import Target, check_allowed, looked_at
 from bombus_gateway.tenants.endpoints.syncing import WeightSync
+from bombus_gateway.tenants.full_weights import RegisteredModel
+from bombus_gateway.training.dialects import is_tinkers
 from bombus_gateway.training.endpoints import Endpoint, SyncRequest, read_endpoint, read_new_endpoint, read_sync
+from bombus_gateway.training.submission import DEFAULT_MODEL
 
 REST_S = 900.0  # for what the trainer is doing to end, covers to be written, or models to be made again
 
@@ -29,8 +32,11 @@ REST_S = 900.0  # for what the trainer is doing to end, covers to be written, or
 class EndpointRoutes:
     """The endpoints of one engine."""
 
-    def __init__(self, gateway: Gateway, desk: OperationDesk, rest_s: float = REST_S) -> None:
+    def __init__(
+        self, gateway: Gateway, desk: OperationDesk, registered: RegisteredModel, rest_s: float = REST_S
+    ) -> None:
         self._gateway = gateway
+        self._registered = registered
         self._rest_s = rest_s
         self._desk = desk
         self._hosts = gateway.settings.inference_hosts
@@ -115,10 +121,15 @@ class EndpointRoutes:
         return _entry(at, added.world_size, await looked_at(self._hosts, at))
 
     async def sync(self, request: Request) -> Response:
-        body = await read_body(request)
+        body, holder = await read_body(request), self._holder(request)
 
         async def synced() -> object:
-            return await self._sync.sync(read_sync(body), self._holder(request))
+            asked = read_sync(body)
+            models = seen_by(self._desk.tenants, holder).open_models
+            meant = asked.model or ("" if any(not is_tinkers(each.name) for each in models) else DEFAULT_MODEL)
+            if self._registered.unborn(meant, holder):
+                await self._registered.create(holder)  # what is put in sync is its base
+            return await self._sync.sync(asked, holder)
 
         return await _told(synced())
 

@@ -98,8 +98,10 @@ class SampleDrawing:
         """Raise `Refused` unless the run serves the sampler. One that trains scored groups serves its policy alone."""
         engine = self.engine
         if engine.phase == Phase.OFFLINE:
-            why = f"Engine {engine.name} is not running, so nothing can be sampled: create a model, which starts it."
-            raise Refused(Code.WRONG_PHASE, why)
+            why = f"Engine {engine.name} is not running, so nothing can be sampled"
+            raise Refused(
+                Code.WRONG_PHASE, f"{why}: create a model, or a sampling client of its base, which starts it."
+            )
         if engine.takes_trajectories:
             if engine.trains_scored and not sampler.address:
                 return

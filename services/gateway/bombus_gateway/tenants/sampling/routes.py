@@ -20,7 +20,8 @@ from bombus_gateway.tenants.bodies import in_json, names_in, read_body
 from bombus_gateway.tenants.news import found
 from bombus_gateway.tenants.sampling.drawing import SampleDrawing
 from bombus_gateway.tenants.sampling.futures import SampleFutures
-from bombus_gateway.tenants.sampling.samplers import begun_sampler, found_sampler, named_sampler
+from bombus_gateway.tenants.sampling.samplers import begun_sampler, found_sampler, named_sampler, sampled_base
+from bombus_gateway.tenants.sessions import Sessions
 from bombus_gateway.training.dialects import OF_SAMPLE, TrainingDialect, dialect_of
 from bombus_gateway.training.generate import GenerateRequest, read_generate, write_generated
 from bombus_gateway.training.sampling import read_sample, read_sampling_session, sample_accepted
@@ -32,9 +33,10 @@ _AskedT = TypeVar("_AskedT", GenerateRequest, VllmRequest)
 class SamplingRoutes:
     """Sampling on one engine."""
 
-    def __init__(self, calls: Calls, engine: str, bases: Bases) -> None:
+    def __init__(self, calls: Calls, engine: str, bases: Bases, sessions: Sessions) -> None:
         self._calls = calls
         self._bases = bases
+        self._sessions = sessions
         self._guard = Guard(Access.CLIENT, calls.settings.keys, calls.settings.public_url)
         self._drawing = SampleDrawing(calls, engine)
         self.futures = SampleFutures(self._drawing, calls.capacity)
@@ -49,9 +51,11 @@ class SamplingRoutes:
         body = await read_body(request)
         dialect = dialect_of("create_sampling_session", "", names_in(body))
         asked, holder = read_sampling_session(dialect, body), self._holder(request)
-        if dialect == TrainingDialect.TINKER:
-            await self._found(lambda: _check_session(self._drawing.engine.tenants, asked.id, holder))
         wanted = msgspec.structs.replace(asked, base=self._bases.path_of(asked.base))
+        if dialect == TrainingDialect.TINKER:
+            session = await self._found(lambda: _open_session(self._drawing.engine.tenants, asked.id, holder))
+            base = await self._found(lambda: sampled_base(self._drawing.engine, wanted, holder))
+            await self._sessions.begin_sampling(session, base, request.scope["headers"])
         name, sampler = await self._found(lambda: begun_sampler(self._drawing.engine, wanted, holder))
         if dialect == TrainingDialect.TINKER:
             return in_json({"type": "create_sampling_session", "sampling_session_id": name})
@@ -117,9 +121,10 @@ class SamplingRoutes:
         return msgspec.structs.replace(given, asked=asked)
 
 
-def _check_session(tenants: Tenants, sampling_session: str, holder: str) -> None:
-    """Raise `Refused` unless the client's session is open."""
+def _open_session(tenants: Tenants, sampling_session: str, holder: str) -> str:
+    """Return the client's session. Raises `Refused` unless it is open."""
     session = sampling_session.rpartition(OF_SAMPLE)[0]
     known = seen_session(tenants, session, holder)
     if known is None or known.ended is not None:
         raise Refused(Code.SESSION_OVER, f"Session {session[:100]} has ended here, or never began; open another one.")
+    return session

@@ -1,8 +1,8 @@
 """Samplers: which weights a session of sampling has.
 
-The id of a sampler says it, so every gateway knows it, also after a restart. `S:sample:0:base` is the base, and
-`S:sample:0:ADDRESS` a checkpoint by the beginning of its address: it cannot change. `S:sample:0` began with an unnamed
-save, which has that number in its name.
+The id of a sampler says it, so every gateway knows it, also after a restart. `S:sample:0:base-DIGEST` is a base by the
+beginning of its path's digest, and `S:sample:0:ADDRESS` a checkpoint by that of its address: neither can change.
+`S:sample:0` began with an unnamed save, which has that number in its name.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from bombus.errors import Code, Refused
+from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.owners import may_read, seen_by
 from bombus.hive.tenants.state import KeptWeights, Tenants
@@ -23,6 +24,7 @@ from bombus_gateway.training.sampling import SamplingSession
 
 BASE = "base"
 ADDRESS_CHARACTERS = 24
+MARK_CHARACTERS = 16
 
 
 class Sampler(msgspec.Struct, frozen=True):
@@ -39,7 +41,17 @@ def begun_sampler(engine: EngineState, asked: SamplingSession, holder: str) -> t
     if asked.checkpoint is not None:
         sampler = _of_checkpoint(engine, found_checkpoint(engine.tenants, asked.checkpoint, holder))
         return f"{asked.id}:{sampler.address[:ADDRESS_CHARACTERS]}", sampler
-    return f"{asked.id}:{BASE}", _of_base(engine, asked.base)
+    sampler = _of_base(engine, asked.base)
+    return f"{asked.id}:{_base_mark(sampler.base)}", sampler
+
+
+def sampled_base(engine: EngineState, asked: SamplingSession, holder: str) -> str:
+    """Return the base that a new sampler needs. Raises `Refused` where there is no such checkpoint."""
+    if asked.checkpoint is None:
+        return asked.base
+    kept = found_checkpoint(engine.tenants, asked.checkpoint, holder)
+    _check_adapter(kept)
+    return kept.noted.base
 
 
 def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
@@ -49,8 +61,8 @@ def found_sampler(engine: EngineState, name: str, holder: str) -> Sampler:
     """
     session, _, numbered = name.rpartition(OF_SAMPLE)
     number, _, what = numbered.partition(":")
-    if what == BASE and session:
-        return _of_base(engine, "")
+    if what.startswith(BASE) and session:
+        return _of_marked_base(engine, what)
     kept = [each for each in engine.tenants.kept.values() if may_read(each, holder)]
     if what:
         found = [each for each in kept if len(what) == ADDRESS_CHARACTERS and each.noted.saved.address.startswith(what)]
@@ -128,24 +140,46 @@ def _inflight_number(kept: KeptWeights) -> int:
     return int(number) if is_one else -1
 
 
+def _base_mark(base: str) -> str:
+    """Return what the ids of a base's samplers have of it."""
+    return f"{BASE}-{digest(base.encode()).hex()[:MARK_CHARACTERS]}"
+
+
+def _of_marked_base(engine: EngineState, mark: str) -> Sampler:
+    sampler = _of_base(engine, "")
+    if mark not in (BASE, _base_mark(sampler.base)):  # earlier gateways gave the bare word to all of them
+        why = f"This sampler is of another base than {sampler.base}, which engine {engine.name} has now"
+        raise Refused(Code.UNKNOWN_MODEL, f"{why}: make another one.")
+    return sampler
+
+
 def _of_base(engine: EngineState, wanted: str) -> Sampler:
     names = base_names(engine)
     if not names or (wanted and wanted not in names):
         here = f"Engine {engine.name} has {names[0]}" if names else f"Engine {engine.name} has no model yet"
-        why = f"{here}, and no {wanted[:200]}: create a model on that first, which starts it."
+        why = f"{here}, and no {wanted[:200]}: create a model or a sampling client on that, which starts it."
         raise Refused(Code.UNKNOWN_MODEL, why)
     return Sampler(names[0])
 
 
-def _of_checkpoint(engine: EngineState, kept: KeptWeights) -> Sampler:
+def _check_adapter(kept: KeptWeights) -> None:
+    """Raise `Refused` unless a checkpoint is one that replicas sample from: an adapter."""
     noted = kept.noted
     if noted.adapter is None:
         why = f"{path_of(kept).id} has all weights of its model, and only adapters are sampled from here."
-        raise Refused(Code.UNSUPPORTED, f"{why} Train an adapter (rank 1 or more) to sample from it.")
+        raise Refused(
+            Code.UNSUPPORTED,
+            f"{why} Train an adapter (rank 1 or more) to sample from it, or put an inference server elsewhere in sync "
+            "with the model (sync_inference_weights), and sample from that.",
+        )
     if noted.saved.use == CheckpointKind.EXTERNAL and kept.is_for_sync:
         why = f"{path_of(kept).id} is a whole model for inference servers elsewhere: sample from those."
         raise Refused(Code.UNSUPPORTED, why)
-    started = engine.started
+
+
+def _of_checkpoint(engine: EngineState, kept: KeptWeights) -> Sampler:
+    _check_adapter(kept)
+    noted, started = kept.noted, engine.started
     if engine.phase != Phase.OFFLINE and started is not None and noted.base not in (started.base, *base_names(engine)):
         why = f"{path_of(kept).id} is an adapter on {noted.base}, and engine {engine.name} runs {started.base} now."
         raise Refused(Code.UNKNOWN_MODEL, why)
