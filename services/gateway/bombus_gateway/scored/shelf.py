@@ -16,6 +16,7 @@ from bombus.hive.trajectories.state import HandedOut, Trajectories
 from bombus.hive.trajectories.training import why_not_trained
 from bombus_gateway.atropos.scored_data import record_of
 from bombus_gateway.context import Gateway
+from bombus_gateway.scored.reading import RecordReader
 
 ARRIVAL_S = 1.0  # within which a batch that was sent is known to have arrived
 ATTEMPTS_MAX = 4
@@ -34,6 +35,7 @@ class GroupShelf:
         self._parts = Parts(gateway.bus, gateway.bus.subjects.trajectories_stream)
         self._subject = gateway.bus.subjects.trajectory(engine)
         self._decoding = asyncio.Semaphore(DECODING_MAX)
+        self._lost: set[BodyRef] = set()  # that were not there when a batch was sent: they are looked at first
 
     @property
     def state(self) -> EngineState:
@@ -129,17 +131,26 @@ class GroupShelf:
         sent = inbox.BatchSent(id=uuid.uuid4().hex, engine=self.engine, run=batch.run, number=batch.number)
         await self._gateway.bus.inbox.send(sent)
 
-    async def records(self, groups: Sequence[QueuedGroup]) -> list[bytes]:
-        """Return the records of groups. Raises `LogCorrupted` when one is gone, and `BusUnavailable`."""
-        return await _each(self._parts.fetch, [group.body for group in groups if group.body is not None])
+    async def records(self, groups: Sequence[QueuedGroup]) -> RecordReader:
+        """Return the records of groups, of which the first are read, and those that could not be read before.
+
+        Raises `LogCorrupted` when one of these is gone, and `BusUnavailable`; the reader raises it for later ones.
+        """
+        refs = [group.body for group in groups if group.body is not None]
+        for ref in self._lost.intersection(refs):
+            await self._parts.fetch(ref)
+            self._lost.discard(ref)
+        reader = RecordReader(self._parts.fetch, refs, self._lost.add)
+        await reader.begin()
+        return reader
 
     async def latest(self) -> ScoredGroup | None:
         """Return the group that was pushed last."""
         latest = self.trajectories.latest
         if latest is None:
             return None
-        (record,) = await self.records([latest])
-        return await self.apart(decode_group, record)
+        record = await (await self.records([latest])).next()
+        return None if record is None else await self.apart(decode_group, record)
 
 
 async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]) -> list[_T]:
