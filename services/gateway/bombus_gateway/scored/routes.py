@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive import inbox
@@ -31,6 +31,7 @@ from bombus_gateway.atropos.requests import read_environment, read_environment_i
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
 from bombus_gateway.context import Gateway
 from bombus_gateway.refusals import ERROR_HEADERS
+from bombus_gateway.scored.direct import DirectRoute
 from bombus_gateway.scored.reading import RecordReader
 from bombus_gateway.scored.shelf import GroupShelf
 
@@ -41,14 +42,19 @@ UUID_BITS = 128
 PIECE_BYTES = 1 << 18  # of a batch
 IDEMPOTENCY_KEY = "x-idempotency-key"
 BATCH, RESET_DATA = "/batch", "/reset_data"
+DIRECT = ("/scored_data", "/scored_data_list", "/status-env")
 
 ScoredHandler = Callable[[Request], Awaitable[Response]]
 RefusalWriter = Callable[[Refused], tuple[int, bytes]]
 
 
-def scored_router(gateway: Gateway, engine: str) -> APIRouter:
-    """Return the routes of one engine. Those that begin or end a run take the admin key, where there is one."""
+def scored_router(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[APIRouter, dict[str, ASGIApp]]:
+    """Return the routes of one engine, and those of them that are answered directly. `others` answers by the former.
+
+    Those that begin or end a run take the admin key, where there is one.
+    """
     routes = ScoredRoutes(gateway, GroupShelf(gateway, engine))
+    direct: dict[str, ASGIApp] = {}
     keys, public_url = gateway.settings.keys, gateway.settings.public_url
     router = APIRouter(include_in_schema=False)
     table: tuple[tuple[str, str, ScoredHandler], ...] = (
@@ -70,8 +76,11 @@ def scored_router(gateway: Gateway, engine: str) -> APIRouter:
         access = Access.CONTROL if path in ("/register", RESET_DATA) else Access.CLIENT
         guard = Guard(access, keys, public_url, changing_get=path in (BATCH, RESET_DATA))
         write = write_batch_refusal if path == BATCH else write_refusal
-        router.add_api_route(path, _refusing(gateway, handler, write), methods=[method], dependencies=[Depends(guard)])
-    return router
+        answer = _refusing(gateway, handler, write)
+        router.add_api_route(path, answer, methods=[method], dependencies=[Depends(guard)])
+        if path in DIRECT:
+            direct[path] = DirectRoute(method, guard, answer, others)
+    return router, direct
 
 
 def _refusing(gateway: Gateway, handler: ScoredHandler, write: RefusalWriter) -> ScoredHandler:
@@ -107,7 +116,7 @@ async def _read(request: Request, shelf: GroupShelf) -> bytes:
     except ClientDisconnect:
         raise Refused(Code.MALFORMED, "The body was cut off.") from None
     encoding = request.headers.get("content-encoding", "")
-    return await shelf.apart(inflated, encoding, bytes(body)) if encoding else bytes(body)
+    return await shelf.apart(len(body), inflated, encoding, bytes(body)) if encoding else bytes(body)
 
 
 def _answered(request: Request, body: bytes, media_type: str = JSON) -> Response:
@@ -324,13 +333,13 @@ class ScoredRoutes:
 
     async def scored_data(self, request: Request) -> Response:
         body = await _read(request, self._shelf)
-        group = await self._shelf.apart(read_scored_data, body)
+        group = await self._shelf.apart(len(body), read_scored_data, body)
         (held,) = await self._shelf.push([group], request.headers.get(IDEMPOTENCY_KEY, ""))
         return _answered(request, answers.write_pushed(_pushed(held)))
 
     async def scored_data_list(self, request: Request) -> Response:
         body = await _read(request, self._shelf)
-        groups = await self._shelf.apart(read_scored_data_list, body)
+        groups = await self._shelf.apart(len(body), read_scored_data_list, body)
         if not groups:
             return _answered(request, answers.write_pushed_list([]))
         held = await self._shelf.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""))

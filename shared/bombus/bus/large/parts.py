@@ -22,8 +22,8 @@ class Parts:
         self._bus = bus
         self._stream = stream or bus.subjects.ops_stream
 
-    async def store(self, subject: str, body: bytes, timeout_s: float = 30.0) -> BodyRef:
-        """Store a body, and return its reference once all of it is durable.
+    async def store(self, subject: str, body: bytes, timeout_s: float = 30.0, known: bytes = b"") -> BodyRef:
+        """Store a body, and return its reference once all of it is durable. Its digest may be `known`.
 
         Each call stores it anew, because the copy of an earlier call may be purged already: what makes an operation one
         is its key. Raises `Refused` for a body over the limit, `BusUnavailable` when not all of it is acknowledged
@@ -37,7 +37,8 @@ class Parts:
             )
         for _ in range(ATTEMPTS_MAX):
             acks = await self._publish(subject, body, timeout_s)
-            ref = BodyRef(seqs=tuple(ack.seq for ack in acks), size=len(body), digest=await _digest(body))
+            seqs = tuple(ack.seq for ack in acks)
+            ref = BodyRef(seqs=seqs, size=len(body), digest=known or await _digest(body))
             if not any(ack.duplicate for ack in acks) or await self._is_there(ref):
                 return ref
         raise BusUnavailable(f"{subject}: the server has not said where it keeps a body, {ATTEMPTS_MAX} times")
