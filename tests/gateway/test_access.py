@@ -127,7 +127,7 @@ async def keyed(bus: Bus) -> AsyncIterator[PlayedHive]:
 def routes_of(app: GatewayApp) -> list[tuple[str, str]]:
     """Return (method, path) of everything that the app answers."""
     found = [(method, route.path or "") for route in iter_route_contexts(app.routes) for method in route.methods or ()]
-    found += [("GET" if path.endswith("/models") else "POST", path) for path in app.hot]
+    found += [("GET" if path.endswith(("/models", "/status-env")) else "POST", path) for path in app.hot]
     return found + [("GET", f"{prefix}x") for prefix, _ in app.below]
 
 

@@ -136,7 +136,9 @@ def create_app(gateway: Gateway) -> GatewayApp:
         )
         app.include_router(swarm_router(gateway, engine), prefix=prefix)
         app.include_router(training_router(gateway, calls, engine), prefix=prefix)
-        app.include_router(scored_router(gateway, engine), prefix=prefix)
+        scored, direct = scored_router(gateway, engine, app.routed)
+        app.include_router(scored, prefix=prefix)
+        app.hot |= {f"{prefix}{path}": route for path, route in direct.items()}
     return app
 
 

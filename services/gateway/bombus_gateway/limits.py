@@ -52,6 +52,7 @@ ADAPTER_TARGETS = 64
 # Scored trajectories.
 TRAJECTORY_BODY_BYTES = 64 << 20  # after it was decompressed, too
 TRAJECTORY_NUMBERS = 8 << 20  # tokens and numbers of all arrays of one request
+SEQUENCE_NUMBERS = 1 << 20  # tokens of one sequence of them, or what stands beside these
 TRAJECTORY_LISTS = 1 << 20  # and objects; a teacher's candidates are a list for each token
 TRAJECTORY_GROUPS = 1024  # of one request
 GROUP_SEQUENCES = 1 << 14  # of a group, and of a batch

@@ -1,6 +1,9 @@
 """Scored groups that environments push."""
 
 import json
+import random
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +14,27 @@ from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, Sco
 from bombus_gateway import limits
 from bombus_gateway.atropos.batches import write_group
 from bombus_gateway.atropos.refusals import UnfitBody, write_refusal
-from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list, record_of
+from bombus_gateway.atropos.scored_data import BY_ROW_BYTES, read_scored_data, read_scored_data_list, record_of
+from tests.gateway.atropos.groups import random_group
 
 GROUP: dict[str, Any] = {"tokens": [[5, 6], [7]], "masks": [[-100, 6], [7]], "scores": [1.0, -0.5]}
 
 
+PADDING = "a" * BY_ROW_BYTES  # in a field that nobody knows: it makes a group a large one
+
+
 def body(**change: object) -> bytes:
     return json.dumps(GROUP | change).encode()
+
+
+def peak_bytes(do: Callable[[], object]) -> int:
+    """Return how much memory Python's objects take at most while something is done."""
+    tracemalloc.start()
+    try:
+        do()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def test_three_fields_are_a_group() -> None:
@@ -141,10 +158,11 @@ def test_programs_write_whole_numbers_as_floats_and_flags_for_numbers() -> None:
     ],
 )
 def test_what_is_wrong_with_a_group_is_refused_with_its_place(change: dict[str, object], place: str, why: str) -> None:
-    with pytest.raises(UnfitBody) as refused:
-        read_scored_data(body(**change))
-    assert refused.value.param == place
-    assert why in refused.value.why
+    for padding in ({}, {"padding": PADDING}):
+        with pytest.raises(UnfitBody) as refused:
+            read_scored_data(body(**padding, **change))
+        assert refused.value.param == place
+        assert why in refused.value.why
     with pytest.raises(UnfitBody) as refused:
         read_scored_data_list(b"[" + body() + b"," + body(**change) + b"]")
     assert refused.value.param == f"[1].{place}"
@@ -211,6 +229,61 @@ def test_what_is_kept_as_it_came_has_a_depth() -> None:
     assert read_scored_data(body(images=deep)).images == json.dumps(deep).encode()
     with pytest.raises(UnfitBody, match="images is nested deeper than 128"):
         read_scored_data(body(images=[deep]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_large_group_is_read_as_a_small_one(seed: int) -> None:
+    group = random_group(seed, environments=3)
+    found = read_scored_data(json.dumps(group | {"padding": PADDING}).encode())
+    assert found == read_scored_data(json.dumps(group).encode())
+
+
+def test_a_large_group_is_never_in_memory_as_lists_of_python() -> None:
+    """Whatever decodes millions of numbers at once keeps the interpreter, and so the gateway's other clients."""
+    chance = random.Random(1)
+    rows = [[chance.randrange(128_000) for _ in range(10_000)] for _ in range(32)]
+    numbers = [[chance.random() for _ in row] for row in rows]
+    given = body(tokens=rows, masks=rows, scores=[1.0] * 32, inference_logprobs=numbers)
+    assert peak_bytes(lambda: read_scored_data(given)) < 2 * len(given)  # four times as much with lists
+
+
+@pytest.mark.parametrize("kept", [[[1.0, 2.0]] * (1 << 17), ["a"] * (1 << 19), [{}] * (1 << 19)])
+def test_nan_at_the_end_of_a_large_body_is_found_without_decoding_it(kept: list[object]) -> None:
+    given = body(images=kept).replace(b"-0.5", b"NaN")  # scores come before the images
+    turned = given[:-1] + b',"scores":[1.0,NaN]}'
+
+    def refused(text: bytes) -> str:
+        with pytest.raises(UnfitBody, match=r"scores\[1\] is NaN") as found:
+            read_scored_data(text)
+        return found.value.param
+
+    assert refused(given) == "scores[1]"
+    if len(kept) < 1 << 18:
+        assert refused(turned) == "scores[1]"
+        assert peak_bytes(lambda: refused(turned)) < 3 * len(turned)
+
+
+def test_nan_after_too_much_to_look_through_is_told_by_its_byte() -> None:
+    given = body(images=[{}] * (1 << 19))[:-1] + b',"advantages":[NaN]}'
+    with pytest.raises(UnfitBody, match=f"The number at byte {len(given) - 5} is NaN or infinite") as found:
+        read_scored_data(given)
+    assert found.value.param == ""
+
+
+def test_a_sequence_has_a_length_that_is_decoded_at_once() -> None:
+    given = body(tokens=[[1] * (limits.SEQUENCE_NUMBERS + 1), [7]])
+    with pytest.raises(UnfitBody, match=r"tokens\[0\] has more than 1048576 values; send shorter sequences"):
+        read_scored_data(given)
+
+
+def test_a_body_is_utf8_wherever_it_is_cut() -> None:
+    text = "aé" * (1 << 19)  # two bytes of three are one character, so some of them lie across the chunks
+    assert (
+        json.loads(read_scored_data(json.dumps(GROUP | {"images": text}, ensure_ascii=False).encode()).images) == text
+    )
+    damaged = json.dumps(GROUP | {"images": text}, ensure_ascii=False).encode()[:-3] + b'"}'
+    with pytest.raises(UnfitBody, match=f"The body is not UTF-8: .* in position {len(damaged) - 3}"):
+        read_scored_data(damaged)
 
 
 def test_a_list_is_read_in_order_and_may_be_empty() -> None:

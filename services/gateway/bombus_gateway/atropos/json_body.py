@@ -1,10 +1,10 @@
 """JSON bodies of Atropos's clients: what is wrong with one is refused with its place."""
 
+import codecs
 import json
-import math
 import re
-from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -15,6 +15,13 @@ from bombus_gateway.decoding.json_body import BadParameter, decode_body
 
 _BodyT = TypeVar("_BodyT")
 _missing = re.compile(r"Object missing required field `([^`]*)`")
+_byte = re.compile(r"\(byte (\d+)\)")
+_not_finite = re.compile(rb"-?(?:NaN|Infinity)")
+_mark = re.compile(rb'[\[\]{}"]')  # a bracket, or the beginning of a text
+_text = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_colon = re.compile(rb"\s*:")
+_CHUNK_BYTES = 1 << 20
+MARKS_MAX = 1 << 18  # that are looked at for the place of a number: a quarter of a second
 
 
 def check_counts(body: bytes) -> None:
@@ -31,13 +38,13 @@ def check_counts(body: bytes) -> None:
 
 
 def decode_at(decoder: msgspec.json.Decoder[_BodyT], body: bytes, place: str = "") -> _BodyT:
-    """Decode a body, or the part of it at `place`. Raises `UnfitBody`.
+    """Decode a body, or the part of one at `place`. Raises `UnfitBody`.
 
     Python's own writer of JSON writes NaN and infinities, which are not JSON: they are refused where they stand.
     """
     try:
-        if not body.isascii():
-            body.decode()  # parts that are kept as they came were not looked into
+        if not place:
+            _check_utf8(body)  # parts that are kept as they came are not looked into
         return decode_body(decoder, body, place)
     except UnicodeDecodeError as error:
         raise UnfitBody(place, f"The body is not UTF-8: {error}.", "json_invalid") from None
@@ -47,8 +54,8 @@ def decode_at(decoder: msgspec.json.Decoder[_BodyT], body: bytes, place: str = "
             raise UnfitBody(where, f"{where} is missing.", "missing") from None
         raise UnfitBody(refusal.param, refusal.why) from None
     except Refused as refusal:
-        if b"NaN" in body or b"Infinity" in body:
-            _refuse_not_finite(body)
+        if found := _byte.search(refusal.why):
+            _refuse_not_finite(body, int(found[1]), place)
         raise UnfitBody(place, refusal.why, "json_invalid") from None
 
 
@@ -57,39 +64,80 @@ def within(place: str, field: str) -> str:
     return f"{place}.{field}" if place else field
 
 
-def _refuse_not_finite(body: bytes) -> NoReturn:
-    try:
-        steps = _steps_to_not_finite(json.loads(body.decode()))
-    except (ValueError, RecursionError):
-        raise UnfitBody("", "The body could not be read as JSON.", "json_invalid") from None
+def is_deeper(text: bytes, depth: int) -> bool:
+    """Return whether JSON has more than `depth` lists and objects within each other, without decoding it."""
+    if text.count(b"[") + text.count(b"{") <= depth:
+        return False
+    level = 0
+    for start, _ in _marks(text, len(text)):
+        first = text[start]
+        level += (first in b"[{") - (first in b"]}")
+        if level > depth:
+            return True
+    return False
+
+
+def _check_utf8(body: bytes) -> None:
+    """Raise `UnicodeDecodeError` for what is not UTF-8, without a copy of the whole body."""
+    if body.isascii():
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(body), _CHUNK_BYTES):
+        pending = len(decoder.getstate()[0])
+        try:
+            decoder.decode(body[start : start + _CHUNK_BYTES], final=start + _CHUNK_BYTES >= len(body))
+        except UnicodeDecodeError as error:
+            before = start - pending
+            raise UnicodeDecodeError("utf-8", body, before + error.start, before + error.end, error.reason) from None
+
+
+def _refuse_not_finite(body: bytes, end: int, place: str) -> None:
+    """Raise `UnfitBody` if the byte at which JSON ends to be JSON is that of a number which is not finite."""
+    found = _not_finite.match(body, end) or _not_finite.match(body, max(end - 1, 0))
+    if found is None:
+        return
+    steps = _steps_to(body, found.start())
     if steps is None:
-        raise UnfitBody("", "The body could not be read as JSON.", "json_invalid")
-    place = ""
+        why = f"The number at byte {found.start()} is NaN or infinite; send numbers that are finite."
+        raise UnfitBody(place, why)
     for step in steps:
         place = f"{place}[{step}]" if isinstance(step, int) else within(place, step)
     raise UnfitBody(place, f"{place} is NaN or infinite; send numbers that are finite.")
 
 
-def _steps_to_not_finite(value: Any) -> list[str | int] | None:
-    """Return the keys and indexes that lead to the first number that is not finite."""
-    if isinstance(value, float):
-        return None if math.isfinite(value) else []
-    pairs: Iterable[tuple[str | int, Any]]
-    if isinstance(value, dict):
-        pairs = value.items()
-    elif isinstance(value, list) and not _are_finite(value):
-        pairs = enumerate(value)
-    else:
-        return None
-    for key, inner in pairs:
-        if (steps := _steps_to_not_finite(inner)) is not None:
-            return [key, *steps]
-    return None
+def _steps_to(body: bytes, end: int) -> list[str | int] | None:
+    """Return the keys and indexes that lead to a byte of a body, which is JSON up to there. None: too many marks.
+
+    The body is not decoded: it may be large, and others wait while Python makes objects of all of it.
+    """
+    steps: list[str | int] = []
+    at = 0
+    for number, (start, after) in enumerate(_marks(body, end)):
+        if number == MARKS_MAX:
+            return None
+        _count_items(steps, body, at, start)
+        at = after
+        first = body[start : start + 1]
+        if first == b'"':
+            if steps and isinstance(steps[-1], str) and _colon.match(body, at):
+                steps[-1] = json.loads(body[start:after])
+        elif first in b"[{":
+            steps.append(0 if first == b"[" else "")
+        else:
+            steps.pop()
+    _count_items(steps, body, at, end)
+    return steps
 
 
-def _are_finite(values: list[Any]) -> bool:
-    """Return whether these are all finite numbers, without a look at each in Python: there may be millions."""
-    try:
-        return all(map(math.isfinite, values))
-    except (TypeError, OverflowError):  # lists, texts, or integers beyond all floats: they are looked at one by one
-        return False
+def _marks(text: bytes, end: int) -> Iterator[tuple[int, int]]:
+    """Yield where each bracket and each text of JSON begins and ends, up to a byte of it."""
+    at = 0
+    while mark := _mark.search(text, at, end):
+        found = _text.match(text, mark.start(), end)
+        at = mark.end() if found is None else found.end()
+        yield mark.start(), at
+
+
+def _count_items(steps: list[str | int], body: bytes, start: int, end: int) -> None:
+    if steps and isinstance(steps[-1], int):
+        steps[-1] += body.count(b",", start, end)

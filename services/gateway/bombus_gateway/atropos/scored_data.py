@@ -1,12 +1,13 @@
 """The bodies of `/scored_data` and `/scored_data_list`, as records of scored groups.
 
-JSON is read straight into packed numbers, group by group; its lists live no longer than that.
+JSON is read straight into packed numbers, group by group; its lists live no longer than that. Those of a large group
+live no longer than a row, so that no step of it keeps the interpreter from other requests for long.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Generic, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -15,17 +16,22 @@ from bombus.errors import Code, Refused
 from bombus.hive.records import BODY_BYTES_MAX
 from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, encode_group, pack_ints
 from bombus_gateway import limits
-from bombus_gateway.atropos.json_body import check_counts, decode_at, within
+from bombus_gateway.atropos.json_body import check_counts, decode_at, is_deeper, within
 from bombus_gateway.atropos.refusals import UnfitBody
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
+BY_ROW_BYTES = 1 << 20  # of a group whose rows are decoded one by one
 _TextT = TypeVar("_TextT")
+_RowT = TypeVar("_RowT")
 _NULL = msgspec.Raw(b"null")
 
 # Programs write whole numbers as floats, and 0 and 1 as booleans, which Atropos takes.
 _Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)] | float | bool
 _Mask: TypeAlias = Annotated[int, Meta(ge=INT32_MIN, le=INT32_MAX)] | float | bool
 _Number: TypeAlias = float | bool
+
+_Floats: TypeAlias = Collection[Sequence[float]]
+_Candidates: TypeAlias = Collection[Sequence[Sequence[float]]]
 
 
 class _Group(msgspec.Struct):
@@ -45,7 +51,26 @@ class _Group(msgspec.Struct):
     env_id: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
 
-class _Message(msgspec.Struct):
+class _GroupText(msgspec.Struct):
+    """A group whose arrays are not decoded yet."""
+
+    tokens: msgspec.Raw
+    masks: msgspec.Raw
+    scores: list[_Number]
+    advantages: msgspec.Raw = _NULL
+    ref_logprobs: msgspec.Raw = _NULL
+    inference_logprobs: msgspec.Raw = _NULL
+    distill_token_ids: msgspec.Raw = _NULL
+    distill_logprobs: msgspec.Raw = _NULL
+    generation_params: msgspec.Raw = _NULL
+    messages: msgspec.Raw = _NULL
+    overrides: msgspec.Raw = _NULL
+    group_overrides: msgspec.Raw = _NULL
+    images: msgspec.Raw = _NULL
+    env_id: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+
+
+class _Message(msgspec.Struct, gc=False):
     """A message has these two at least, whatever they are."""
 
     role: msgspec.Raw
@@ -53,11 +78,17 @@ class _Message(msgspec.Struct):
 
 
 _groups = msgspec.json.Decoder(_Group)
+_texts = msgspec.json.Decoder(_GroupText)
+_token_row = msgspec.json.Decoder(list[_Token])
+_mask_row = msgspec.json.Decoder(list[_Mask])
+_number_row = msgspec.json.Decoder(list[_Number])
+_token_rows = msgspec.json.Decoder(list[list[_Token]])
+_number_rows = msgspec.json.Decoder(list[list[_Number]])
 _lists = msgspec.json.Decoder(list[msgspec.Raw])
 _messages = msgspec.json.Decoder(list[list[_Message]])
 _objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_anything = msgspec.json.Decoder()
+_anything = msgspec.json.Decoder(msgspec.Raw)
 
 
 def read_scored_data(body: bytes) -> ScoredGroup:
@@ -90,23 +121,68 @@ def record_of(group: ScoredGroup) -> bytes:
     return record
 
 
+class _Rows(Generic[_RowT]):
+    """The rows of an array, each of which is decoded when it is looked at. Raises `UnfitBody`."""
+
+    def __init__(self, text: msgspec.Raw, decoder: "msgspec.json.Decoder[_RowT]", place: str) -> None:
+        self._rows = decode_at(_lists, bytes(text), place)
+        self._decoder = decoder
+        self._place = place
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[_RowT]:
+        for index, row in enumerate(self._rows):
+            text, place = bytes(row), f"{self._place}[{index}]"
+            if text.count(b",") >= limits.SEQUENCE_NUMBERS:
+                why = f"{place} has more than {limits.SEQUENCE_NUMBERS} values; send shorter sequences."
+                raise UnfitBody(place, why)
+            yield decode_at(self._decoder, text, place)
+
+    def __contains__(self, row: object) -> bool:
+        return any(row == each for each in self)
+
+
+class _ByRow:
+    """A group as `_Group` has it, whose arrays are decoded row by row. Raises `UnfitBody`."""
+
+    def __init__(self, body: bytes, place: str) -> None:
+        text = self.text = decode_at(_texts, body, place)
+        self._place = place
+        self.tokens = _Rows(text.tokens, _token_row, within(place, "tokens"))
+        self.masks = _Rows(text.masks, _mask_row, within(place, "masks"))
+        self.advantages = self._maybe(text.advantages, _number_row, "advantages")
+        self.ref_logprobs = self._maybe(text.ref_logprobs, _number_row, "ref_logprobs")
+        self.inference_logprobs = self._maybe(text.inference_logprobs, _number_row, "inference_logprobs")
+        self.distill_token_ids = self._maybe(text.distill_token_ids, _token_rows, "distill_token_ids")
+        self.distill_logprobs = self._maybe(text.distill_logprobs, _number_rows, "distill_logprobs")
+
+    def _maybe(self, text: msgspec.Raw, decoder: "msgspec.json.Decoder[_RowT]", field: str) -> Collection[_RowT] | None:
+        return None if bytes(text) == b"null" else _Rows(text, decoder, within(self._place, field))
+
+
 def _group(body: bytes, place: str) -> ScoredGroup:
-    given = decode_at(_groups, body, place)
-    lengths = _lengths(given.tokens, within(place, "tokens"))
+    if len(body) < BY_ROW_BYTES:
+        rows: _Group | _ByRow = decode_at(_groups, body, place)
+    else:
+        rows = _ByRow(body, place)
+    given = rows if isinstance(rows, _Group) else rows.text
+    lengths, tokens = _tokens(rows.tokens, within(place, "tokens"))
     scores = within(place, "scores")
     if len(given.scores) != len(lengths):
         why = f"{scores} has {len(given.scores)} numbers for {len(lengths)} sequences; send one for each."
         raise UnfitBody(scores, why)
-    ids, logprobs = _teacher(given, lengths, place)
-    advantages, rows = _advantages(given.advantages, lengths, within(place, "advantages"))
+    ids, logprobs = _teacher(rows, lengths, place)
+    advantages, advantage_lengths = _advantages(rows.advantages, lengths, within(place, "advantages"))
     return ScoredGroup(
         lengths=pack_ints(lengths),
-        tokens=_whole_numbers(given.tokens, within(place, "tokens"), 0),
-        masks=_masks(given.masks, lengths, within(place, "masks")),
+        tokens=tokens,
+        masks=_masks(rows.masks, lengths, within(place, "masks")),
         scores=PackedFloats.of(given.scores),
         advantages=advantages,
-        ref_logprobs=_beside(given.ref_logprobs, lengths, within(place, "ref_logprobs")),
-        inference_logprobs=_beside(given.inference_logprobs, lengths, within(place, "inference_logprobs")),
+        ref_logprobs=_beside(rows.ref_logprobs, lengths, within(place, "ref_logprobs")),
+        inference_logprobs=_beside(rows.inference_logprobs, lengths, within(place, "inference_logprobs")),
         distill_token_ids=ids,
         distill_logprobs=logprobs,
         generation_params=_text(given.generation_params, _object, within(place, "generation_params")),
@@ -115,24 +191,30 @@ def _group(body: bytes, place: str) -> ScoredGroup:
         group_overrides=_text(given.group_overrides, _object, within(place, "group_overrides")),
         images=_text(given.images, _anything, within(place, "images")),
         environment=given.env_id,
-        advantage_lengths=rows,
+        advantage_lengths=advantage_lengths,
     )
 
 
-def _lengths(tokens: Sequence[Sequence[float]], place: str) -> list[int]:
-    """Return how many tokens each sequence has."""
-    if not 0 < len(tokens) <= limits.GROUP_SEQUENCES:
-        why = f"{place} has {len(tokens)} sequences; a group has 1 to {limits.GROUP_SEQUENCES}."
+def _tokens(rows: _Floats, place: str) -> tuple[list[int], bytes]:
+    """Return how many tokens each sequence has, and all of them."""
+    if not 0 < len(rows) <= limits.GROUP_SEQUENCES:
+        why = f"{place} has {len(rows)} sequences; a group has 1 to {limits.GROUP_SEQUENCES}."
         raise UnfitBody(place, why)
-    lengths = [len(row) for row in tokens]
-    if 0 in lengths:
-        empty = f"{place}[{lengths.index(0)}]"
-        raise UnfitBody(empty, f"{empty} is a sequence without tokens; leave it out of its group.")
-    return lengths
+    lengths: list[int] = []
+
+    def counted() -> Iterator[Sequence[float]]:
+        for row in rows:
+            if not row:
+                empty = f"{place}[{len(lengths)}]"
+                raise UnfitBody(empty, f"{empty} is a sequence without tokens; leave it out of its group.")
+            lengths.append(len(row))
+            yield row
+
+    return lengths, _whole_numbers(counted(), place, 0)
 
 
-def _check_rows(rows: Sequence[Sequence[object]], lengths: Sequence[int], place: str) -> None:
-    """Raises `UnfitBody` where rows are not as long as the sequences beside which they stand."""
+def _fitting(rows: Collection[Sequence[_RowT]], lengths: Sequence[int], place: str) -> Iterator[Sequence[_RowT]]:
+    """Yield rows. Raises `UnfitBody` where they are not as long as the sequences beside which they stand."""
     if len(rows) != len(lengths):
         raise UnfitBody(place, f"{place} has {len(rows)} rows for {len(lengths)} sequences; send one for each.")
     for index, (row, length) in enumerate(zip(rows, lengths)):
@@ -140,23 +222,18 @@ def _check_rows(rows: Sequence[Sequence[object]], lengths: Sequence[int], place:
             where = f"{place}[{index}]"
             why = f"{where} has {len(row)} values for the {length} tokens of its sequence; send one for each token."
             raise UnfitBody(where, why)
+        yield row
 
 
-def _masks(rows: Sequence[Sequence[float]], lengths: Sequence[int], place: str) -> bytes:
-    _check_rows(rows, lengths, place)
-    return _whole_numbers(rows, place, INT32_MIN)
+def _masks(rows: _Floats, lengths: Sequence[int], place: str) -> bytes:
+    return _whole_numbers(_fitting(rows, lengths, place), place, INT32_MIN)
 
 
-def _beside(rows: Sequence[Sequence[float]] | None, lengths: Sequence[int], place: str) -> PackedFloats | None:
-    if rows is None:
-        return None
-    _check_rows(rows, lengths, place)
-    return PackedFloats.of([*chain.from_iterable(rows)])
+def _beside(rows: _Floats | None, lengths: Sequence[int], place: str) -> PackedFloats | None:
+    return None if rows is None else PackedFloats.of_rows(_fitting(rows, lengths, place))
 
 
-def _advantages(
-    rows: Sequence[Sequence[float]] | None, lengths: Sequence[int], place: str
-) -> tuple[PackedFloats | None, bytes]:
+def _advantages(rows: _Floats | None, lengths: Sequence[int], place: str) -> tuple[PackedFloats | None, bytes]:
     """Return advantages, and the lengths of their rows where these are not those of the sequences.
 
     Atropos's environments send one for each turn, too, and their trainers know what they make of it.
@@ -165,20 +242,27 @@ def _advantages(
         return None, b""
     if not rows:
         raise UnfitBody(place, f"{place} has no rows; send one for each sequence, or null.")
-    given = [*map(len, rows)]
-    packed = PackedFloats.of([*chain.from_iterable(rows)])
+    given: list[int] = []
+
+    def counted() -> Iterator[Sequence[float]]:
+        for row in rows:
+            given.append(len(row))
+            yield row
+
+    packed = PackedFloats.of_rows(counted())
     return packed, b"" if given == list(lengths) else pack_ints(given)
 
 
-def _whole_numbers(rows: Sequence[Sequence[float]], place: str, least: int) -> bytes:
+def _whole_numbers(rows: Iterable[Sequence[float]], place: str, least: int) -> bytes:
     """Pack rows of integers. Raises `UnfitBody` for a number that is not whole, or is out of range."""
+    return b"".join([_whole_row(row, f"{place}[{index}]", least) for index, row in enumerate(rows)])
+
+
+def _whole_row(row: Sequence[float], place: str, least: int) -> bytes:
     try:
-        return b"".join([pack_ints(row) for row in rows])  # type: ignore[arg-type]  # floats are told apart by failing
+        return pack_ints(row)  # type: ignore[arg-type]  # floats are told apart by failing
     except struct.error:
-        return b"".join(
-            pack_ints([_whole(number, f"{place}[{index}][{at}]", least) for at, number in enumerate(row)])
-            for index, row in enumerate(rows)
-        )
+        return pack_ints([_whole(number, f"{place}[{at}]", least) for at, number in enumerate(row)])
 
 
 def _whole(number: float, place: str, least: int) -> int:
@@ -188,21 +272,28 @@ def _whole(number: float, place: str, least: int) -> int:
 
 
 def _teacher(
-    given: _Group, lengths: Sequence[int], place: str
+    rows: _Group | _ByRow, lengths: Sequence[int], place: str
 ) -> tuple[PackedCandidates | None, PackedCandidates | None]:
     """Return a teacher's candidates for each token, and their logprobs, which go together."""
     ids = logprobs = None
     tokens_at, logprobs_at = within(place, "distill_token_ids"), within(place, "distill_logprobs")
-    if given.distill_token_ids is not None:
-        _check_rows(given.distill_token_ids, lengths, tokens_at)
-        packed = [_whole_numbers(rows, f"{tokens_at}[{at}]", 0) for at, rows in enumerate(given.distill_token_ids)]
-        counts = pack_ints([*map(len, chain.from_iterable(given.distill_token_ids))])
-        ids = PackedCandidates(counts=counts, tokens=b"".join(packed))
-    if given.distill_logprobs is not None:
-        _check_rows(given.distill_logprobs, lengths, logprobs_at)
-        beside = [*chain.from_iterable(given.distill_logprobs)]
-        numbers = PackedFloats.of([*chain.from_iterable(beside)])
-        logprobs = PackedCandidates(counts=pack_ints([*map(len, beside)]), logprobs=numbers)
+    if rows.distill_token_ids is not None:
+        counts: list[int] = []
+        packed: list[bytes] = []
+        for index, row in enumerate(_fitting(rows.distill_token_ids, lengths, tokens_at)):
+            counts += map(len, row)
+            packed.append(_whole_numbers(row, f"{tokens_at}[{index}]", 0))
+        ids = PackedCandidates(counts=pack_ints(counts), tokens=b"".join(packed))
+    if rows.distill_logprobs is not None:
+        beside: list[int] = []
+
+        def counted(all_rows: _Candidates) -> Iterator[Sequence[float]]:
+            for row in _fitting(all_rows, lengths, logprobs_at):
+                beside.extend(map(len, row))
+                yield [*chain.from_iterable(row)]
+
+        numbers = PackedFloats.of_rows(counted(rows.distill_logprobs))
+        logprobs = PackedCandidates(counts=pack_ints(beside), logprobs=numbers)
     if ids is not None and logprobs is not None and ids.counts != logprobs.counts:
         why = f"{logprobs_at} and {tokens_at} differ in how many candidates a token has; send a logprob for each."
         raise UnfitBody(logprobs_at, why)
@@ -215,6 +306,6 @@ def _text(raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_TextT]", place: str)
     if text == b"null":
         return b""
     decode_at(decoder, text, place)
-    if text.count(b"[") + text.count(b"{") > limits.DEPTH and limits.is_deeper(decode_at(_anything, text, place)):
+    if is_deeper(text, limits.DEPTH):
         raise UnfitBody(place, f"{place} is nested deeper than {limits.DEPTH}.")
     return text

@@ -155,6 +155,8 @@ def split_asked(asked: Sequence[Asked | None]) -> tuple[tuple[Demand, ...], list
 
 def _without_halves(text: str) -> str:
     """Return JSON with U+FFFD in place of each half of a surrogate pair."""
+    if r"\u" not in text:  # as in most bodies: looking at each character of a large one takes seconds
+        return text
     return _escapes.sub(lambda found: r"\ufffd" if found["half"] else found[0], text)
 
 

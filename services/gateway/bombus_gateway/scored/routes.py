@@ -7,12 +7,12 @@ clients send again.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive import inbox
@@ -31,22 +31,30 @@ from bombus_gateway.atropos.requests import read_environment, read_environment_i
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
 from bombus_gateway.context import Gateway
 from bombus_gateway.refusals import ERROR_HEADERS
+from bombus_gateway.scored.direct import DirectRoute
+from bombus_gateway.scored.reading import RecordReader
 from bombus_gateway.scored.shelf import GroupShelf
 
 log = logging.getLogger(__name__)
 
 JSON = "application/json"
 UUID_BITS = 128
+PIECE_BYTES = 1 << 18  # of a batch
 IDEMPOTENCY_KEY = "x-idempotency-key"
 BATCH, RESET_DATA = "/batch", "/reset_data"
+DIRECT = ("/scored_data", "/scored_data_list", "/status-env")
 
 ScoredHandler = Callable[[Request], Awaitable[Response]]
 RefusalWriter = Callable[[Refused], tuple[int, bytes]]
 
 
-def scored_router(gateway: Gateway, engine: str) -> APIRouter:
-    """Return the routes of one engine. Those that begin or end a run take the admin key, where there is one."""
+def scored_router(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[APIRouter, dict[str, ASGIApp]]:
+    """Return the routes of one engine, and those of them that are answered directly. `others` answers by the former.
+
+    Those that begin or end a run take the admin key, where there is one.
+    """
     routes = ScoredRoutes(gateway, GroupShelf(gateway, engine))
+    direct: dict[str, ASGIApp] = {}
     keys, public_url = gateway.settings.keys, gateway.settings.public_url
     router = APIRouter(include_in_schema=False)
     table: tuple[tuple[str, str, ScoredHandler], ...] = (
@@ -68,8 +76,11 @@ def scored_router(gateway: Gateway, engine: str) -> APIRouter:
         access = Access.CONTROL if path in ("/register", RESET_DATA) else Access.CLIENT
         guard = Guard(access, keys, public_url, changing_get=path in (BATCH, RESET_DATA))
         write = write_batch_refusal if path == BATCH else write_refusal
-        router.add_api_route(path, _refusing(gateway, handler, write), methods=[method], dependencies=[Depends(guard)])
-    return router
+        answer = _refusing(gateway, handler, write)
+        router.add_api_route(path, answer, methods=[method], dependencies=[Depends(guard)])
+        if path in DIRECT:
+            direct[path] = DirectRoute(method, guard, answer, others)
+    return router, direct
 
 
 def _refusing(gateway: Gateway, handler: ScoredHandler, write: RefusalWriter) -> ScoredHandler:
@@ -105,7 +116,7 @@ async def _read(request: Request, shelf: GroupShelf) -> bytes:
     except ClientDisconnect:
         raise Refused(Code.MALFORMED, "The body was cut off.") from None
     encoding = request.headers.get("content-encoding", "")
-    return await shelf.apart(inflated, encoding, bytes(body)) if encoding else bytes(body)
+    return await shelf.apart(len(body), inflated, encoding, bytes(body)) if encoding else bytes(body)
 
 
 def _answered(request: Request, body: bytes, media_type: str = JSON) -> Response:
@@ -113,20 +124,46 @@ def _answered(request: Request, body: bytes, media_type: str = JSON) -> Response
     return Response(b"".join(parts), media_type=media_type, headers=headers)
 
 
+def _written(records: RecordReader, accepted: str) -> tuple[dict[str, str], Iterator[bytes]]:
+    """Return the headers and the parts of a batch. Not for the event loop's thread: it waits for records."""
+    return sent(write_batch(map(decode_group, records.in_thread())), accepted)
+
+
+def _piece(parts: Iterator[bytes]) -> bytes:
+    """Return the next parts, so many that sending them one by one would not take longer; nothing after the last."""
+    piece = bytearray()
+    for part in parts:
+        piece += part
+        if len(piece) >= PIECE_BYTES:
+            break
+    return bytes(piece)
+
+
 class DeliveredBatch(StreamingResponse):
     """A batch, which counts as delivered once all of it was written to a connection that is still there."""
 
     def __init__(
-        self, request: Request, records: Iterable[bytes], shelf: GroupShelf, delivered: Callable[[], Awaitable[None]]
+        self,
+        request: Request,
+        records: RecordReader,
+        headers: dict[str, str],
+        parts: Iterator[bytes],
+        delivered: Callable[[], Awaitable[None]],
     ) -> None:
-        headers, parts = sent(write_batch(map(decode_group, records)), request.headers.get("accept-encoding", ""))
-        super().__init__(self._sent(iter(parts)), media_type=JSON, headers=headers)
+        super().__init__(self._sent(parts), media_type=JSON, headers=headers)
         self._request = request
+        self._records = records
         self._delivered = delivered
         self._is_whole = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        except LogCorrupted as error:
+            log.error("a batch was cut off", extra={"why": str(error)})
+            raise
+        finally:
+            self._records.close()
         if self._is_whole:
             await self._delivered()
 
@@ -135,8 +172,8 @@ class DeliveredBatch(StreamingResponse):
 
         Afterwards it cannot be seen: a server takes the end of an answer for the end of its connection.
         """
-        while (part := await asyncio.to_thread(next, parts, None)) is not None:
-            yield part
+        while piece := await asyncio.to_thread(_piece, parts):
+            yield piece
         self._is_whole = not await self._request.is_disconnected()
 
 
@@ -202,6 +239,8 @@ class ScoredRoutes:
             return _answered(request, NO_BATCH)
         try:
             records = await self._shelf.records(batch.groups)
+            accepted = request.headers.get("accept-encoding", "")
+            headers, parts = await asyncio.to_thread(_written, records, accepted)
         except LogCorrupted as error:
             log.error("a batch cannot be read", extra={"why": str(error)})
             raise Refused(
@@ -209,7 +248,7 @@ class ScoredRoutes:
                 f"Batch {batch.number} cannot be read: {error}. It is handed out until it is; a new /register begins a "
                 "run without it.",
             ) from None
-        return DeliveredBatch(request, records, self._shelf, lambda: self._delivered(batch))
+        return DeliveredBatch(request, records, headers, parts, lambda: self._delivered(batch))
 
     async def _delivered(self, batch: HandedOut) -> None:
         try:
@@ -294,13 +333,13 @@ class ScoredRoutes:
 
     async def scored_data(self, request: Request) -> Response:
         body = await _read(request, self._shelf)
-        group = await self._shelf.apart(read_scored_data, body)
+        group = await self._shelf.apart(len(body), read_scored_data, body)
         (held,) = await self._shelf.push([group], request.headers.get(IDEMPOTENCY_KEY, ""))
         return _answered(request, answers.write_pushed(_pushed(held)))
 
     async def scored_data_list(self, request: Request) -> Response:
         body = await _read(request, self._shelf)
-        groups = await self._shelf.apart(read_scored_data_list, body)
+        groups = await self._shelf.apart(len(body), read_scored_data_list, body)
         if not groups:
             return _answered(request, answers.write_pushed_list([]))
         held = await self._shelf.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""))

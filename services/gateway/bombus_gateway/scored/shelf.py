@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from bombus.bus.large.parts import Parts
 from bombus.errors import Code, Refused
@@ -16,13 +16,22 @@ from bombus.hive.trajectories.state import HandedOut, Trajectories
 from bombus.hive.trajectories.training import why_not_trained
 from bombus_gateway.atropos.scored_data import record_of
 from bombus_gateway.context import Gateway
+from bombus_gateway.scored.reading import RecordReader
 
 ARRIVAL_S = 1.0  # within which a batch that was sent is known to have arrived
 ATTEMPTS_MAX = 4
 DECODING_MAX = 2  # bodies at once: one takes many times its size while it is read
-AT_ONCE_MAX = 16  # bodies that are stored or read, for one request
+AT_ONCE_MAX = 16  # bodies that are stored, for one request
+AT_ONCE_BYTES = 128 << 10  # of a body that takes less than a millisecond: another thread for it would take as long
 _T = TypeVar("_T")
 _GivenT = TypeVar("_GivenT")
+
+
+class Recorded(NamedTuple):
+    """A record of a group, and its digest."""
+
+    body: bytes
+    digest: bytes
 
 
 class GroupShelf:
@@ -34,6 +43,7 @@ class GroupShelf:
         self._parts = Parts(gateway.bus, gateway.bus.subjects.trajectories_stream)
         self._subject = gateway.bus.subjects.trajectory(engine)
         self._decoding = asyncio.Semaphore(DECODING_MAX)
+        self._lost: set[BodyRef] = set()  # that were not there when a batch was sent: they are looked at first
 
     @property
     def state(self) -> EngineState:
@@ -47,8 +57,10 @@ class GroupShelf:
         """Report that this environment is alive."""
         self._gateway.heartbeats.touch_environment(self.engine, environment)
 
-    async def apart(self, compute: Callable[..., _T], *given: object) -> _T:
-        """Return what `compute` makes of a body that may be large, while other requests go on."""
+    async def apart(self, size: int, compute: Callable[..., _T], *given: object) -> _T:
+        """Return what `compute` makes of so many bytes: of a large body while other requests go on."""
+        if size < AT_ONCE_BYTES:
+            return compute(*given)
         async with self._decoding:
             return await asyncio.to_thread(compute, *given)
 
@@ -62,7 +74,7 @@ class GroupShelf:
         Raises `Refused` and `BusUnavailable`.
         """
         await self._check_trained(groups)
-        records = [await self.apart(record_of, group) for group in groups]
+        records = [await self.apart(len(group.tokens), _recorded, group) for group in groups]
         key = _own_key(key, groups) if key else _key_of(records)
         for attempt in range(1, ATTEMPTS_MAX + 1):
             bodies = await self._store(records)
@@ -84,12 +96,15 @@ class GroupShelf:
         if trainer is None or not self.state.trains_scored:
             return
         for number, group in enumerate(groups):
-            why = await self.apart(why_not_trained, group, trainer.max_token_len)
+            why = await self.apart(len(group.tokens), why_not_trained, group, trainer.max_token_len)
             if why:
                 raise Refused(Code.MALFORMED, f"Group {number} of this push: {why}" if len(groups) > 1 else why)
 
-    async def _store(self, records: Sequence[bytes]) -> list[BodyRef]:
-        return await _each(lambda record: self._parts.store(self._subject, record), records)
+    async def _store(self, records: Sequence[Recorded]) -> list[BodyRef]:
+        async def store(record: Recorded) -> BodyRef:
+            return await self._parts.store(self._subject, record.body, known=record.digest)
+
+        return await _each(store, records) if len(records) > 1 else [await store(records[0])]
 
     # ---- out ------------------------------------------------------------------------------------------------------
 
@@ -129,17 +144,26 @@ class GroupShelf:
         sent = inbox.BatchSent(id=uuid.uuid4().hex, engine=self.engine, run=batch.run, number=batch.number)
         await self._gateway.bus.inbox.send(sent)
 
-    async def records(self, groups: Sequence[QueuedGroup]) -> list[bytes]:
-        """Return the records of groups. Raises `LogCorrupted` when one is gone, and `BusUnavailable`."""
-        return await _each(self._parts.fetch, [group.body for group in groups if group.body is not None])
+    async def records(self, groups: Sequence[QueuedGroup]) -> RecordReader:
+        """Return the records of groups, of which the first are read, and those that could not be read before.
+
+        Raises `LogCorrupted` when one of these is gone, and `BusUnavailable`; the reader raises it for later ones.
+        """
+        refs = [group.body for group in groups if group.body is not None]
+        for ref in self._lost.intersection(refs):
+            await self._parts.fetch(ref)
+            self._lost.discard(ref)
+        reader = RecordReader(self._parts.fetch, refs, self._lost.add)
+        await reader.begin()
+        return reader
 
     async def latest(self) -> ScoredGroup | None:
         """Return the group that was pushed last."""
         latest = self.trajectories.latest
         if latest is None:
             return None
-        (record,) = await self.records([latest])
-        return await self.apart(decode_group, record)
+        record = await (await self.records([latest])).next()
+        return None if record is None else await self.apart(len(record), decode_group, record)
 
 
 async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]) -> list[_T]:
@@ -158,9 +182,14 @@ async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]
     return [each.result() for each in doing]
 
 
-def _key_of(records: Sequence[bytes]) -> str:
+def _recorded(group: ScoredGroup) -> Recorded:
+    record = record_of(group)
+    return Recorded(record, digest(record))
+
+
+def _key_of(records: Sequence[Recorded]) -> str:
     """Return what tells groups from others: records have the number of their environment in them."""
-    return digest(b"".join(map(digest, records))).hex()
+    return digest(b"".join([record.digest for record in records])).hex()
 
 
 def _own_key(key: str, groups: Iterable[ScoredGroup]) -> str:

@@ -22,8 +22,8 @@ class Parts:
         self._bus = bus
         self._stream = stream or bus.subjects.ops_stream
 
-    async def store(self, subject: str, body: bytes, timeout_s: float = 30.0) -> BodyRef:
-        """Store a body, and return its reference once all of it is durable.
+    async def store(self, subject: str, body: bytes, timeout_s: float = 30.0, known: bytes = b"") -> BodyRef:
+        """Store a body, and return its reference once all of it is durable. Its digest may be `known`.
 
         Each call stores it anew, because the copy of an earlier call may be purged already: what makes an operation one
         is its key. Raises `Refused` for a body over the limit, `BusUnavailable` when not all of it is acknowledged
@@ -37,7 +37,8 @@ class Parts:
             )
         for _ in range(ATTEMPTS_MAX):
             acks = await self._publish(subject, body, timeout_s)
-            ref = BodyRef(seqs=tuple(ack.seq for ack in acks), size=len(body), digest=digest(body))
+            seqs = tuple(ack.seq for ack in acks)
+            ref = BodyRef(seqs=seqs, size=len(body), digest=known or await _digest(body))
             if not any(ack.duplicate for ack in acks) or await self._is_there(ref):
                 return ref
         raise BusUnavailable(f"{subject}: the server has not said where it keeps a body, {ATTEMPTS_MAX} times")
@@ -46,7 +47,7 @@ class Parts:
         """Return a body. Raises `LogCorrupted` when a part is gone, or is not one of those that were stored."""
         stored = await self._bus.get_many(self._stream, ref.seqs)
         body = b"".join(each.data for each in stored)
-        if len(body) != ref.size or digest(body) != ref.digest:
+        if len(body) != ref.size or await _digest(body) != ref.digest:
             raise LogCorrupted(f"the body at {ref.first} of {self._stream} is not the one that was referenced")
         return body
 
@@ -73,3 +74,8 @@ class Parts:
         except LogCorrupted:
             return False
         return True
+
+
+async def _digest(body: bytes) -> bytes:
+    """Return the digest of a body: of a large one while others go on, since hashing keeps no lock of Python."""
+    return digest(body) if len(body) <= PART_BYTES_MAX else await asyncio.to_thread(digest, body)

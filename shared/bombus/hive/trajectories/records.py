@@ -6,7 +6,7 @@ with is kept as the text of JSON that it came as.
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -27,10 +27,30 @@ class PackedFloats(msgspec.Struct, frozen=True, array_like=True):
     is_wide: bool = False
 
     @classmethod
-    def of(cls, numbers: list[float]) -> "PackedFloats":
+    def of(cls, numbers: Sequence[float]) -> "PackedFloats":
         """Pack numbers. Those that engines compute are float32, those that programs compute are not."""
         narrow = _as_float32(numbers[-_PROBED:]) and _as_float32(numbers)
-        return cls(narrow) if narrow else cls(struct.pack(f"<{len(numbers)}d", *numbers), bool(numbers))
+        return cls(narrow) if narrow else cls._wide(numbers)
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Sequence[float]]) -> "PackedFloats":
+        """Pack the numbers of rows, one row after the other, as `of` packs all of them."""
+        packed: list[PackedFloats] = []
+        is_wide = False
+        for row in rows:
+            numbers = cls._wide(row) if is_wide else cls.of(row)
+            is_wide |= numbers.is_wide
+            packed.append(numbers)
+        if not is_wide:
+            return cls(b"".join([each.data for each in packed]))
+        return cls(b"".join([each._widened() for each in packed]), True)
+
+    @classmethod
+    def _wide(cls, numbers: Sequence[float]) -> "PackedFloats":
+        return cls(struct.pack(f"<{len(numbers)}d", *numbers), bool(numbers))
+
+    def _widened(self) -> bytes:
+        return self.data if self.is_wide else array("d", array("f", self.data)).tobytes()
 
     def __len__(self) -> int:
         return len(self.data) // (8 if self.is_wide else 4)
@@ -169,7 +189,7 @@ def int_rows(data: bytes, lengths: Sequence[int]) -> list[list[int]]:
     return _split(array("i", data), lengths)
 
 
-def _as_float32(numbers: list[float]) -> bytes:
+def _as_float32(numbers: Sequence[float]) -> bytes:
     """Return numbers as float32, or nothing where one of them would not come back equal."""
     try:
         packed = struct.pack(f"<{len(numbers)}f", *numbers)

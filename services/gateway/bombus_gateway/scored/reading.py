@@ -1,0 +1,73 @@
+"""Reads the records of a large batch while it is sent, so that no more than some of them are in memory."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+from bombus.errors import LogCorrupted
+from bombus.hive.records import BodyRef
+
+AHEAD_BYTES = 32 << 20  # of records that are read before they are asked for
+AT_ONCE_MAX = 16
+
+FetchBody = Callable[[BodyRef], Awaitable[bytes]]
+
+
+class RecordReader:
+    """The records of some bodies, in their order. `lost` is told of one that cannot be read."""
+
+    def __init__(self, fetch: FetchBody, refs: Iterable[BodyRef], lost: Callable[[BodyRef], None]) -> None:
+        self._fetch = fetch
+        self._refs = deque(refs)
+        self._lost = lost
+        self._reading: deque[tuple[BodyRef, asyncio.Task[bytes]]] = deque()
+        self._ahead = 0  # bytes of what is being read, and of what was and is not taken yet
+        self._loop = asyncio.get_running_loop()
+
+    async def begin(self) -> None:
+        """Read the first records. Raises `LogCorrupted` when one of them is gone, and `BusUnavailable`."""
+        self._read_ahead()
+        try:
+            for ref, task in self._reading:
+                await self._of(ref, task)
+        except BaseException:
+            self.close()
+            raise
+
+    async def next(self) -> bytes | None:
+        """Return the next record, or nothing after the last. Raises as `begin` does."""
+        self._read_ahead()
+        if not self._reading:
+            return None
+        ref, task = self._reading.popleft()
+        record = await self._of(ref, task)
+        self._ahead -= ref.size
+        self._read_ahead()
+        return record
+
+    def in_thread(self) -> Iterator[bytes]:
+        """Yield the records to another thread than that of the event loop. Raises as `begin` does."""
+        while (record := asyncio.run_coroutine_threadsafe(self.next(), self._loop).result()) is not None:
+            yield record
+
+    def close(self) -> None:
+        """Read no more."""
+        self._refs.clear()
+        for _, task in self._reading:
+            task.cancel()
+        self._reading.clear()
+
+    def _read_ahead(self) -> None:
+        while self._refs and len(self._reading) < AT_ONCE_MAX:
+            ref = self._refs[0]
+            if self._reading and self._ahead + ref.size > AHEAD_BYTES:
+                return
+            self._ahead += ref.size
+            self._reading.append((self._refs.popleft(), asyncio.ensure_future(self._fetch(ref))))
+
+    async def _of(self, ref: BodyRef, task: asyncio.Task[bytes]) -> bytes:
+        try:
+            return await task
+        except LogCorrupted:
+            self._lost(ref)
+            raise
