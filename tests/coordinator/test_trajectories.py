@@ -13,6 +13,7 @@ from bombus.hive.status import hive_status
 from bombus.hive.trajectories import queue
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import REPEAT_S
+from bombus.hive.trajectories.status import scored_lines
 from bombus_coordinator.core import Core
 from bombus_coordinator.rules.trajectories.registering import ENVIRONMENT_IDLE_S
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
@@ -327,3 +328,53 @@ def test_after_a_power_cut_what_is_released_goes_back_to_the_end_of_the_stream()
     (back,) = harness.send(inbox.TrajectoriesStored(id="s2", below=4, shrunk=True))
     assert isinstance(back, ev.TrajectoriesReleased)
     assert back.below == 4
+
+
+# ---- groups that are lost -------------------------------------------------------------------------------------
+
+
+def give_up(harness: ScoredHarness, number: int, *lost: tuple[int, int]) -> list[ev.GroupsGivenUp]:
+    """Say that these groups, with the places of their bodies, are lost; return what was decided about groups."""
+    message = inbox.GiveUpGroups(
+        id=harness.id(),
+        engine=ENGINE,
+        run=harness.engine.run,
+        number=number,
+        groups=tuple(inbox.LostGroup(group, first) for group, first in lost),
+        why="the stream has no message at 1",
+    )
+    return [event for event in harness.send(message) if isinstance(event, ev.GroupsGivenUp)]
+
+
+def test_a_lost_group_is_given_up_and_the_others_of_its_batch_are_in_the_next_at_the_same_step() -> None:
+    harness = rolling()
+    harness.push(*[harness.group() for _ in range(3)])
+    assert harness.ask() == 1
+    (given_up,) = give_up(harness, 1, (1, 1))
+    assert given_up.groups == (1,)
+    assert harness.scored.current_step == 0
+    assert harness.ask() == 2
+    assert harness.scored.batch is not None
+    assert harness.scored.batch.numbers == (2, 3)
+    assert harness.scored.current_step == 1
+    harness.arrived(1)
+    assert not harness.scored.batch.delivered, "what was said of the batch that is gone is not about the next one"
+    harness.arrived(2)
+    assert harness.scored.batch.delivered
+    status = hive_status(harness.core.hive).engines[0].scored
+    assert status is not None
+    assert "  1 group was given up, the last because the stream has no message at 1" in scored_lines(status)
+
+
+def test_a_group_is_not_given_up_that_was_delivered_or_is_somewhere_else_now() -> None:
+    harness = rolling()
+    harness.push(*[harness.group() for _ in range(3)])
+    harness.ask()
+    assert give_up(harness, 1, (1, 7)) == [], "its body is not where it was looked for"
+    assert give_up(harness, 1, (3, 3)) == [], "it is not of that batch"
+    assert give_up(harness, 2, (1, 1)) == [], "there is no such batch"
+    harness.arrived(1)
+    assert give_up(harness, 1, (1, 1)) == [], "its trainer has it"
+    (given_up,) = give_up(harness, 0, (3, 3))
+    assert given_up.groups == (3,)
+    assert harness.scored.queue.groups == {}

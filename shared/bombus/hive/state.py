@@ -919,6 +919,21 @@ def _groups_reset(engine: EngineState, event: ev.GroupsReset) -> None:
     scored.reset(engine.trajectories)
 
 
+@_on(ev.GroupsGivenUp)
+def _groups_given_up(engine: EngineState, event: ev.GroupsGivenUp) -> None:
+    scored.give_up(engine.trajectories, event)
+    for step in engine.steps if engine.trains_scored else ():
+        if (step.batch.run, step.batch.step) == (event.run, event.number):
+            step.batch = scored.without_bodies(step.batch, event.groups)
+    if engine.batch is not None and (engine.batch.run, engine.batch.step) == (event.run, event.number):
+        engine.batch = scored.without_bodies(engine.batch, event.groups)
+
+
+@_on(ev.BodiesMoved)
+def _bodies_moved(engine: EngineState, event: ev.BodiesMoved) -> None:
+    scored.move(engine.trajectories, event)
+
+
 @_on(ev.EndpointAdded)
 def _endpoint_added(engine: EngineState, event: ev.EndpointAdded) -> None:
     engine.tenants.endpoints[tenancy.endpoint_id(event.host, event.port)] = event

@@ -13,6 +13,7 @@ from bombus.hive.trajectories.queue import (
     join,
     leave,
     push,
+    put_back,
     register,
     reset,
     take,
@@ -32,6 +33,45 @@ def test_whatever_is_done_each_group_is_kept_once_until_it_is_taken_once(seed: i
         player.step()
         check(player.queue)
         assert sorted([*player.taken, *player.queue.groups]) == list(range(1, player.pushed + 1))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_whatever_is_lost_all_others_are_kept_once(seed: int) -> None:
+    player = Player(seed)
+    lost: list[int] = []
+    for _ in range(60):
+        player.step()
+        lost += player.lose()
+        check(player.queue)
+        assert sorted([*player.taken, *player.queue.groups, *lost]) == list(range(1, player.pushed + 1))
+
+
+def test_a_batch_that_is_put_back_is_taken_again_as_if_nothing_had_happened() -> None:
+    queue = queue_of(4, environment(0, 2), environment(1, 2, weight=2.0))
+    push(queue, [*groups(0, 2, 2, 1, 1), *groups(1, 2, 2), *groups(0, 1)])
+    for _ in range(2):
+        before = msgspec.msgpack.encode(queue)
+        batch = form(queue)
+        assert batch is not None
+        combined = {each: queue.combined[each] for each in batch if each in queue.combined}
+        taken = take(queue, batch)
+        put_back(queue, dict(zip(batch, taken, strict=True)), combined)
+        again = msgspec.msgpack.decode(before, type=TrajectoryQueue)
+        assert form(queue) == form(again) == batch
+        assert entries(queue) == entries(again)
+        assert virtual_time(queue, 0) == virtual_time(again, 0)
+        take(queue, batch)
+
+
+def test_what_was_combined_with_a_lost_group_waits_for_other_groups() -> None:
+    queue = queue_of(4, environment(0, 4))
+    push(queue, groups(0, 1, 1, 2))
+    assert queue.combined == {3: (1, 2, 3)}
+    taken = dict(zip((1, 2, 3), take(queue, (1, 2, 3)), strict=True))
+    put_back(queue, taken, {3: (1, 2, 3)}, lost=[2])
+    assert (queue.combined, queue.environments[0].held_sequences, form(queue)) == ({}, 3, None)
+    push(queue, groups(0, 1))
+    assert form(queue) == (1, 3, 4)
 
 
 def check(queue: TrajectoryQueue) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
@@ -39,6 +40,7 @@ JSON = "application/json"
 UUID_BITS = 128
 IDEMPOTENCY_KEY = "x-idempotency-key"
 BATCH, RESET_DATA = "/batch", "/reset_data"
+ATTEMPTS_MAX = 4  # at a batch none of whose groups is lost
 
 ScoredHandler = Callable[[Request], Awaitable[Response]]
 RefusalWriter = Callable[[Refused], tuple[int, bytes]]
@@ -191,25 +193,27 @@ class ScoredRoutes:
         return _answered(request, answers.write_status(state.current_step, queued))
 
     async def batch(self, request: Request) -> Response:
-        """Hand out the next batch. One that was not fully sent is handed out again."""
-        try:
-            batch = await self._shelf.take()
-        except Refused as refusal:
-            if refusal.code is not Code.WRONG_PHASE:
-                raise
-            return _answered(request, answers.NOT_REGISTERED)
-        if batch is None:
-            return _answered(request, NO_BATCH)
-        try:
-            records = await self._shelf.records(batch.groups)
-        except LogCorrupted as error:
-            log.error("a batch cannot be read", extra={"why": str(error)})
-            raise Refused(
-                Code.INTERNAL,
-                f"Batch {batch.number} cannot be read: {error}. It is handed out until it is; a new /register begins a "
-                "run without it.",
-            ) from None
-        return DeliveredBatch(request, records, self._shelf, lambda: self._delivered(batch))
+        """Hand out the next batch. One that was not fully sent is handed out again.
+
+        Groups that are lost are given up, and the next batch is made of the others.
+        """
+        for _ in range(ATTEMPTS_MAX):
+            try:
+                batch = await self._shelf.take()
+            except Refused as refusal:
+                if refusal.code is not Code.WRONG_PHASE:
+                    raise
+                return _answered(request, answers.NOT_REGISTERED)
+            if batch is None:
+                return _answered(request, NO_BATCH)
+            try:
+                records = await self._shelf.records(batch.groups)
+            except LogCorrupted as error:
+                log.error("groups of batch %d are lost and given up: %s", batch.number, error)
+                await self._shelf.give_up_lost(batch)
+                continue
+            return DeliveredBatch(request, records, self._shelf, partial(self._delivered, batch))
+        raise Refused(Code.OVERLOADED, "Groups of the next batches are lost, and are given up in turn: ask again.")
 
     async def _delivered(self, batch: HandedOut) -> None:
         try:
