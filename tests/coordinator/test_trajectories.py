@@ -378,3 +378,45 @@ def test_a_group_is_not_given_up_that_was_delivered_or_is_somewhere_else_now() -
     (given_up,) = give_up(harness, 0, (3, 3))
     assert given_up.groups == (3,)
     assert harness.scored.queue.groups == {}
+
+
+# ---- trainers that say what they have -------------------------------------------------------------------------
+
+
+def test_a_trainer_that_says_which_batch_it_has_gets_the_next_one_until_it_has_that() -> None:
+    harness = rolling()
+    harness.push(*[harness.group() for _ in range(6)])
+    assert [harness.ask(after=0), harness.ask(after=0)] == [1, 1]
+    harness.arrived(1)
+    assert harness.ask(after=0) == 1, "it died before it could save that it has the batch"
+    assert harness.ask(after=1) == 2
+    assert harness.ask(after=1) == 2
+    assert harness.ask() == 2, "who does not say what it has gets what is not delivered"
+    assert harness.ask(after=2) == 3
+    assert [harness.ask(after=3), harness.ask(after=3)] == [0, 0]
+    delivered = [event.number for event in harness.log if isinstance(event, ev.BatchDelivered)]
+    assert delivered == [1, 2, 3]
+    assert harness.scored.current_step == 3
+
+
+def test_a_trainer_that_says_what_it_cannot_have_is_told_what_there_is() -> None:
+    harness = rolling()
+    harness.push(*[harness.group() for _ in range(4)])
+    for after in (1, 2):
+        answer = harness.request(inbox.TakeBatch(id=harness.id(), engine=ENGINE, after=after))
+        assert isinstance(answer, Refusal)
+        assert "its trainer has batch 0." in answer.why
+    assert [harness.ask(after=0), harness.ask(after=1)] == [1, 2]
+    answer = harness.request(inbox.TakeBatch(id=harness.id(), engine=ENGINE, after=0))
+    assert isinstance(answer, Refusal)
+    assert "cannot go on after batch 0: its trainer has batch 1 or 2." in answer.why
+
+
+def test_a_trainer_that_says_what_it_has_goes_on_after_a_batch_with_a_lost_group() -> None:
+    harness = rolling()
+    harness.push(*[harness.group() for _ in range(4)])
+    assert [harness.ask(after=0), harness.ask(after=1)] == [1, 2]
+    assert give_up(harness, 2, (3, 3))
+    assert harness.ask(after=1) == 0
+    harness.push(harness.group())
+    assert [harness.ask(after=1), harness.ask(after=3)] == [3, 0]

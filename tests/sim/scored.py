@@ -37,6 +37,7 @@ class ScoredLedger:
         self.hive = hive
         self.seen = seen
         self.received: set[tuple[int, int]] = set()  # batches that a trainer has read to their end, by run and number
+        self.saved: dict[int, int] = {}  # the last batch that a trainer which says so has, by run
         self._server = server
         self._pushed: dict[str, tuple[int, tuple[bytes, ...]]] = {}  # by key: when, and the digests of its bodies
         self._acknowledged: set[str] = set()
@@ -231,7 +232,10 @@ class ScoredEnvironment(ScoredClient):
 
 
 class ScoredTrainer(ScoredClient):
-    """Registers, and takes batches through a gateway that says what has arrived. It may be killed anywhere."""
+    """Registers, and takes batches through a gateway that says what has arrived. It may be killed anywhere.
+
+    In some runs it says itself which batch it has, and then has each once.
+    """
 
     async def _act(self) -> None:
         pick = self._net.pick
@@ -251,7 +255,9 @@ class ScoredTrainer(ScoredClient):
         await self.link.ask(registers)
 
     async def _take(self) -> None:
-        answer = await self.link.ask(inbox.TakeBatch(id=self._net.fresh("take"), engine=SCORED_ENGINE))
+        run = self._engine.run
+        after = self._ledger.saved.get(run, 0) if run % 2 else None
+        answer = await self.link.ask(inbox.TakeBatch(id=self._net.fresh("take"), engine=SCORED_ENGINE, after=after))
         if not isinstance(answer, inbox.BatchTaken) or not answer.number:
             return
         try:
@@ -270,8 +276,17 @@ class ScoredTrainer(ScoredClient):
         if self._net.pick.random() < 0.2:
             self._ledger.seen["batches that were cut off"] += 1
             return
+        await self._receive(answer)
+
+    async def _receive(self, answer: inbox.BatchTaken) -> None:
+        """Have read a batch to its end. Who takes it may die before that is said."""
         self._ledger.seen["batches received again"] += (answer.run, answer.number) in self._ledger.received
         self._ledger.received.add((answer.run, answer.number))
+        if answer.run % 2:
+            if self._net.pick.random() > 0.2:  # otherwise it has died before it could save what it has
+                assert answer.number > self._ledger.saved.get(answer.run, 0), "a batch is received once"
+                self._ledger.saved[answer.run] = answer.number
+            return
         if self._net.pick.random() > 0.05:  # otherwise its gateway has died right after the last byte
             await self._say_sent(answer)
 

@@ -256,6 +256,43 @@ async def test_a_bus_that_is_away_costs_no_group(crashing: tuple[EmbeddedServer,
         assert hive.engine.trajectories.given_up == 0
 
 
+async def test_a_trainer_that_says_which_batch_it_has_gets_the_same_one_until_it_has_it(hive: PlayedHive) -> None:
+    environment = await started(hive)
+    for score in (1.0, 2.0, 3.0, 4.0):
+        await post(hive, "/scored_data", group(score, environment))
+
+    async def scores(after: int) -> tuple[str, list[float]]:
+        answer = await hive.http.get("/batch", params={"after": after})
+        return answer.headers["x-batch-number"], [each["scores"][0] for each in answer.json()["batch"]]
+
+    for _ in range(2):
+        assert await scores(after=0) == ("1", [1.0, 2.0])
+    for _ in range(2):
+        assert await scores(after=1) == ("2", [3.0, 4.0])
+    assert await get(hive, "/batch?after=2") == {"batch": None}
+    for after in ("7", "-1", "x", "9" * 30):
+        refused = await hive.http.get("/batch", params={"after": after})
+        assert (refused.status_code, refused.json()["status"]) == (400, "error")
+
+
+async def test_a_delivered_batch_that_is_asked_for_again_and_lost_says_how_to_go_on(hive: PlayedHive, bus: Bus) -> None:
+    environment = await started(hive)
+    for score in (1.0, 2.0):
+        await post(hive, "/scored_data", group(score, environment))
+    assert len((await get(hive, "/batch"))["batch"]) == 2
+    await hive.gateway.follower.wait_for(lambda _: is_delivered(hive), PATIENCE_S)
+    await bus.purge_below(bus.subjects.trajectories_stream, 2, ">")
+    refused = await hive.http.get("/batch?after=0")
+    assert refused.status_code == 500
+    assert "Ask for what comes after=1" in refused.json()["message"]
+    assert await get(hive, "/batch?after=1") == {"batch": None}
+
+
+def is_delivered(hive: PlayedHive) -> bool:
+    batch = hive.engine.trajectories.batch
+    return batch is not None and batch.delivered
+
+
 async def test_groups_that_are_lost_are_found_when_a_log_is_verified(hive: PlayedHive, bus: Bus) -> None:
     environment = await started(hive)
     for score in (1.0, 2.0, 3.0):

@@ -28,7 +28,7 @@ from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_latest
 from bombus_gateway.atropos.compression import inflated, sent
 from bombus_gateway.atropos.refusals import write_batch_refusal, write_refusal
-from bombus_gateway.atropos.requests import read_environment, read_environment_id, read_trainer
+from bombus_gateway.atropos.requests import read_after, read_environment, read_environment_id, read_trainer
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
 from bombus_gateway.context import Gateway
 from bombus_gateway.refusals import ERROR_HEADERS
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 JSON = "application/json"
 UUID_BITS = 128
-IDEMPOTENCY_KEY = "x-idempotency-key"
+IDEMPOTENCY_KEY, BATCH_NUMBER = "x-idempotency-key", "x-batch-number"
 BATCH, RESET_DATA = "/batch", "/reset_data"
 ATTEMPTS_MAX = 4  # at a batch none of whose groups is lost
 
@@ -119,10 +119,10 @@ class DeliveredBatch(StreamingResponse):
     """A batch, which counts as delivered once all of it was written to a connection that is still there."""
 
     def __init__(
-        self, request: Request, records: Iterable[bytes], shelf: GroupShelf, delivered: Callable[[], Awaitable[None]]
+        self, request: Request, records: Iterable[bytes], number: int, delivered: Callable[[], Awaitable[None]]
     ) -> None:
         headers, parts = sent(write_batch(map(decode_group, records)), request.headers.get("accept-encoding", ""))
-        super().__init__(self._sent(iter(parts)), media_type=JSON, headers=headers)
+        super().__init__(self._sent(iter(parts)), media_type=JSON, headers={**headers, BATCH_NUMBER: str(number)})
         self._request = request
         self._delivered = delivered
         self._is_whole = False
@@ -195,11 +195,13 @@ class ScoredRoutes:
     async def batch(self, request: Request) -> Response:
         """Hand out the next batch. One that was not fully sent is handed out again.
 
-        Groups that are lost are given up, and the next batch is made of the others.
+        A trainer that says which batch it has (`after`) gets the next one until it says that it has that. Groups that
+        are lost are given up, and the next batch is made of the others.
         """
+        after = read_after(request.query_params.get("after"))
         for _ in range(ATTEMPTS_MAX):
             try:
-                batch = await self._shelf.take()
+                batch = await self._shelf.take(after)
             except Refused as refusal:
                 if refusal.code is not Code.WRONG_PHASE:
                     raise
@@ -209,13 +211,21 @@ class ScoredRoutes:
             try:
                 records = await self._shelf.records(batch.groups)
             except LogCorrupted as error:
+                if batch.delivered:
+                    raise Refused(
+                        Code.INTERNAL,
+                        f"Batch {batch.number} was delivered before, and cannot be read again: {error}. Ask for what "
+                        f"comes after={batch.number}.",
+                    ) from None
                 log.error("groups of batch %d are lost and given up: %s", batch.number, error)
                 await self._shelf.give_up_lost(batch)
                 continue
-            return DeliveredBatch(request, records, self._shelf, partial(self._delivered, batch))
+            return DeliveredBatch(request, records, batch.number, partial(self._delivered, batch, after))
         raise Refused(Code.OVERLOADED, "Groups of the next batches are lost, and are given up in turn: ask again.")
 
-    async def _delivered(self, batch: HandedOut) -> None:
+    async def _delivered(self, batch: HandedOut, after: int | None) -> None:
+        if after is not None:
+            return  # its trainer will say so
         try:
             await self._shelf.delivered(batch)
         except (BusUnavailable, Refused) as error:  # it is handed out again

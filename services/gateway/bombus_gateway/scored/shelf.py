@@ -93,18 +93,21 @@ class GroupShelf:
 
     # ---- out ------------------------------------------------------------------------------------------------------
 
-    async def take(self) -> HandedOut | None:
+    async def take(self, after: int | None = None) -> HandedOut | None:
         """Return the next batch if there is one, or the last one where it was not delivered.
 
-        A trainer that asks again at once comes before the note that its last batch has arrived: that is waited for.
+        A trainer that asks again at once comes before the note that its last batch has arrived: that is waited for. One
+        that says which batch it has gets what comes `after` it.
         Raises `Refused`: WRONG_PHASE before a trainer has registered; and `BusUnavailable`.
         """
         for _ in range(ATTEMPTS_MAX):
-            answer = await self._gateway.carry_out(inbox.TakeBatch(id=uuid.uuid4().hex, engine=self.engine))
+            answer = await self._gateway.carry_out(
+                inbox.TakeBatch(id=uuid.uuid4().hex, engine=self.engine, after=after)
+            )
             assert isinstance(answer, inbox.BatchTaken)
             if not answer.number:
                 return None
-            if answer.again and await self._arrives(answer):
+            if answer.again and after is None and await self._arrives(answer):
                 continue
             batch = self.trajectories.batch
             if batch is not None and (batch.run, batch.number) == (answer.run, answer.number):

@@ -92,9 +92,15 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
     begun = ev.BatchesBegun(at_ns=live.now_ns, engine=engine.name, run=engine.run)
     events: tuple[Event, ...] = () if state.begun else (begun,)
     number = 0
-    again = state.batch is not None and not state.batch.delivered
-    if state.batch is not None and again:
-        number = state.batch.number
+    batch = state.batch
+    if message.after is not None:
+        _check_after(engine, message.after)
+        if batch is not None and message.after == batch.number and not batch.delivered:
+            has_it = ev.BatchDelivered(at_ns=live.now_ns, engine=engine.name, run=engine.run, number=batch.number)
+            events = (*events, has_it)
+    again = batch is not None and (not batch.delivered if message.after is None else message.after < batch.number)
+    if batch is not None and again:
+        number = batch.number
     else:
         groups = form(state.queue)
         if groups is not None:
@@ -105,6 +111,19 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
             events = (*events, handed)
     reply = CommandReply(message.id, BatchTaken(run=engine.run, number=number, again=again))
     yield Decision(events=events, replies=(reply,))
+
+
+def _check_after(engine: EngineState, after: int) -> None:
+    """Raise `Refused` unless a trainer that has this batch can get the next one: the last one is kept, none before."""
+    state = engine.trajectories
+    newest = state.before if state.batch is None else state.batch.number
+    if after not in (state.before, newest):
+        known = f"{newest}" if newest == state.before else f"{state.before} or {newest}"
+        raise Refused(
+            Code.MALFORMED,
+            f"Run {engine.run} of engine {engine.name} cannot go on after batch {after}: its trainer has batch "
+            f"{known}. Ask for what comes after that, or register to begin a new run.",
+        )
 
 
 def seal(engine: EngineState, live: Live) -> Decisions:
