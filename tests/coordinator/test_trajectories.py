@@ -12,7 +12,7 @@ from bombus.hive.state import Hive, Phase, evolve
 from bombus.hive.status import hive_status
 from bombus.hive.trajectories import queue
 from bombus.hive.trajectories.queue import QueuedGroup
-from bombus.hive.trajectories.state import REPEAT_S
+from bombus.hive.trajectories.state import ANSWERS_KEPT, PUSHES_BETWEEN, REPEAT_S, Trajectories, push
 from bombus.hive.trajectories.status import scored_lines
 from bombus_coordinator.core import Core
 from bombus_coordinator.rules.trajectories.registering import ENVIRONMENT_IDLE_S
@@ -420,3 +420,30 @@ def test_a_trainer_that_says_what_it_has_goes_on_after_a_batch_with_a_lost_group
     assert harness.ask(after=1) == 0
     harness.push(harness.group())
     assert [harness.ask(after=1), harness.ask(after=3)] == [3, 0]
+
+
+# ---- what is remembered of pushes -----------------------------------------------------------------------------
+
+
+def test_a_push_is_known_for_a_minute_however_many_others_come_in_it() -> None:
+    harness = rolling()
+    group = harness.group(sequences=4)
+    first = harness.push(group, key="mine")
+    for number in range(5_000):
+        harness.push(harness.group(sequences=4), key=str(number))
+    assert harness.push(group, key="mine") == first
+    assert len(harness.scored.queue.groups) == 5_001
+
+
+def test_pushes_that_are_too_old_to_be_sent_again_are_forgotten_and_many_in_a_minute_are_bounded() -> None:
+    state = Trajectories()
+    groups = tuple(QueuedGroup(None, 1) for _ in range(16))
+    for number in range(10_000):
+        push(state, ev.GroupsPushed(engine=ENGINE, at_ns=1, groups=groups, key=str(number)))
+    assert len(state.pushes) <= ANSWERS_KEPT / 16 + PUSHES_BETWEEN
+    assert next(reversed(state.pushes)) == "9999"
+    late = 2 + int(REPEAT_S * 1e9)
+    for number in range(2 * PUSHES_BETWEEN):
+        push(state, ev.GroupsPushed(engine=ENGINE, at_ns=late, groups=groups, key=f"late {number}"))
+    assert sum(kept.at_ns == late for kept in state.pushes.values()) == 2 * PUSHES_BETWEEN
+    assert len(state.pushes) < 3 * PUSHES_BETWEEN

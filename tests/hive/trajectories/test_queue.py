@@ -1,5 +1,7 @@
 """The queue of scored groups: what is kept of them through everything that environments and trainers do."""
 
+from time import process_time
+
 import msgspec
 import pytest
 
@@ -371,3 +373,23 @@ def test_an_environment_whose_groups_fitted_no_batch_catches_up_on_one_batch_at_
         next_batch(queue)
     assert queue.clock == 36.0
     assert virtual_time(queue, 1) == 32.0
+
+
+def test_held_groups_of_very_many_sizes_are_combined_with_those_held_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "SIZES_HELD_MAX", 3)
+    queue = queue_of(20, environment(0, 20))
+    push(queue, groups(0, 3, 5, 7, 9))
+    assert queue.environments[0].held_groups == 4
+    push(queue, groups(0, 11))
+    assert queue.environments[0].held_groups == 5, "11 and 9 make up 20, and 9 is not among the sizes looked at"
+    push(queue, groups(0, 12))
+    assert queue.combined == {6: (1, 2, 6)}
+
+
+def test_thousands_of_held_groups_of_as_many_sizes_cost_little_to_fold() -> None:
+    """Looking at all sizes for each group took 26 s here."""
+    queue = queue_of(16_384, environment(0, 16_383))
+    start = process_time()
+    push(queue, groups(0, *(2 * size for size in range(1, 3_900))))
+    assert queue.environments[0].held_groups == 3_899
+    assert process_time() - start < 10

@@ -6,6 +6,7 @@ and of one size are a line, in the order of arrival, which is all that batches a
 
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import isfinite
 
 import msgspec
@@ -21,6 +22,7 @@ ENVIRONMENTS_MAX = 1_024  # connected at once, and remembered; those that have l
 NAMES_KEPT = 4_096  # names of environments whose next number is known
 SHARE_MIN, SHARE_MAX = 0.01, 1e6  # what the weight of an environment counts at least, and at most
 OTHERS = -1  # stands for the environment of groups that have none, or one that is not known
+SIZES_HELD_MAX = 64  # distinct sizes of held groups that are looked at for a combination: those held first
 CUT_AT = 64  # a line is shortened after so many of its groups have gone, and never by less than half
 
 
@@ -433,7 +435,7 @@ def _hold(queue: TrajectoryQueue, environment: Environment, number: int, size: i
     _insert(environment.held.setdefault(size, GroupLine()), number)
     environment.held_groups += 1
     environment.held_sequences += size
-    together = combination(queue, environment)
+    together = combination(queue, environment, size)
     if not together:
         return
     for each in together:
@@ -457,14 +459,19 @@ def _let_go(environment: Environment, number: int, size: int) -> None:
         del environment.held[size]
 
 
-def combination(queue: TrajectoryQueue, environment: Environment) -> tuple[int, ...]:
-    """Return held groups of an environment that make up exactly its group_size: the oldest whenever any have it."""
+def combination(queue: TrajectoryQueue, environment: Environment, newest: int) -> tuple[int, ...]:
+    """Return held groups of an environment that make up exactly its group_size: the oldest whenever any have it.
+
+    `newest` is the size of the group that came last. Of very many sizes it is looked at with those held first.
+    """
     if environment.held_sequences < environment.group_size:
         return ()
-    fill = ExactFill([Pool({size: line.count for size, line in environment.held.items()})], environment.group_size)
+    sizes = [*islice((size for size in environment.held if size != newest), SIZES_HELD_MAX - 1), newest]
+    held = {size: environment.held[size] for size in sizes}
+    fill = ExactFill([Pool({size: line.count for size, line in held.items()})], environment.group_size)
     if not fill.exists:
         return ()
-    waiting = sorted((number, size) for size, line in environment.held.items() for number in queue.waiting(line))
+    waiting = sorted((number, size) for size, line in held.items() for number in queue.waiting(line))
     chosen: list[int] = []
     for number, size in waiting:
         if not fill.left:

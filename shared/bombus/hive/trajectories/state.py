@@ -5,6 +5,7 @@ one of them names them.
 """
 
 from collections.abc import Container, Iterable, Iterator
+from itertools import islice
 
 import msgspec
 
@@ -15,7 +16,8 @@ from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import Environment, EnvironmentShare, QueuedGroup, TrajectoryQueue
 
 REPEAT_S = 60.0  # within which a push of the same key is the same push
-PUSHES_KEPT = 4_096
+ANSWERS_KEPT = 65_536  # of pushes of the last minute: one for each of their groups
+PUSHES_BETWEEN = 1_024  # looks for those that need not be known any more
 
 
 class HandedOut(msgspec.Struct, kw_only=True):
@@ -149,13 +151,27 @@ def push(state: Trajectories, event: ev.GroupsPushed) -> None:
         held = tuple(queues.held_after(state.queue, event.groups))
         state.pushes.pop(event.key, None)
         state.pushes[event.key] = RecentPush(event.at_ns, held, digest_of(event.groups))
-        trim(state.pushes, PUSHES_KEPT)
+        _forget_pushes(state, event.at_ns)
     queues.push(state.queue, event.groups)
     if event.groups:
         state.latest = event.groups[-1]
     for environment in {group.environment for group in event.groups}:
         if environment is not None and environment in state.heard_ns:
             state.heard_ns[environment] = event.at_ns
+
+
+def _forget_pushes(state: Trajectories, now_ns: int) -> None:
+    """Forget now and then the pushes that came too long ago to be sent again, and the oldest of too many."""
+    if len(state.pushes) % PUSHES_BETWEEN:
+        return
+    kept, answers = 0, 0
+    for push in reversed(state.pushes.values()):
+        answers += len(push.held)
+        if answers > ANSWERS_KEPT or now_ns - push.at_ns > REPEAT_S * 1e9:
+            break
+        kept += 1
+    for key in list(islice(state.pushes, len(state.pushes) - kept)):
+        del state.pushes[key]
 
 
 def hand_out(state: Trajectories, event: ev.BatchHandedOut) -> None:
