@@ -26,9 +26,9 @@ class ScoredHarness(CoreHarness):
         message = inbox.RegisterTrainer(id=self.id(), engine=ENGINE, batch_size=batch_size, **given)  # type: ignore[arg-type]
         return self.request(message)
 
-    def ask(self) -> int:
+    def ask(self, after: int | None = None) -> int:
         """Ask for a batch, and return its number, 0 for none."""
-        answer = self.request(inbox.TakeBatch(id=self.id(), engine=ENGINE))
+        answer = self.request(inbox.TakeBatch(id=self.id(), engine=ENGINE, after=after))
         assert isinstance(answer, BatchTaken), answer
         return answer.number
 

@@ -65,6 +65,7 @@ def test_ten_thousand_random_runs_keep_every_guarantee() -> None:
             "batches.begun",
             "environment.",
             "groups.",
+            "bodies.",
             "batch.handed_out",
             "batch.delivered",
         )

@@ -1,6 +1,7 @@
 """What of `ops` the leader purges: on a real stream, with a clock of the test's own."""
 
 import asyncio
+import secrets
 
 import pytest
 
@@ -8,10 +9,12 @@ from bombus.bus import Bus
 from bombus.bus.large.parts import Parts
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
-from bombus.hive.events import Collection, Tenancy
-from bombus.hive.inbox import Accepted, Done
+from bombus.hive.events import Collection, GroupsPushed, Tenancy
+from bombus.hive.inbox import Accepted, BatchTaken, Done, Pushed
 from bombus.hive.records import BodyRef
-from bombus.hive.state import Hive
+from bombus.hive.state import Hive, evolve
+from bombus.hive.trajectories.queue import QueuedGroup
+from bombus_coordinator.moving import BodyMover
 from bombus_coordinator.releasing import GRACE_S, TRAJECTORIES, Releaser
 from bombus_coordinator.shell import Coordinator
 from tests.coordinator.core_in_memory import ENGINE
@@ -191,6 +194,79 @@ async def test_scored_groups_that_were_taken_are_released_sooner_where_their_str
         await releaser.report()
         assert (await bus.state(bus.subjects.inbox_stream)).last_seq == reported
         clock.now_s += 60
+
+
+async def test_a_group_that_fits_nowhere_is_stored_once_more_so_that_what_came_after_it_goes(bus: Bus) -> None:
+    clock, stream, parts = Clock(), bus.subjects.trajectories_stream, Parts(bus, bus.subjects.trajectories_stream)
+
+    async def push(size: int, sequences: int) -> None:
+        body = await parts.store(bus.subjects.trajectory(ENGINE), bytes(size))
+        group = QueuedGroup(environment=None, sequences=sequences, body=body)
+        pushed = await bus.inbox.request(inbox.PushGroups(id=secrets.token_hex(8), engine=ENGINE, groups=(group,)))
+        assert isinstance(pushed, Pushed)
+
+    async with leading(bus) as coordinator:
+        registers = inbox.RegisterTrainer(
+            id="r", engine=ENGINE, trainer="7", batch_size=4, max_token_len=9, checkpoint_dir="c", num_steps=9,
+            save_checkpoint_interval=1, starting_step=0,
+        )  # fmt: skip
+        assert isinstance(await bus.inbox.request(registers), Done)
+        await push(1_000, 3)  # fits no batch with groups of 4
+        for size in (17 << 20, 17 << 20, 1_000):
+            await push(size, 4)
+        releaser = Releaser(bus, lambda: coordinator.core.hive, clock=clock, bodies=TRAJECTORIES)
+        for number in (1, 2, 3):
+            taken = await bus.inbox.request(inbox.TakeBatch(id=f"t{number}", engine=ENGINE))
+            assert isinstance(taken, BatchTaken)
+            assert taken.number == number
+            sent = inbox.BatchSent(id=f"s{number}", engine=ENGINE, run=1, number=number)
+            await bus.inbox.send(sent)
+        await releaser.report()
+        clock.now_s += 60
+        await releaser.report()
+        state = coordinator.core.hive.engine(ENGINE).trajectories
+        async with asyncio.timeout(PATIENCE_S):
+            while (stranded := state.queue.groups[1].body) is not None and stranded.first == 1:
+                await asyncio.sleep(0.01)
+        await releaser.report()
+        async with asyncio.timeout(PATIENCE_S):
+            while not coordinator.core.hive.trajectories_released:
+                await asyncio.sleep(0.01)
+        await releaser.purge(releaser.released())
+        left = await bus.state(stream)
+        assert left.bytes < 1 << 20
+        assert stranded is not None
+        assert await parts.fetch(stranded) == bytes(1_000)
+
+
+async def test_groups_that_make_up_much_of_a_stream_are_left_where_they_are(bus: Bus) -> None:
+    parts = Parts(bus, bus.subjects.trajectories_stream)
+    hive = Hive()
+    bodies = [await parts.store(bus.subjects.trajectory(ENGINE), bytes(1_000)) for _ in range(8)]
+    pushed = tuple(QueuedGroup(environment=None, sequences=1, body=body) for body in bodies)
+    evolve(hive, GroupsPushed(engine=ENGINE, groups=pushed))
+    state = await bus.state(bus.subjects.trajectories_stream)
+    await BodyMover(bus, lambda: hive).move(state.last_seq + 1, state)
+    assert (await bus.state(bus.subjects.trajectories_stream)).last_seq == 8
+    assert (await bus.state(bus.subjects.inbox_stream)).last_seq == 0
+
+
+async def test_a_waiting_group_that_is_lost_is_given_up_when_its_body_is_to_be_stored_once_more(bus: Bus) -> None:
+    parts = Parts(bus, bus.subjects.trajectories_stream)
+    async with leading(bus) as coordinator:
+        for number in range(2):
+            body = await parts.store(bus.subjects.trajectory(ENGINE), bytes(1_000))
+            group = QueuedGroup(environment=None, sequences=1, body=body)
+            await bus.inbox.request(inbox.PushGroups(id=f"p{number}", engine=ENGINE, groups=(group,)))
+            await parts.store(bus.subjects.trajectory(ENGINE), bytes(1 << 20))
+        await bus.purge_below(bus.subjects.trajectories_stream, 2)
+        state = await bus.state(bus.subjects.trajectories_stream)
+        await BodyMover(bus, lambda: coordinator.core.hive).move(state.last_seq, state)
+        kept = coordinator.core.hive.engine(ENGINE).trajectories
+        async with asyncio.timeout(PATIENCE_S):
+            while not kept.given_up:
+                await asyncio.sleep(0.01)
+        assert list(kept.queue.groups) == [2]
 
 
 async def test_r6_what_is_released_goes_back_to_the_end_of_a_stream_that_has_lost_it(bus: Bus) -> None:

@@ -1,5 +1,6 @@
 """Runs of trajectories whose batches our own trainer takes: they boot, make steps, and end after the last (R16)."""
 
+import msgspec
 import pytest
 
 from bombus.errors import Code
@@ -216,4 +217,21 @@ def test_the_fold_of_the_log_is_the_cores_state() -> None:
     harness = rolling()
     harness.push_batch()
     harness.step_done(1)
+    assert harness.folded() == harness.core.hive
+
+
+def test_a_group_of_a_step_that_is_lost_is_on_the_log_and_stays_out_of_the_step_whoever_makes_it() -> None:
+    harness = rolling()
+    harness.push_batch()
+    lost = inbox.GiveUpGroups(
+        id=harness.id(), engine=ENGINE, run=1, number=1, groups=(inbox.LostGroup(2, 2),), why="it is gone"
+    )
+    (given_up,) = harness.send(lost)
+    assert isinstance(given_up, ev.GroupsGivenUp)
+    assert harness.send(lost) == [], "the same command"
+    assert harness.send(msgspec.structs.replace(lost, id=harness.id())) == [], "it is known"
+    for batch in (harness.engine.batch, harness.engine.steps[-1].batch):
+        assert batch is not None
+        assert [group.body is None for group in batch.scored] == [False, True]
+    assert harness.scored.current_step == 1, "the step is made"
     assert harness.folded() == harness.core.hive

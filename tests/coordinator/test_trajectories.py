@@ -12,7 +12,8 @@ from bombus.hive.state import Hive, Phase, evolve
 from bombus.hive.status import hive_status
 from bombus.hive.trajectories import queue
 from bombus.hive.trajectories.queue import QueuedGroup
-from bombus.hive.trajectories.state import REPEAT_S
+from bombus.hive.trajectories.state import ANSWERS_KEPT, PUSHES_BETWEEN, REPEAT_S, Trajectories, push
+from bombus.hive.trajectories.status import scored_lines
 from bombus_coordinator.core import Core
 from bombus_coordinator.rules.trajectories.registering import ENVIRONMENT_IDLE_S
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
@@ -327,3 +328,122 @@ def test_after_a_power_cut_what_is_released_goes_back_to_the_end_of_the_stream()
     (back,) = harness.send(inbox.TrajectoriesStored(id="s2", below=4, shrunk=True))
     assert isinstance(back, ev.TrajectoriesReleased)
     assert back.below == 4
+
+
+# ---- groups that are lost -------------------------------------------------------------------------------------
+
+
+def give_up(harness: ScoredHarness, number: int, *lost: tuple[int, int]) -> list[ev.GroupsGivenUp]:
+    """Say that these groups, with the places of their bodies, are lost; return what was decided about groups."""
+    message = inbox.GiveUpGroups(
+        id=harness.id(),
+        engine=ENGINE,
+        run=harness.engine.run,
+        number=number,
+        groups=tuple(inbox.LostGroup(group, first) for group, first in lost),
+        why="the stream has no message at 1",
+    )
+    return [event for event in harness.send(message) if isinstance(event, ev.GroupsGivenUp)]
+
+
+def test_a_lost_group_is_given_up_and_the_others_of_its_batch_are_in_the_next_at_the_same_step() -> None:
+    harness = rolling()
+    harness.push(*[harness.group() for _ in range(3)])
+    assert harness.ask() == 1
+    (given_up,) = give_up(harness, 1, (1, 1))
+    assert given_up.groups == (1,)
+    assert harness.scored.current_step == 0
+    assert harness.ask() == 2
+    assert harness.scored.batch is not None
+    assert harness.scored.batch.numbers == (2, 3)
+    assert harness.scored.current_step == 1
+    harness.arrived(1)
+    assert not harness.scored.batch.delivered, "what was said of the batch that is gone is not about the next one"
+    harness.arrived(2)
+    assert harness.scored.batch.delivered
+    status = hive_status(harness.core.hive).engines[0].scored
+    assert status is not None
+    assert "  1 group was given up, the last because the stream has no message at 1" in scored_lines(status)
+
+
+def test_a_group_is_not_given_up_that_was_delivered_or_is_somewhere_else_now() -> None:
+    harness = rolling()
+    harness.push(*[harness.group() for _ in range(3)])
+    harness.ask()
+    assert give_up(harness, 1, (1, 7)) == [], "its body is not where it was looked for"
+    assert give_up(harness, 1, (3, 3)) == [], "it is not of that batch"
+    assert give_up(harness, 2, (1, 1)) == [], "there is no such batch"
+    harness.arrived(1)
+    assert give_up(harness, 1, (1, 1)) == [], "its trainer has it"
+    (given_up,) = give_up(harness, 0, (3, 3))
+    assert given_up.groups == (3,)
+    assert harness.scored.queue.groups == {}
+
+
+# ---- trainers that say what they have -------------------------------------------------------------------------
+
+
+def test_a_trainer_that_says_which_batch_it_has_gets_the_next_one_until_it_has_that() -> None:
+    harness = rolling()
+    harness.push(*[harness.group() for _ in range(6)])
+    assert [harness.ask(after=0), harness.ask(after=0)] == [1, 1]
+    harness.arrived(1)
+    assert harness.ask(after=0) == 1, "it died before it could save that it has the batch"
+    assert harness.ask(after=1) == 2
+    assert harness.ask(after=1) == 2
+    assert harness.ask() == 2, "who does not say what it has gets what is not delivered"
+    assert harness.ask(after=2) == 3
+    assert [harness.ask(after=3), harness.ask(after=3)] == [0, 0]
+    delivered = [event.number for event in harness.log if isinstance(event, ev.BatchDelivered)]
+    assert delivered == [1, 2, 3]
+    assert harness.scored.current_step == 3
+
+
+def test_a_trainer_that_says_what_it_cannot_have_is_told_what_there_is() -> None:
+    harness = rolling()
+    harness.push(*[harness.group() for _ in range(4)])
+    for after in (1, 2):
+        answer = harness.request(inbox.TakeBatch(id=harness.id(), engine=ENGINE, after=after))
+        assert isinstance(answer, Refusal)
+        assert "its trainer has batch 0." in answer.why
+    assert [harness.ask(after=0), harness.ask(after=1)] == [1, 2]
+    answer = harness.request(inbox.TakeBatch(id=harness.id(), engine=ENGINE, after=0))
+    assert isinstance(answer, Refusal)
+    assert "cannot go on after batch 0: its trainer has batch 1 or 2." in answer.why
+
+
+def test_a_trainer_that_says_what_it_has_goes_on_after_a_batch_with_a_lost_group() -> None:
+    harness = rolling()
+    harness.push(*[harness.group() for _ in range(4)])
+    assert [harness.ask(after=0), harness.ask(after=1)] == [1, 2]
+    assert give_up(harness, 2, (3, 3))
+    assert harness.ask(after=1) == 0
+    harness.push(harness.group())
+    assert [harness.ask(after=1), harness.ask(after=3)] == [3, 0]
+
+
+# ---- what is remembered of pushes -----------------------------------------------------------------------------
+
+
+def test_a_push_is_known_for_a_minute_however_many_others_come_in_it() -> None:
+    harness = rolling()
+    group = harness.group(sequences=4)
+    first = harness.push(group, key="mine")
+    for number in range(5_000):
+        harness.push(harness.group(sequences=4), key=str(number))
+    assert harness.push(group, key="mine") == first
+    assert len(harness.scored.queue.groups) == 5_001
+
+
+def test_pushes_that_are_too_old_to_be_sent_again_are_forgotten_and_many_in_a_minute_are_bounded() -> None:
+    state = Trajectories()
+    groups = tuple(QueuedGroup(None, 1) for _ in range(16))
+    for number in range(10_000):
+        push(state, ev.GroupsPushed(engine=ENGINE, at_ns=1, groups=groups, key=str(number)))
+    assert len(state.pushes) <= ANSWERS_KEPT / 16 + PUSHES_BETWEEN
+    assert next(reversed(state.pushes)) == "9999"
+    late = 2 + int(REPEAT_S * 1e9)
+    for number in range(2 * PUSHES_BETWEEN):
+        push(state, ev.GroupsPushed(engine=ENGINE, at_ns=late, groups=groups, key=f"late {number}"))
+    assert sum(kept.at_ns == late for kept in state.pushes.values()) == 2 * PUSHES_BETWEEN
+    assert len(state.pushes) < 3 * PUSHES_BETWEEN

@@ -1,13 +1,16 @@
-"""What no coordinator can have written about training operations is found before it is folded."""
+"""What no coordinator can have written about operations and scored groups is found before it is folded."""
 
 import pytest
 
 from bombus.hive import events as ev
+from bombus.hive import inbox
 from bombus.hive.events import AnyEvent
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Hive, evolve
 from bombus.hive.tenants.order import why_out_of_order
+from bombus.hive.trajectories import order
 from tests.coordinator.core_in_memory import ENGINE
+from tests.coordinator.scored_in_memory import ScoredHarness
 from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
 from tests.coordinator.test_sampled_episodes import played, take, with_snapshot
 from tests.overwatch.story import operating, rolling
@@ -70,3 +73,65 @@ def test_what_a_coordinator_writes_is_in_order() -> None:
         for event in events:
             assert not why_out_of_order(hive, event), event
             evolve(hive, event)
+
+
+# ---- scored groups --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def taken() -> ScoredHarness:
+    """A run whose batch 1, of groups 1 and 2, is handed out, and group 3 is queued."""
+    harness = ScoredHarness()
+    harness.register()
+    harness.push(*[harness.group() for _ in range(3)])
+    assert harness.ask() == 1
+    return harness
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (ev.BatchHandedOut(engine=ENGINE, run=1, number=3, groups=(3,)), "batch 3 of run 1 follows 1"),
+        (
+            ev.BatchHandedOut(engine=ENGINE, run=1, number=2, groups=(3,)),
+            "batch 2 is handed out before batch 1 is delivered",
+        ),
+        (ev.BatchDelivered(engine=ENGINE, run=1, number=2), "batch 2 of run 1 is delivered, which is not handed out"),
+        (
+            ev.GroupsGivenUp(engine=ENGINE, run=1, number=1, groups=(1, 3), why="w"),
+            "group 3 is given up, which is not in what was lost",
+        ),
+        (
+            ev.GroupsGivenUp(engine=ENGINE, run=1, number=0, groups=(1,), why="w"),
+            "group 1 is given up, which is not in what was lost",
+        ),
+        (
+            ev.BatchReady(engine=ENGINE, run=1, step=1, groups=(), config_digest="", taken=(2,)),
+            "step 1 takes group 2, which is not queued",
+        ),
+    ],
+)
+def test_an_event_about_groups_that_cannot_follow_is_told_from_the_others(
+    taken: ScoredHarness, event: AnyEvent, why: str
+) -> None:
+    assert order.why_out_of_order(taken.core.hive, event) == why
+
+
+def test_a_batch_that_is_not_exact_is_told_from_the_others(taken: ScoredHarness) -> None:
+    taken.arrived(1)
+    short = ev.BatchHandedOut(engine=ENGINE, run=1, number=2, groups=(3,))
+    assert order.why_out_of_order(taken.core.hive, short) == "batch 2 has 2 sequences instead of 4"
+    again = ev.BatchHandedOut(engine=ENGINE, run=1, number=2, groups=(1, 3))
+    assert order.why_out_of_order(taken.core.hive, again) == "batch 2 has group 1, which is not queued"
+
+
+def test_what_a_coordinator_writes_of_groups_is_in_order(taken: ScoredHarness) -> None:
+    lost = inbox.LostGroup(1, 1)
+    taken.request(inbox.GiveUpGroups(id=taken.id(), engine=ENGINE, run=1, number=1, groups=(lost,), why="gone"))
+    assert taken.ask() == 2
+    taken.arrived(2)
+    hive = Hive()
+    for event in taken.log:
+        assert not order.why_out_of_order(hive, event), event
+        evolve(hive, event)
+    assert hive.engine(ENGINE).trajectories.given_up == 1

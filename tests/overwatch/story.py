@@ -406,5 +406,7 @@ def scored(story: Story) -> list[Callable[[], None]]:
         lambda: tell(ev.BatchHandedOut, run=story.run, number=1, groups=(draw.randint(1, 9),)),
         lambda: tell(ev.BatchDelivered, run=story.run, number=1),
         lambda: tell(ev.GroupsReset),
+        lambda: tell(ev.GroupsGivenUp, run=story.run, number=draw.randint(0, 1), groups=(1,), why="lost"),
+        lambda: tell(ev.BodiesMoved, moved=(ev.MovedBody(1, BodyRef(seqs=(5,), size=1, digest=b"d" * 16)),)),
         lambda: story.tell(ev.TrajectoriesReleased(below=2)),
     ]

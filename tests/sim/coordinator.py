@@ -8,7 +8,7 @@ from bombus.bus import snapshots
 from bombus.bus.append import Outgoing
 from bombus.bus.headers import EPOCH, INBOX, REPLY
 from bombus.bus.snapshots import Snapshot
-from bombus.errors import BusUnavailable, Deposed
+from bombus.errors import BusUnavailable, Deposed, LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.state import FOLD, Hive, evolve
@@ -24,7 +24,9 @@ from tests.sim.lease import RENEW_S, Lease
 from tests.sim.link import Link, Net, Reader
 from tests.sim.loop import Process
 from tests.sim.referee import ENGINE, RECOVERED, Referee
+from tests.sim.scored import SCORED_ENGINE
 from tests.sim.server import CALLS_STREAM, EVENTS_STREAM, INBOX_STREAM, OPS_STREAM, SIZE, TRAJECTORIES_STREAM, Message
+from tests.sim.tenants import store
 from tests.sim.variants import Variant
 
 ASK_S = 0.3
@@ -314,8 +316,29 @@ class Coordinator(Process):
                         id=f"{self.link.token}-{self._epoch}-groups-{number}", below=old[-1]
                     )
                     await self.link.send(told)
+                    await self._move_groups(old[-1], number)
             except BusUnavailable:
                 pass  # the next one covers this one
+
+    async def _move_groups(self, below: int, number: int) -> None:
+        """Store the body of the group that has waited longest once more, as moving.py does in an overfull stream."""
+        ledger = self._referee.scored
+        assert ledger is not None
+        queued = self.core.hive.engine(SCORED_ENGINE).trajectories.queue.groups.items()
+        old = [(each.body, group) for group, each in queued if each.body is not None and each.body.first < below]
+        if not old:
+            return
+        body, group = min(old, key=lambda found: found[0].first)
+        try:
+            found = await self.link.call(lambda: ledger.fetch(body))
+        except LogCorrupted:
+            return  # a batch that would have it gives it up
+        moved = ev.MovedBody(group, await store(self.link, found, TRAJECTORIES_STREAM))
+        told = inbox.BodiesStored(
+            id=f"{self.link.token}-{self._epoch}-bodies-{number}", engine=SCORED_ENGINE, moved=(moved,),
+            was=(body.first,),
+        )  # fmt: skip
+        await self.link.send(told)
 
     async def _watch(self) -> None:
         """Report what is nearly full and what has room again, as storage.py does."""

@@ -1,6 +1,7 @@
 """Scored groups in the simulator: environments that push them, a trainer that takes batches, and what must hold.
 
-No acknowledged group is lost, none is in two batches, and no batch counts as delivered that its trainer never had.
+No acknowledged group is lost, none is in two batches, and no batch counts as delivered that its trainer never had. A
+disk may lose a body: then that group alone is given up.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.trajectories.forming import form
 from bombus.hive.trajectories.queue import QueuedGroup
-from bombus.hive.trajectories.state import REPEAT_S
+from bombus.hive.trajectories.state import REPEAT_S, HandedOut
 from tests.sim.faults import Fault
 from tests.sim.fold import Follower
 from tests.sim.link import ANSWER_S, Link, Net
@@ -36,13 +37,19 @@ class ScoredLedger:
         self.hive = hive
         self.seen = seen
         self.received: set[tuple[int, int]] = set()  # batches that a trainer has read to their end, by run and number
+        self.saved: dict[int, int] = {}  # the last batch that a trainer which says so has, by run
         self._server = server
         self._pushed: dict[str, tuple[int, tuple[bytes, ...]]] = {}  # by key: when, and the digests of its bodies
         self._acknowledged: set[str] = set()
         self._forgotten: set[str] = set()  # keys, by a reset
-        self._waiting: set[bytes] = set()
         self._gone: set[bytes] = set()  # in a batch, or with a run that has ended
-        self._numbers: dict[int, bytes] = {}
+        self._numbers: dict[int, bytes] = {}  # of what waits
+        self._handed: dict[int, bytes] = {}  # of the batch that was handed out last
+        self.lost: set[bytes] = set()  # by the disk
+
+    @property
+    def _waiting(self) -> set[bytes]:
+        return set(self._numbers.values())
 
     def acknowledged(self, key: str) -> None:
         assert key in self._pushed, "a group is on the log before its push is answered"
@@ -58,11 +65,15 @@ class ScoredLedger:
                 self._check_pushed(event, engine)
             case ev.BatchHandedOut():
                 self._check_handed_out(event, engine)
+            case ev.GroupsGivenUp():
+                self._check_given_up(event, engine)
+            case ev.BodiesMoved():
+                for moved in event.moved:
+                    assert self._fetch(moved.body) == self._numbers[moved.group], "it is moved while it waits"
             case ev.BatchDelivered():
                 assert (event.run, event.number) in self.received, "what is delivered has reached its trainer"
             case ev.EngineStopped() | ev.GroupsReset():
                 self._gone |= self._waiting
-                self._waiting.clear()
                 self._numbers.clear()
                 self._forgotten |= set(self._pushed)
 
@@ -77,7 +88,6 @@ class ScoredLedger:
         self._pushed[event.key] = event.at_ns, digests
         for number, digest in enumerate(digests, start=engine.trajectories.queue.arrived + 1):
             self._numbers[number] = digest
-            self._waiting.add(digest)
 
     def _check_handed_out(self, event: ev.BatchHandedOut, engine: EngineState) -> None:
         state = engine.trajectories
@@ -85,10 +95,28 @@ class ScoredLedger:
         assert event.number == state.batches + 1
         groups = [state.queue.groups[number] for number in event.groups]
         assert sum(group.sequences for group in groups) == BATCH, "a batch is exact"
+        self._handed = {number: self._numbers.pop(number) for number in event.groups}
+        self._gone |= set(self._handed.values())
+
+    def _check_given_up(self, event: ev.GroupsGivenUp, engine: EngineState) -> None:
+        """Check that only what is lost is given up, and what was with it in a batch waits again."""
+        batch = engine.trajectories.batch
+        if event.number:
+            assert batch is not None
+            assert not batch.delivered
+            self._numbers |= self._handed
+            self._gone -= set(self._handed.values())
         for number in event.groups:
             digest = self._numbers.pop(number)
-            self._waiting.discard(digest)
+            assert digest in self.lost
             self._gone.add(digest)
+            self.seen["groups given up"] += 1
+
+    def fetch(self, ref: BodyRef) -> bytes:
+        """Return a body. Raises `LogCorrupted` when it is gone."""
+        if ref.digest in self.lost:
+            raise LogCorrupted("the disk has lost this body")
+        return fetch(self._server, ref, TRAJECTORIES_STREAM)
 
     def _fetch(self, ref: BodyRef) -> bytes:
         try:
@@ -204,7 +232,10 @@ class ScoredEnvironment(ScoredClient):
 
 
 class ScoredTrainer(ScoredClient):
-    """Registers, and takes batches through a gateway that says what has arrived. It may be killed anywhere."""
+    """Registers, and takes batches through a gateway that says what has arrived. It may be killed anywhere.
+
+    In some runs it says itself which batch it has, and then has each once.
+    """
 
     async def _act(self) -> None:
         pick = self._net.pick
@@ -224,7 +255,9 @@ class ScoredTrainer(ScoredClient):
         await self.link.ask(registers)
 
     async def _take(self) -> None:
-        answer = await self.link.ask(inbox.TakeBatch(id=self._net.fresh("take"), engine=SCORED_ENGINE))
+        run = self._engine.run
+        after = self._ledger.saved.get(run, 0) if run % 2 else None
+        answer = await self.link.ask(inbox.TakeBatch(id=self._net.fresh("take"), engine=SCORED_ENGINE, after=after))
         if not isinstance(answer, inbox.BatchTaken) or not answer.number:
             return
         try:
@@ -236,25 +269,50 @@ class ScoredTrainer(ScoredClient):
             return
         if self._variant == Variant.SENT_EARLY:
             await self._say_sent(answer)
-        for group in batch.groups:
-            assert group.body is not None
-            ref = group.body
-            try:
-                await self.link.call(lambda: fetch(self.link.server, ref, TRAJECTORIES_STREAM))  # noqa: B023
-            except BusUnavailable:
-                return
-            except LogCorrupted:
-                state = self._ledger.hive().engine(SCORED_ENGINE).trajectories.batch
-                late = state is None or state.delivered or (state.run, state.number) != (answer.run, answer.number)
-                assert late, "the body of a batch that is not delivered is gone"
-                return
+        if self._net.pick.random() < 0.03:
+            self._ledger.lost.update(group.body.digest for group in batch.groups[:1] if group.body is not None)
+        if not await self._read(answer, batch):
+            return
         if self._net.pick.random() < 0.2:
             self._ledger.seen["batches that were cut off"] += 1
             return
+        await self._receive(answer)
+
+    async def _receive(self, answer: inbox.BatchTaken) -> None:
+        """Have read a batch to its end. Who takes it may die before that is said."""
         self._ledger.seen["batches received again"] += (answer.run, answer.number) in self._ledger.received
         self._ledger.received.add((answer.run, answer.number))
+        if answer.run % 2:
+            if self._net.pick.random() > 0.2:  # otherwise it has died before it could save what it has
+                assert answer.number > self._ledger.saved.get(answer.run, 0), "a batch is received once"
+                self._ledger.saved[answer.run] = answer.number
+            return
         if self._net.pick.random() > 0.05:  # otherwise its gateway has died right after the last byte
             await self._say_sent(answer)
+
+    async def _read(self, taken: inbox.BatchTaken, batch: HandedOut) -> bool:
+        """Read the bodies of a batch, and return whether all are there. One that is lost is given up."""
+        for number, group in zip(batch.numbers, batch.groups, strict=True):
+            assert group.body is not None
+            ref = group.body
+            try:
+                await self.link.call(lambda: self._ledger.fetch(ref))  # noqa: B023
+            except BusUnavailable:
+                return False
+            except LogCorrupted:
+                state = self._ledger.hive().engine(SCORED_ENGINE).trajectories.batch
+                late = state is None or state.delivered or (state.run, state.number) != (taken.run, taken.number)
+                assert late or ref.digest in self._ledger.lost, "the body of a batch that is not delivered is gone"
+                await self._give_up(taken, inbox.LostGroup(number, ref.first))
+                return False
+        return True
+
+    async def _give_up(self, taken: inbox.BatchTaken, lost: inbox.LostGroup) -> None:
+        given_up = inbox.GiveUpGroups(
+            id=self._net.fresh("lost"), engine=SCORED_ENGINE, run=taken.run, number=taken.number, groups=(lost,),
+            why="lost",
+        )  # fmt: skip
+        await self.link.ask(given_up)
 
     async def _say_sent(self, taken: inbox.BatchTaken) -> None:
         sent = inbox.BatchSent(id=self._net.fresh("sent"), engine=SCORED_ENGINE, run=taken.run, number=taken.number)

@@ -97,6 +97,8 @@ def test_r16_acknowledged_groups_are_in_one_batch_each_and_batches_are_repeated_
     assert seen["batch.delivered"] > 10 * hives
     assert seen["batches that were cut off"] > hives
     assert seen["groups purged"] > hives
+    assert seen["groups given up"] > hives / 4
+    assert seen["bodies.moved"] > hives
     for rare in ("batches received again", "pushes that came again late", "groups.reset", "environment.left"):
         assert seen[rare] > 0, rare
     for refused in ("body_gone", "storage_full"):

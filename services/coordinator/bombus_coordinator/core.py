@@ -311,6 +311,8 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.PushGroups: batches.push,
     inbox.TakeBatch: batches.take,
     inbox.BatchSent: batches.sent,
+    inbox.GiveUpGroups: batches.give_up,
+    inbox.BodiesStored: batches.move,
     inbox.AskRest: serving.ask_rest,
     inbox.TrainerRests: serving.trainer_rests,
     inbox.AddEndpoint: endpoints.add,

@@ -5,6 +5,9 @@ messages are needed. Those of the last ten minutes are left alone, or of the las
 than half of their stream. Beyond them the core says on the log what is released, and refuses what has an older body
 from then on: its sender stores it again. Only then is it purged.
 
+A queued group keeps all bodies after its own. In an overfull stream the few that have waited for long are stored once
+more (`moving`).
+
 After a power cut on one replica the stream may end earlier and use sequences again (R6). Then what is released goes
 back to its end.
 """
@@ -22,6 +25,7 @@ from bombus.bus.streams import limited_streams
 from bombus.errors import BusUnavailable
 from bombus.hive.inbox import Message, OperationsStored, TrajectoriesStored
 from bombus.hive.state import Hive
+from bombus_coordinator.moving import BodyMover
 from bombus_coordinator.rules.decision import Decisions
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.serving import release
@@ -72,6 +76,7 @@ class Releaser:
         self._grace_s = grace_s
         self._clock = clock
         self._ends: deque[tuple[float, int]] = deque()  # when the stream ended where
+        self._mover = BodyMover(bus, hive)
         self._purged: dict[str, int] = {}  # by subject
         self._count = 0
 
@@ -82,6 +87,8 @@ class Releaser:
         if message is not None and any(self._bodies.release(self._hive(), Live(), message)):
             self._count += 1
             await self._bus.inbox.send(message)
+        if isinstance(message, TrajectoriesStored) and not message.shrunk and state.fill > OVERFULL:
+            await self._mover.move(message.below, state)
 
     def _stored(self, state: StreamState) -> Message | None:
         end, now = state.last_seq + 1, self._clock()

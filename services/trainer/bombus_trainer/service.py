@@ -16,7 +16,7 @@ from bombus.datums.reading import BusCallReader
 from bombus.errors import BusUnavailable, EngineFault
 from bombus.faults import Point, reached
 from bombus.hive.events import BatchReady, RunKind, WeightsReady
-from bombus.hive.inbox import StepBroke, StepDone, WeightsSaved
+from bombus.hive.inbox import GiveUpGroups, LostGroup, StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import EngineState
 from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.hive.trajectories.training import checkpoint_folder
@@ -309,6 +309,8 @@ class Trainer:
         for episode, why in read.lost.items():
             what = "group" if batch.taken else "episode"
             log.error("%s %s is left out of step %d: %s", what, episode, batch.step, why)
+        if read.gone:
+            await self._give_up(batch, read)
         for episode, age in read.stale.items():
             log.error("episode %s is left out of step %d: it is %d versions old", episode, batch.step, age)
         groups, interrupted = list(read.groups), self._ownership.over.is_set
@@ -336,6 +338,23 @@ class Trainer:
         side_calls = executor.settings.job.rollout.trains_side_calls
         max_staleness = engine.collection.trained_staleness
         return await read_batch(BusCallReader(self._bus), batch, max_staleness, side_calls=side_calls)
+
+    async def _give_up(self, batch: BatchReady, read: ReadBatch) -> None:
+        """Say which scored groups of a batch are lost, so that whoever makes this step again leaves them out too."""
+        lost = tuple(
+            LostGroup(number, group.body.first)
+            for place, (number, group) in enumerate(zip(batch.taken, batch.scored, strict=True))
+            if place in read.gone and group.body is not None
+        )
+        message = GiveUpGroups(
+            id=self._ownership.id(f"lost-{batch.step}-{self._attempt}"),
+            engine=self._options.engine,
+            run=self._ownership.run,
+            number=batch.step,
+            groups=lost,
+            why=read.lost[f"{batch.step}.{read.gone[-1]}"],
+        )
+        await self._ownership.send(message)
 
     async def _checkpoint(self, executor: TrainerBackend, batch: BatchReady, metrics: dict[str, float]) -> Saved:
         facts = Facts(

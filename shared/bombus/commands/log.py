@@ -14,6 +14,7 @@ from bombus.replay.source import BusSource, Source
 from bombus.terminal import complain, say
 
 PROGRESS_S = 2.0
+LOST_SHOWN = 8  # scored groups
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +55,10 @@ async def _verify(source: Source, arguments: argparse.Namespace) -> None:
     say(f"  {verified.calls:,} calls of open episodes, the pool and the outstanding batch match their references")
     if verified.bodies:
         say(f"  {verified.bodies:,} bodies and results of training operations match their references")
+    if verified.groups:
+        say(f"  {verified.groups - len(verified.lost):,} scored groups are there, {len(verified.lost):,} are lost")
+    for lost in verified.lost[:LOST_SHOWN]:
+        say(f"    {lost}; it is given up when a batch would have it")
 
 
 async def _compact(source: Source, arguments: argparse.Namespace) -> None:

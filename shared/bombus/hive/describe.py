@@ -368,6 +368,21 @@ def _(event: ev.GroupsReset) -> str:
 
 
 @_text.register
+def _(event: ev.GroupsGivenUp) -> str:
+    whose = f" of batch {event.number}" if event.number else ""
+    return f"{_groups(len(event.groups))}{whose} given up: {event.why}"
+
+
+@_text.register
+def _(event: ev.BodiesMoved) -> str:
+    return f"the bodies of {_groups(len(event.moved))} that wait are stored once more"
+
+
+def _groups(count: int) -> str:
+    return f"{count} scored {'group' if count == 1 else 'groups'}"
+
+
+@_text.register
 def _(event: ev.TrajectoriesReleased) -> str:
     return f"scored groups before {event.below} are not needed any more"
 

@@ -850,6 +850,32 @@ class BatchDelivered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     number: int
 
 
+class GroupsGivenUp(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.given_up"):
+    """The bodies of these groups are lost: no batch has them any more.
+
+    They were in the batch `number` that was handed out, whose other groups are queued again; in that of our own
+    trainer's step of this number, which is made without them; or, if it is 0, in the queue.
+    """
+
+    run: int
+    number: int
+    groups: tuple[int, ...]
+    why: str
+
+
+class MovedBody(msgspec.Struct, frozen=True, array_like=True):
+    """Where the body of a queued group is now."""
+
+    group: int
+    body: BodyRef
+
+
+class BodiesMoved(Event, frozen=True, kw_only=True, omit_defaults=True, tag="bodies.moved"):
+    """The bodies of groups that have waited for long were stored once more, so that what is before them can go."""
+
+    moved: tuple[MovedBody, ...]
+
+
 class GroupsReset(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.reset"):
     """All groups and environments are forgotten."""
 
@@ -958,6 +984,8 @@ AnyEvent = (
     | BatchHandedOut
     | BatchDelivered
     | GroupsReset
+    | GroupsGivenUp
+    | BodiesMoved
     | TrajectoriesReleased
     | StorageFilled
     | StorageFreed

@@ -15,6 +15,7 @@ from bombus.hive.events import (
     ConversationFormat,
     EpisodeType,
     ModelShape,
+    MovedBody,
     NotedCall,
     SavedWeights,
     Weights,
@@ -253,7 +254,29 @@ class PushGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="pu
 
 
 class TakeBatch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="take_batch"):
-    """Hand out the next batch if there is one, or the last one again where it was not delivered."""
+    """Hand out the next batch if there is one, or the last one again where it was not delivered.
+
+    A trainer that says which batch it has, with all before it, gets the next one `after` that, until it says that it
+    has it: 0 if it has none. Nothing else counts as delivered to it.
+    """
+
+    after: int | None = None
+
+
+class LostGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group, by its number, whose body was looked for at `first` and is lost."""
+
+    group: int
+    first: int
+
+
+class GiveUpGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="give_up_groups"):
+    """Give up groups whose bodies are lost. See `GroupsGivenUp` for `number`."""
+
+    run: int
+    number: int
+    groups: tuple[LostGroup, ...]
+    why: str
 
 
 class ResetGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="reset_groups"):
@@ -505,6 +528,13 @@ class TrajectoriesStored(Message, frozen=True, kw_only=True, omit_defaults=True,
     shrunk: bool = False
 
 
+class BodiesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="bodies.stored"):
+    """The leader has stored the bodies of groups that have waited for long once more. `was` is where each was."""
+
+    moved: tuple[MovedBody, ...]
+    was: tuple[int, ...]
+
+
 class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="storage.seen"):
     """`used` of the `size` bytes of `what` are in use. The last `reserve` bytes are kept for work in progress."""
 
@@ -561,6 +591,7 @@ AnyMessage = (
     | PushGroups
     | TakeBatch
     | ResetGroups
+    | GiveUpGroups
     | PublishWeights
     | Tick
     | Touch
@@ -587,6 +618,7 @@ AnyMessage = (
     | OperationsStored
     | BatchSent
     | TrajectoriesStored
+    | BodiesStored
     | StorageSeen
     | CompactionTried
 )

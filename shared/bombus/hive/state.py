@@ -21,7 +21,7 @@ from bombus.hive.tenants.state import Tenants
 from bombus.hive.trajectories import state as scored
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 6  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 7  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -932,6 +932,21 @@ def _batch_delivered(engine: EngineState, event: ev.BatchDelivered) -> None:
 @_on(ev.GroupsReset)
 def _groups_reset(engine: EngineState, event: ev.GroupsReset) -> None:
     scored.reset(engine.trajectories)
+
+
+@_on(ev.GroupsGivenUp)
+def _groups_given_up(engine: EngineState, event: ev.GroupsGivenUp) -> None:
+    scored.give_up(engine.trajectories, event)
+    for step in engine.steps if engine.trains_scored else ():
+        if (step.batch.run, step.batch.step) == (event.run, event.number):
+            step.batch = scored.without_bodies(step.batch, event.groups)
+    if engine.batch is not None and (engine.batch.run, engine.batch.step) == (event.run, event.number):
+        engine.batch = scored.without_bodies(engine.batch, event.groups)
+
+
+@_on(ev.BodiesMoved)
+def _bodies_moved(engine: EngineState, event: ev.BodiesMoved) -> None:
+    scored.move(engine.trajectories, event)
 
 
 @_on(ev.EndpointAdded)

@@ -9,7 +9,8 @@ from bombus.bus.snapshots import KEPT, Snapshot
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive.records import decode_record
 from bombus.hive.state import FOLD, Hive, evolve
-from bombus.hive.tenants.order import why_out_of_order
+from bombus.hive.tenants import order as operations
+from bombus.hive.trajectories import order as scored
 from bombus.replay.export import calls_held_by
 from bombus.replay.source import ReadProgress, check_not_compacted
 
@@ -20,7 +21,7 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 class Verified(msgspec.Struct, frozen=True):
     """Events `first` to `last` were folded. `agreed` has the positions of the snapshots that agree with the fold,
     `other_fold` of those that another version made, which were not compared. `bodies` are those of operations, and
-    results."""
+    results; `groups` are scored groups, of which those in `lost` are gone."""
 
     first: int
     last: int
@@ -29,15 +30,18 @@ class Verified(msgspec.Struct, frozen=True):
     other_fold: tuple[int, ...]
     calls: int
     bodies: int = 0
+    groups: int = 0
+    lost: tuple[str, ...] = ()
 
 
 async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) -> Verified:
     """Fold from the first event that is kept, compare each snapshot on the way, and read the calls still needed.
 
     Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch or an inbox position that
-    goes backwards, an operation out of its order, a snapshot that cannot be read or is not the fold of the events
-    before it, or a call of an open episode, the pool or the outstanding batch, or the body or the result of an
-    operation, that does not match its reference. Raises `NotOnLog` when the log was compacted meanwhile.
+    goes backwards, an operation or a batch out of its order, a snapshot that cannot be read or is not the fold of the
+    events before it, or a call of an open episode, the pool or the outstanding batch, or the body or the result of an
+    operation, that does not match its reference. Scored groups that are gone are no fault of the log: they are counted.
+    Raises `NotOnLog` when the log was compacted meanwhile.
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
@@ -64,7 +68,9 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
             decode_record(stored.data, ref)
     other = tuple(position for position, snapshot in waiting.items() if snapshot.fold != FOLD)
     agreed = tuple(position for position in waiting if position not in other)
-    return Verified(first, end, check.epochs, agreed, other, len(refs), await _read_bodies(bus, check.hive))
+    bodies = await _read_bodies(bus, check.hive)
+    groups, lost = await _look_for_groups(bus, check.hive)
+    return Verified(first, end, check.epochs, agreed, other, len(refs), bodies, groups, lost)
 
 
 async def _read_bodies(bus: Bus, hive: Hive) -> int:
@@ -76,6 +82,32 @@ async def _read_bodies(bus: Bus, hive: Hive) -> int:
                 await parts.fetch(ref)
                 count += 1
     return count
+
+
+async def _look_for_groups(bus: Bus, hive: Hive) -> tuple[int, tuple[str, ...]]:
+    """Return how many scored groups somebody may still need, and what is lost of them, in words.
+
+    The bodies of batches are read; of those that are queued, of which there may be very many, only the places.
+    """
+    stream = bus.subjects.trajectories_stream
+    needed = [(engine.name, body) for engine in hive.engines.values() for body in engine.bodies_needed()]
+    if not needed:
+        return 0, ()
+    state, parts = await bus.state(stream), Parts(bus, stream)
+    lost: dict[tuple[str, int], str] = {}
+    for name, body in needed:
+        if body.first < state.first_seq or max(body.seqs) > state.last_seq:
+            lost[name, body.first] = f"engine {name}: the body at {body.first} of {stream} is gone"
+    for engine in hive.engines.values():
+        batch = engine.trajectories.batch
+        for group in [] if batch is None or batch.delivered else batch.groups:
+            if group.body is None or (engine.name, group.body.first) in lost:
+                continue
+            try:
+                await parts.fetch(group.body)
+            except LogCorrupted as error:
+                lost[engine.name, group.body.first] = f"engine {engine.name}: {error}"
+    return len(set(needed)), tuple(lost.values())
 
 
 async def _kept_snapshots(bus: Bus, begins_at: int) -> list[Snapshot]:
@@ -105,7 +137,7 @@ class LogCheck:
         if stored.seq != self.position + 1:
             raise LogCorrupted(f"event {self.position + 1} is missing: the next one is {stored.seq}")
         event = read_event(stored)
-        if why := why_out_of_order(self.hive, event):
+        if why := operations.why_out_of_order(self.hive, event) or scored.why_out_of_order(self.hive, event):
             raise LogCorrupted(f"event {stored.seq} cannot be: {why}")
         evolve(self.hive, event)
         self.position = stored.seq

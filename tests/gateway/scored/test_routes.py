@@ -10,10 +10,16 @@ import httpx
 import msgspec
 import pytest
 
-from bombus.bus import Bus
+from bombus.bus import Bus, EmbeddedServer
+from bombus.errors import BusUnavailable
+from bombus.hive import events as ev
 from bombus.hive.events import RunKind
 from bombus.hive.state import Phase
 from bombus.hive.trajectories.state import REPEAT_S
+from bombus.replay import upkeep
+from bombus_gateway.scored.shelf import GroupShelf
+from tests.conftest import freeze, thaw
+from tests.coordinator.test_shell import log_of
 from tests.gateway.atropos.groups import random_group
 from tests.gateway.swarm_hive import ENGINE, JOB, PlayedHive, played_hive
 from tests.patience import PATIENCE_S
@@ -202,17 +208,99 @@ async def test_what_does_not_fit_is_refused_with_its_place_and_nothing_is_queued
     assert (await get(hive, "/status"))["queue_size"] == 0
 
 
-async def test_a_trainer_that_is_refused_a_batch_reads_an_error_and_no_batch(hive: PlayedHive, bus: Bus) -> None:
+async def test_a_trainer_that_is_refused_a_batch_reads_an_error_and_no_batch(hive: PlayedHive) -> None:
+    refused = await hive.http.get("/batch", headers={"sec-fetch-site": "same-site"})
+    assert refused.status_code == 401
     await post(hive, "/register", TRAINER)
-    await post(hive, "/scored_data_list", [group(1.0), group(0.0)])
-    await bus.purge_below(bus.subjects.trajectories_stream, 2, ">")
+    hive.gateway.ready = False
     refused = await hive.http.get("/batch")
-    assert refused.status_code == 500
+    assert refused.status_code == 503
     assert (refused.json()["status"], refused.json()["batch"]) == ("error", None)
-    assert "Batch 1 cannot be read" in refused.json()["message"]
-    assert "a new /register begins a run without it" in refused.json()["message"]
-    await post(hive, "/register", TRAINER)
-    assert await get(hive, "/batch") == {"batch": None}
+    assert "still reading the log" in refused.json()["message"]
+
+
+async def test_groups_that_are_lost_are_given_up_and_the_next_batch_is_made_of_the_others(
+    hive: PlayedHive, bus: Bus
+) -> None:
+    environment = await started(hive)
+    for score in (1.0, 2.0, 3.0):
+        await post(hive, "/scored_data", group(score, environment))
+    await bus.purge_below(bus.subjects.trajectories_stream, 2, ">")
+    batch = (await get(hive, "/batch"))["batch"]
+    assert [each["scores"][0] for each in batch] == [2.0, 3.0]
+    assert await get(hive, "/status") == {"current_step": 4, "queue_size": 0}
+    verified = await upkeep.verify(bus)
+    assert (verified.groups, verified.lost) == (2, ())
+    log = [ev.decode_event(stored.data) for stored in await log_of(bus)]
+    (given_up,) = [event for event in log if isinstance(event, ev.GroupsGivenUp)]
+    assert given_up.groups == (1,)
+    assert "has no message at 1" in given_up.why
+
+
+async def test_a_bus_that_is_away_costs_no_group(crashing: tuple[EmbeddedServer, Bus]) -> None:
+    server, bus = crashing
+    async with played_hive(bus) as hive:
+        environment = await started(hive)
+        for score in (1.0, 2.0):
+            await post(hive, "/scored_data", group(score, environment))
+        shelf = GroupShelf(hive.gateway, ENGINE)
+        batch = await shelf.take()
+        assert batch is not None
+        await freeze(server)
+        try:
+            with pytest.raises(BusUnavailable):
+                await shelf.give_up_lost(batch)
+        finally:
+            thaw(server)
+        assert len((await get(hive, "/batch"))["batch"]) == 2
+        assert hive.engine.trajectories.given_up == 0
+
+
+async def test_a_trainer_that_says_which_batch_it_has_gets_the_same_one_until_it_has_it(hive: PlayedHive) -> None:
+    environment = await started(hive)
+    for score in (1.0, 2.0, 3.0, 4.0):
+        await post(hive, "/scored_data", group(score, environment))
+
+    async def scores(after: int) -> tuple[str, list[float]]:
+        answer = await hive.http.get("/batch", params={"after": after})
+        return answer.headers["x-batch-number"], [each["scores"][0] for each in answer.json()["batch"]]
+
+    for _ in range(2):
+        assert await scores(after=0) == ("1", [1.0, 2.0])
+    for _ in range(2):
+        assert await scores(after=1) == ("2", [3.0, 4.0])
+    assert await get(hive, "/batch?after=2") == {"batch": None}
+    for after in ("7", "-1", "x", "9" * 30):
+        refused = await hive.http.get("/batch", params={"after": after})
+        assert (refused.status_code, refused.json()["status"]) == (400, "error")
+
+
+async def test_a_delivered_batch_that_is_asked_for_again_and_lost_says_how_to_go_on(hive: PlayedHive, bus: Bus) -> None:
+    environment = await started(hive)
+    for score in (1.0, 2.0):
+        await post(hive, "/scored_data", group(score, environment))
+    assert len((await get(hive, "/batch"))["batch"]) == 2
+    await hive.gateway.follower.wait_for(lambda _: is_delivered(hive), PATIENCE_S)
+    await bus.purge_below(bus.subjects.trajectories_stream, 2, ">")
+    refused = await hive.http.get("/batch?after=0")
+    assert refused.status_code == 500
+    assert "Ask for what comes after=1" in refused.json()["message"]
+    assert await get(hive, "/batch?after=1") == {"batch": None}
+
+
+def is_delivered(hive: PlayedHive) -> bool:
+    batch = hive.engine.trajectories.batch
+    return batch is not None and batch.delivered
+
+
+async def test_groups_that_are_lost_are_found_when_a_log_is_verified(hive: PlayedHive, bus: Bus) -> None:
+    environment = await started(hive)
+    for score in (1.0, 2.0, 3.0):
+        await post(hive, "/scored_data", group(score, environment))
+    await bus.purge_below(bus.subjects.trajectories_stream, 3, ">")
+    verified = await upkeep.verify(bus)
+    assert verified.groups == 3
+    assert [f"the body at {place} of " in lost for place, lost in zip((1, 2), verified.lost, strict=True)] == [True] * 2
 
 
 async def test_a_last_group_that_is_lost_is_told_in_words_until_the_next_comes(hive: PlayedHive, bus: Bus) -> None:

@@ -7,9 +7,11 @@ from bombus.hive.trajectories.queue import (
     Environment,
     QueuedGroup,
     TrajectoryQueue,
+    give_up,
     join,
     leave,
     push,
+    put_back,
     register,
     take,
     why_not_queued,
@@ -101,3 +103,17 @@ class Player:
 
     def take(self) -> None:
         self.taken += next_batch(self.queue) or ()
+
+    def lose(self) -> list[int]:
+        """Lose some groups, queued or of a batch that was just taken, and return their numbers."""
+        random, queue = self.random, self.queue
+        batch = form(queue)
+        if batch is None or random.random() < 0.5:
+            lost = random.sample(sorted(queue.groups), min(len(queue.groups), random.randint(0, 3)))
+            give_up(queue, lost)
+            return lost
+        combined = {each: queue.combined[each] for each in batch if each in queue.combined}
+        taken = dict(zip(batch, take(queue, batch), strict=True))
+        lost = random.sample(batch, random.randint(0, min(2, len(batch))))
+        put_back(queue, taken, combined, lost)
+        return lost

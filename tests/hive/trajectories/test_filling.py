@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bombus.hive.trajectories import filling
-from bombus.hive.trajectories.filling import ExactFill, Pool, reachable, select
+from bombus.hive.trajectories.filling import SEARCHES_MAX, SIZES_LOOKED_AT_MAX, ExactFill, Pool, reachable, select
 
 counts = st.dictionaries(st.integers(1, 7), st.integers(0, 2), max_size=3)
 pools = st.lists(st.builds(Pool, counts, st.integers(0, 6)), min_size=1, max_size=3)
@@ -97,3 +97,12 @@ def test_after_its_last_search_a_fill_is_completed_with_the_selection_that_was_f
 
 def test_the_most_sequences_that_a_batch_has_are_found_among_a_million_groups_of_one() -> None:
     assert select([Pool({1: 1_000_000})], 16_384) == [{1: 16_384}]
+
+
+def test_many_pools_of_many_sizes_leave_room_for_few_searches() -> None:
+    """Each of them looks at all sizes of all pools: without this bound one batch took more than a second here."""
+    pools = [Pool(dict.fromkeys(range(1, 65), 2), need=40) for _ in range(64)]
+    fill = ExactFill(pools, 4_096)
+    assert fill.exists
+    assert fill._searches_left < SIZES_LOOKED_AT_MAX / 64**2
+    assert ExactFill(pools[:1], 128)._searches_left == SEARCHES_MAX - 1, "one pool has all of them"

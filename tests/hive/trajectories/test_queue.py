@@ -1,5 +1,7 @@
 """The queue of scored groups: what is kept of them through everything that environments and trainers do."""
 
+from time import process_time
+
 import msgspec
 import pytest
 
@@ -13,6 +15,7 @@ from bombus.hive.trajectories.queue import (
     join,
     leave,
     push,
+    put_back,
     register,
     reset,
     take,
@@ -32,6 +35,45 @@ def test_whatever_is_done_each_group_is_kept_once_until_it_is_taken_once(seed: i
         player.step()
         check(player.queue)
         assert sorted([*player.taken, *player.queue.groups]) == list(range(1, player.pushed + 1))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_whatever_is_lost_all_others_are_kept_once(seed: int) -> None:
+    player = Player(seed)
+    lost: list[int] = []
+    for _ in range(60):
+        player.step()
+        lost += player.lose()
+        check(player.queue)
+        assert sorted([*player.taken, *player.queue.groups, *lost]) == list(range(1, player.pushed + 1))
+
+
+def test_a_batch_that_is_put_back_is_taken_again_as_if_nothing_had_happened() -> None:
+    queue = queue_of(4, environment(0, 2), environment(1, 2, weight=2.0))
+    push(queue, [*groups(0, 2, 2, 1, 1), *groups(1, 2, 2), *groups(0, 1)])
+    for _ in range(2):
+        before = msgspec.msgpack.encode(queue)
+        batch = form(queue)
+        assert batch is not None
+        combined = {each: queue.combined[each] for each in batch if each in queue.combined}
+        taken = take(queue, batch)
+        put_back(queue, dict(zip(batch, taken, strict=True)), combined)
+        again = msgspec.msgpack.decode(before, type=TrajectoryQueue)
+        assert form(queue) == form(again) == batch
+        assert entries(queue) == entries(again)
+        assert virtual_time(queue, 0) == virtual_time(again, 0)
+        take(queue, batch)
+
+
+def test_what_was_combined_with_a_lost_group_waits_for_other_groups() -> None:
+    queue = queue_of(4, environment(0, 4))
+    push(queue, groups(0, 1, 1, 2))
+    assert queue.combined == {3: (1, 2, 3)}
+    taken = dict(zip((1, 2, 3), take(queue, (1, 2, 3)), strict=True))
+    put_back(queue, taken, {3: (1, 2, 3)}, lost=[2])
+    assert (queue.combined, queue.environments[0].held_sequences, form(queue)) == ({}, 3, None)
+    push(queue, groups(0, 1))
+    assert form(queue) == (1, 3, 4)
 
 
 def check(queue: TrajectoryQueue) -> None:
@@ -331,3 +373,23 @@ def test_an_environment_whose_groups_fitted_no_batch_catches_up_on_one_batch_at_
         next_batch(queue)
     assert queue.clock == 36.0
     assert virtual_time(queue, 1) == 32.0
+
+
+def test_held_groups_of_very_many_sizes_are_combined_with_those_held_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "SIZES_HELD_MAX", 3)
+    queue = queue_of(20, environment(0, 20))
+    push(queue, groups(0, 3, 5, 7, 9))
+    assert queue.environments[0].held_groups == 4
+    push(queue, groups(0, 11))
+    assert queue.environments[0].held_groups == 5, "11 and 9 make up 20, and 9 is not among the sizes looked at"
+    push(queue, groups(0, 12))
+    assert queue.combined == {6: (1, 2, 6)}
+
+
+def test_thousands_of_held_groups_of_as_many_sizes_cost_little_to_fold() -> None:
+    """Looking at all sizes for each group took 26 s here."""
+    queue = queue_of(16_384, environment(0, 16_383))
+    start = process_time()
+    push(queue, groups(0, *(2 * size for size in range(1, 3_900))))
+    assert queue.environments[0].held_groups == 3_899
+    assert process_time() - start < 10

@@ -72,6 +72,15 @@ def read_environment_id(body: bytes, query: str | None = None) -> int:
     """
     if body.strip() or query is None:
         return decode_at(_named, body or b"{}").env_id
+    return _number("env_id", query, "an environment")
+
+
+def read_after(query: str | None) -> int | None:
+    """Return the batch that a trainer says it has, None where it says nothing. Raises `UnfitBody`."""
+    return None if query is None else _number("after", query, "the last batch that you have, or 0")
+
+
+def _number(name: str, query: str, what: str) -> int:
     if not query.isascii() or not query.isdecimal() or len(query) > 10 or int(query) >= 1 << 31:
-        raise UnfitBody("env_id", f"env_id is {query[:40]!r}, and has to be the number of an environment.")
+        raise UnfitBody(name, f"{name} is {query[:40]!r}, and has to be the number of {what}.")
     return int(query)

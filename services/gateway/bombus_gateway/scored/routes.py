@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
@@ -27,7 +28,7 @@ from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_latest
 from bombus_gateway.atropos.compression import inflated, sent
 from bombus_gateway.atropos.refusals import write_batch_refusal, write_refusal
-from bombus_gateway.atropos.requests import read_environment, read_environment_id, read_trainer
+from bombus_gateway.atropos.requests import read_after, read_environment, read_environment_id, read_trainer
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
 from bombus_gateway.context import Gateway
 from bombus_gateway.refusals import ERROR_HEADERS
@@ -40,9 +41,10 @@ log = logging.getLogger(__name__)
 JSON = "application/json"
 UUID_BITS = 128
 PIECE_BYTES = 1 << 18  # of a batch
-IDEMPOTENCY_KEY = "x-idempotency-key"
+IDEMPOTENCY_KEY, BATCH_NUMBER = "x-idempotency-key", "x-batch-number"
 BATCH, RESET_DATA = "/batch", "/reset_data"
 DIRECT = ("/scored_data", "/scored_data_list", "/status-env")
+ATTEMPTS_MAX = 4  # at a batch none of whose groups is lost
 
 ScoredHandler = Callable[[Request], Awaitable[Response]]
 RefusalWriter = Callable[[Refused], tuple[int, bytes]]
@@ -228,29 +230,42 @@ class ScoredRoutes:
         return _answered(request, answers.write_status(state.current_step, queued))
 
     async def batch(self, request: Request) -> Response:
-        """Hand out the next batch. One that was not fully sent is handed out again."""
-        try:
-            batch = await self._shelf.take()
-        except Refused as refusal:
-            if refusal.code is not Code.WRONG_PHASE:
-                raise
-            return _answered(request, answers.NOT_REGISTERED)
-        if batch is None:
-            return _answered(request, NO_BATCH)
-        try:
-            records = await self._shelf.records(batch.groups)
-            accepted = request.headers.get("accept-encoding", "")
-            headers, parts = await asyncio.to_thread(_written, records, accepted)
-        except LogCorrupted as error:
-            log.error("a batch cannot be read", extra={"why": str(error)})
-            raise Refused(
-                Code.INTERNAL,
-                f"Batch {batch.number} cannot be read: {error}. It is handed out until it is; a new /register begins a "
-                "run without it.",
-            ) from None
-        return DeliveredBatch(request, records, headers, parts, lambda: self._delivered(batch))
+        """Hand out the next batch. One that was not fully sent is handed out again.
 
-    async def _delivered(self, batch: HandedOut) -> None:
+        A trainer that says which batch it has (`after`) gets the next one until it says that it has that. Groups that
+        are lost are given up, and the next batch is made of the others.
+        """
+        after = read_after(request.query_params.get("after"))
+        accepted = request.headers.get("accept-encoding", "")
+        for _ in range(ATTEMPTS_MAX):
+            try:
+                batch = await self._shelf.take(after)
+            except Refused as refusal:
+                if refusal.code is not Code.WRONG_PHASE:
+                    raise
+                return _answered(request, answers.NOT_REGISTERED)
+            if batch is None:
+                return _answered(request, NO_BATCH)
+            try:
+                records = await self._shelf.records(batch.groups)
+                headers, parts = await asyncio.to_thread(_written, records, accepted)
+            except LogCorrupted as error:
+                if batch.delivered:
+                    raise Refused(
+                        Code.INTERNAL,
+                        f"Batch {batch.number} was delivered before, and cannot be read again: {error}. Ask for what "
+                        f"comes after={batch.number}.",
+                    ) from None
+                log.error("groups of batch %d are lost and given up: %s", batch.number, error)
+                await self._shelf.give_up_lost(batch)
+                continue
+            headers = {**headers, BATCH_NUMBER: str(batch.number)}
+            return DeliveredBatch(request, records, headers, parts, partial(self._delivered, batch, after))
+        raise Refused(Code.OVERLOADED, "Groups of the next batches are lost, and are given up in turn: ask again.")
+
+    async def _delivered(self, batch: HandedOut, after: int | None) -> None:
+        if after is not None:
+            return  # its trainer will say so
         try:
             await self._shelf.delivered(batch)
         except (BusUnavailable, Refused) as error:  # it is handed out again

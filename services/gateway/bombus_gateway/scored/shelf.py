@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from bombus.bus.large.parts import Parts
-from bombus.errors import Code, Refused
+from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import EngineState
@@ -108,18 +108,21 @@ class GroupShelf:
 
     # ---- out ------------------------------------------------------------------------------------------------------
 
-    async def take(self) -> HandedOut | None:
+    async def take(self, after: int | None = None) -> HandedOut | None:
         """Return the next batch if there is one, or the last one where it was not delivered.
 
-        A trainer that asks again at once comes before the note that its last batch has arrived: that is waited for.
+        A trainer that asks again at once comes before the note that its last batch has arrived: that is waited for. One
+        that says which batch it has gets what comes `after` it.
         Raises `Refused`: WRONG_PHASE before a trainer has registered; and `BusUnavailable`.
         """
         for _ in range(ATTEMPTS_MAX):
-            answer = await self._gateway.carry_out(inbox.TakeBatch(id=uuid.uuid4().hex, engine=self.engine))
+            answer = await self._gateway.carry_out(
+                inbox.TakeBatch(id=uuid.uuid4().hex, engine=self.engine, after=after)
+            )
             assert isinstance(answer, inbox.BatchTaken)
             if not answer.number:
                 return None
-            if answer.again and await self._arrives(answer):
+            if answer.again and after is None and await self._arrives(answer):
                 continue
             batch = self.trajectories.batch
             if batch is not None and (batch.run, batch.number) == (answer.run, answer.number):
@@ -138,6 +141,29 @@ class GroupShelf:
         except TimeoutError:
             return False
         return True
+
+    async def give_up_lost(self, batch: HandedOut) -> None:
+        """Give up the groups of a batch whose bodies are lost: those of which the stream's leader says so.
+
+        Raises `Refused`, and `BusUnavailable` where the bus cannot say it.
+        """
+        groups = [each for each in zip(batch.numbers, batch.groups, strict=False) if each[1].body is not None]
+        found = [each for each in await _each(self._why_lost, groups) if each is not None]
+        if found:
+            lost, whys = zip(*found, strict=True)
+            message = inbox.GiveUpGroups(
+                id=uuid.uuid4().hex, engine=self.engine, run=batch.run, number=batch.number, groups=lost, why=whys[-1]
+            )
+            await self._gateway.carry_out(message)
+
+    async def _why_lost(self, numbered: tuple[int, QueuedGroup]) -> tuple[inbox.LostGroup, str] | None:
+        number, group = numbered
+        assert group.body is not None
+        try:
+            await self._parts.fetch(group.body)
+        except LogCorrupted as error:
+            return inbox.LostGroup(number, group.body.first), str(error)
+        return None
 
     async def delivered(self, batch: HandedOut) -> None:
         """Say that all of a batch was sent."""

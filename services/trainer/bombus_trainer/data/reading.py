@@ -11,11 +11,15 @@ from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """A batch as read. `lost` has why each missing episode could not be read, `stale` the age of each too old one."""
+    """A batch as read. `lost` has why each missing episode could not be read, `stale` the age of each too old one.
+
+    `gone` has which of its scored groups have lost their bodies, by their places in the batch.
+    """
 
     groups: tuple[EpisodeGroup, ...]
     lost: dict[str, str]
     stale: dict[str, int]
+    gone: tuple[int, ...] = ()
 
 
 async def read_batch(

@@ -30,21 +30,24 @@ async def read_scored(bodies: BodyReader, groups: Sequence[QueuedGroup], step: i
     """
     found: list[EpisodeGroup] = []
     lost: dict[str, str] = {}
+    gone: list[int] = []
     for number, queued in enumerate(groups):
         name = f"{step}.{number}"
+        if queued.body is None:
+            lost[name] = "its body was lost before"
+            continue
         try:
-            if queued.body is None:
-                raise LogCorrupted("the log does not say where its body is")
             group = decode_group(await bodies.fetch(queued.body))
         except LogCorrupted as error:
             lost[name] = str(error)
+            gone.append(number)
             continue
         why = why_not_trained(group, tokens_max)
         if why:  # it was pushed before this trainer's run had begun, when nobody knew who would take it
             lost[name] = why
         else:
             found.append(group_of(name, group))
-    return ReadBatch(tuple(found), lost, {})
+    return ReadBatch(tuple(found), lost, {}, tuple(gone))
 
 
 def group_of(name: str, group: ScoredGroup) -> EpisodeGroup:

@@ -12,6 +12,7 @@ import msgspec
 
 SEARCHES_MAX = 256  # of one fill; after that it is completed with the selection that was found last
 SEARCHED_MAX = 1 << 24  # sequences that all searches of one fill look at together, in each pool
+SIZES_LOOKED_AT_MAX = 1 << 16  # of all pools together, by all searches of one fill: about a tenth of a second
 
 
 class Pool(msgspec.Struct):
@@ -30,15 +31,16 @@ class ExactFill:
 
     One search costs s * log2(n) shifts of `left` bits for each pool, with s sizes of n groups each, and for all pools
     but the first about r * log2(n) more, for r runs of sums, of which there are few. Searches are limited by
-    `SEARCHES_MAX` and `SEARCHED_MAX`. After the last, its selection is completed: it is exact, and has what was taken,
-    but not every group that could have been.
+    `SEARCHES_MAX`, `SEARCHED_MAX` and `SIZES_LOOKED_AT_MAX`. After the last, its selection is completed: it is exact,
+    and has what was taken, but not every group that could have been.
     """
 
     def __init__(self, pools: Sequence[Pool], total: int) -> None:
         self.left = total
         self._pools = [Pool(dict(pool.counts), pool.need) for pool in pools]
         looked_at = max(1, len(pools) * total)  # by one search
-        self._searches_left = max(1, min(SEARCHES_MAX, SEARCHED_MAX // looked_at))
+        sizes = max(1, sum(len(pool.counts) for pool in pools))
+        self._searches_left = max(1, min(SEARCHES_MAX, SEARCHED_MAX // looked_at, SIZES_LOOKED_AT_MAX // sizes))
         self._refused: set[tuple[int, int]] = set()
         self._selection = self._search()
 
@@ -103,9 +105,13 @@ def select(pools: Sequence[Pool], total: int) -> list[dict[int, int]] | None:
     if not reached >> total & 1:
         return None
     selection: list[dict[int, int]] = []
+    has = [_sequences(pool.counts, total) for pool in pools]
+    of_all = sum(has)
     for number, pool in reversed(list(enumerate(pools))):
         sums = own[number]
-        wanted = _part(pools[: number + 1], pool, total)
+        # what it has if all give in proportion to what they have, or what it needs
+        wanted = min(total, max(pool.need, total * has[number] // max(of_all, 1)))
+        of_all -= has[number]
         taken = _share(before[number], _at_least(sums[-1], pool.need), total, wanted) if number else total
         selection.append(_counted(pool.counts, sums, taken))
         total -= taken
@@ -205,12 +211,6 @@ def _runs(bits: int, stride: int) -> Iterator[tuple[int, int]]:
 def _share(others: int, own: int, total: int, wanted: int) -> int:
     """Return the sum of `own` that is nearest to what is wanted and for which `others` have the rest of the total."""
     return next(n for n in _outward(wanted, total) if own >> n & 1 and others >> (total - n) & 1)
-
-
-def _part(pools: Sequence[Pool], pool: Pool, total: int) -> int:
-    """Return the part of a total that a pool has if all give in proportion to what they have, or what it needs."""
-    of_all = sum(_sequences(each.counts, total) for each in pools)
-    return min(total, max(pool.need, total * _sequences(pool.counts, total) // max(of_all, 1)))
 
 
 def _bits(bits: int) -> Iterator[int]:

@@ -4,7 +4,9 @@ The functions below are its fold. What is kept of a group is its size and where 
 and of one size are a line, in the order of arrival, which is all that batches are formed from (see `forming`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import isfinite
 
 import msgspec
@@ -20,6 +22,7 @@ ENVIRONMENTS_MAX = 1_024  # connected at once, and remembered; those that have l
 NAMES_KEPT = 4_096  # names of environments whose next number is known
 SHARE_MIN, SHARE_MAX = 0.01, 1e6  # what the weight of an environment counts at least, and at most
 OTHERS = -1  # stands for the environment of groups that have none, or one that is not known
+SIZES_HELD_MAX = 64  # distinct sizes of held groups that are looked at for a combination: those held first
 CUT_AT = 64  # a line is shortened after so many of its groups have gone, and never by less than half
 
 
@@ -310,6 +313,77 @@ def take(queue: TrajectoryQueue, numbers: Iterable[int]) -> list[QueuedGroup]:
     return list(taken.values())
 
 
+def put_back(
+    queue: TrajectoryQueue,
+    groups: Mapping[int, QueuedGroup],
+    combined: Mapping[int, tuple[int, ...]],
+    lost: Iterable[int] = (),
+) -> None:
+    """Undo that a batch took these groups, which are given by number. Those that are `lost` are forgotten.
+
+    They have their old places, and what was combined stays together, unless a part of it is lost: then the rest of it
+    waits for other groups. A share has what it had been served before.
+    """
+    for group in groups.values():
+        owner = queue.owner_of(group)
+        queue.share_of(owner).served -= group.sequences / queue.weight_of(owner)
+    kept = {number: group for number, group in groups.items() if number not in set(lost)}
+    together = {number: members for number, members in combined.items() if all(each in kept for each in members)}
+    apart = {each for number, members in combined.items() if number not in together for each in members}
+    for number in apart & combined.keys():
+        size = sum(groups[each].sequences for each in combined[number])
+        _erase(queue.share_of(queue.owner_of(groups[number])), number, size)
+    _queue_again(queue, kept, together, apart)
+
+
+def give_up(queue: TrajectoryQueue, numbers: Iterable[int]) -> None:
+    """Forget queued groups. What one of them was combined with waits for other groups."""
+    for number in numbers:
+        group = queue.groups.get(number)
+        if group is None:
+            continue
+        holder = queue.environments.get(queue.owner_of(group))
+        if holder is not None and _is_held(holder, number, group.sequences):
+            _let_go(holder, number, group.sequences)
+            del queue.groups[number]
+            queue.tokens -= group.tokens
+            continue
+        whole = next((each for each, members in queue.combined.items() if number in members), number)
+        taken = {each: queue.groups.pop(each) for each in queue.combined.pop(whole, (number,))}
+        queue.tokens -= sum(each.tokens for each in taken.values())
+        size, share = sum(each.sequences for each in taken.values()), queue.share_of(queue.owner_of(group))
+        _removed(queue, share, size)
+        _erase(share, whole, size)
+        del taken[number]
+        _queue_again(queue, taken, {}, taken)
+    _forget_environments(queue)
+
+
+def _queue_again(
+    queue: TrajectoryQueue,
+    groups: Mapping[int, QueuedGroup],
+    together: Mapping[int, tuple[int, ...]],
+    apart: Container[int],
+) -> None:
+    """Queue groups under their old numbers. Those that are `apart` were combined, and are not any more."""
+    inner = {each for members in together.values() for each in members}
+    for number, group in sorted(groups.items()):
+        owner = queue.owner_of(group)
+        queue.groups[number] = group if owner != OTHERS else msgspec.structs.replace(group, environment=None)
+        queue.tokens += group.tokens
+    for number, group in sorted(groups.items()):
+        share = queue.share_of(queue.owner_of(group))
+        if number in together:
+            queue.combined[number] = together[number]
+            _enqueue(queue, share, number, sum(groups[each].sequences for each in together[number]))
+        elif number not in inner:
+            holder = _holder(queue, group) if number in apart else None
+            if holder is None:
+                _enqueue(queue, share, number, group.sequences)
+            else:
+                _hold(queue, holder, number, group.sequences)
+
+
 def virtual_time(queue: TrajectoryQueue, owner: int) -> float:
     """Return when an environment is next, in virtual time: it is the turn of the least.
 
@@ -336,41 +410,68 @@ def _enqueue(queue: TrajectoryQueue, share: EnvironmentShare, number: int, size:
     if not share.sequences:
         share.served = max(share.served, queue.clock)
     line = share.lines.setdefault(size, GroupLine())
-    line.numbers.append(number)
-    line.count += 1
+    _insert(line, number)
     share.sequences += size
 
 
-def _hold(queue: TrajectoryQueue, environment: Environment, number: int, size: int) -> None:
-    line = environment.held.setdefault(size, GroupLine())
-    line.numbers.append(number)
+def _insert(line: GroupLine, number: int) -> None:
+    """Add a group to a line: to its end, unless it is one that was queued before and comes back to its place."""
+    numbers = line.numbers
+    at = bisect_left(numbers, number, line.start) if numbers and number < numbers[-1] else len(numbers)
+    if numbers[at : at + 1] != [number]:
+        numbers.insert(at, number)
     line.count += 1
+
+
+def _erase(share: EnvironmentShare, number: int, size: int) -> None:
+    """Remove a group that has left a line from its numbers, where they still have it: it will be somewhere else."""
+    line = share.lines.get(size)
+    at = 0 if line is None else bisect_left(line.numbers, number, line.start)
+    if line is not None and line.numbers[at : at + 1] == [number]:
+        del line.numbers[at]
+
+
+def _hold(queue: TrajectoryQueue, environment: Environment, number: int, size: int) -> None:
+    _insert(environment.held.setdefault(size, GroupLine()), number)
     environment.held_groups += 1
     environment.held_sequences += size
-    together = combination(queue, environment)
+    together = combination(queue, environment, size)
     if not together:
         return
     for each in together:
-        size = queue.groups[each].sequences
-        environment.held_groups -= 1
-        environment.held_sequences -= size
-        held = environment.held[size]
-        held.numbers.remove(each)
-        held.count -= 1
-        if not held.count:
-            del environment.held[size]
-    queue.combined[number] = together
-    _enqueue(queue, environment.share, number, environment.group_size)
+        _let_go(environment, each, queue.groups[each].sequences)
+    queue.combined[together[-1]] = together
+    _enqueue(queue, environment.share, together[-1], environment.group_size)
 
 
-def combination(queue: TrajectoryQueue, environment: Environment) -> tuple[int, ...]:
-    """Return held groups of an environment that make up exactly its group_size: the oldest whenever any have it."""
+def _is_held(environment: Environment, number: int, size: int) -> bool:
+    return size in environment.held and number in environment.held[size].numbers
+
+
+def _let_go(environment: Environment, number: int, size: int) -> None:
+    """Hold a group no more."""
+    environment.held_groups -= 1
+    environment.held_sequences -= size
+    held = environment.held[size]
+    held.numbers.remove(number)
+    held.count -= 1
+    if not held.count:
+        del environment.held[size]
+
+
+def combination(queue: TrajectoryQueue, environment: Environment, newest: int) -> tuple[int, ...]:
+    """Return held groups of an environment that make up exactly its group_size: the oldest whenever any have it.
+
+    `newest` is the size of the group that came last. Of very many sizes it is looked at with those held first.
+    """
     if environment.held_sequences < environment.group_size:
         return ()
-    fill = ExactFill([Pool({size: line.count for size, line in environment.held.items()})], environment.group_size)
+    sizes = [*islice((size for size in environment.held if size != newest), SIZES_HELD_MAX - 1), newest]
+    held = {size: environment.held[size] for size in sizes}
+    fill = ExactFill([Pool({size: line.count for size, line in held.items()})], environment.group_size)
     if not fill.exists:
         return ()
-    waiting = sorted((number, size) for size, line in environment.held.items() for number in queue.waiting(line))
+    waiting = sorted((number, size) for size, line in held.items() for number in queue.waiting(line))
     chosen: list[int] = []
     for number, size in waiting:
         if not fill.left:

@@ -4,7 +4,8 @@ The queue says what waits, and `batch` what was handed out last. Bodies are in t
 one of them names them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from itertools import islice
 
 import msgspec
 
@@ -15,17 +16,23 @@ from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import Environment, EnvironmentShare, QueuedGroup, TrajectoryQueue
 
 REPEAT_S = 60.0  # within which a push of the same key is the same push
-PUSHES_KEPT = 4_096
+ANSWERS_KEPT = 65_536  # of pushes of the last minute: one for each of their groups
+PUSHES_BETWEEN = 1_024  # looks for those that need not be known any more
 
 
 class HandedOut(msgspec.Struct, kw_only=True):
-    """A batch that was handed out. It is not served again once it was delivered, and another one is asked for."""
+    """A batch that was handed out. It is not served again once it was delivered, and another one is asked for.
+
+    `numbers` are those of its groups, and `combined` has which of them stay together.
+    """
 
     run: int
     number: int
     groups: list[QueuedGroup]
     handed_ns: int
     delivered: bool = False
+    numbers: tuple[int, ...] = ()
+    combined: dict[int, tuple[int, ...]] = {}
 
     @property
     def sequences(self) -> int:
@@ -51,6 +58,10 @@ class Trajectories(msgspec.Struct, kw_only=True):
     queue: TrajectoryQueue = msgspec.field(default_factory=TrajectoryQueue)
     batch: HandedOut | None = None
     batches: int = 0  # handed out in this run
+    withdrawn: int = 0  # of them, because a group of each was lost
+    before: int = 0  # the number of the batch that was delivered before `batch`
+    given_up: int = 0  # groups of this run whose bodies were lost
+    given_up_why: str = ""  # what was said of the last of them
     latest: QueuedGroup | None = None  # pushed last
     pushes: dict[str, RecentPush] = {}  # by key, oldest first
     heard_ns: dict[int, int] = {}  # when each connected environment joined, or pushed last
@@ -58,8 +69,8 @@ class Trajectories(msgspec.Struct, kw_only=True):
 
     @property
     def current_step(self) -> int:
-        """Return the trainer's step: each batch that was handed out is one."""
-        return (0 if self.trainer is None else self.trainer.starting_step) + self.batches
+        """Return the trainer's step: each batch that was handed out, and not withdrawn, is one."""
+        return (0 if self.trainer is None else self.trainer.starting_step) + self.batches - self.withdrawn
 
     def repeated(self, key: str, now_ns: int) -> RecentPush | None:
         """Return the push of this key, if it was lately."""
@@ -96,8 +107,13 @@ def end_run(state: Trajectories) -> None:
     queue.joined, queue.named = joined, named
     state.trainer = state.batch = None
     state.begun = False
-    state.batches = 0
+    _forget_run(state)
     state.pushes.clear()
+
+
+def _forget_run(state: Trajectories) -> None:
+    state.batches = state.withdrawn = state.before = state.given_up = 0
+    state.given_up_why = ""
 
 
 def _empty(environment: Environment) -> Environment:
@@ -135,7 +151,7 @@ def push(state: Trajectories, event: ev.GroupsPushed) -> None:
         held = tuple(queues.held_after(state.queue, event.groups))
         state.pushes.pop(event.key, None)
         state.pushes[event.key] = RecentPush(event.at_ns, held, digest_of(event.groups))
-        trim(state.pushes, PUSHES_KEPT)
+        _forget_pushes(state, event.at_ns)
     queues.push(state.queue, event.groups)
     if event.groups:
         state.latest = event.groups[-1]
@@ -144,10 +160,71 @@ def push(state: Trajectories, event: ev.GroupsPushed) -> None:
             state.heard_ns[environment] = event.at_ns
 
 
+def _forget_pushes(state: Trajectories, now_ns: int) -> None:
+    """Forget now and then the pushes that came too long ago to be sent again, and the oldest of too many."""
+    if len(state.pushes) % PUSHES_BETWEEN:
+        return
+    kept, answers = 0, 0
+    for push in reversed(state.pushes.values()):
+        answers += len(push.held)
+        if answers > ANSWERS_KEPT or now_ns - push.at_ns > REPEAT_S * 1e9:
+            break
+        kept += 1
+    for key in list(islice(state.pushes, len(state.pushes) - kept)):
+        del state.pushes[key]
+
+
 def hand_out(state: Trajectories, event: ev.BatchHandedOut) -> None:
-    groups = queues.take(state.queue, event.groups)
+    queue = state.queue
+    combined = {each: queue.combined[each] for each in event.groups if each in queue.combined}
+    named = {*event.groups, *(each for members in combined.values() for each in members)}
+    numbers = tuple(sorted(number for number in named if number in queue.groups))
+    groups = queues.take(queue, numbers)
     state.batches = event.number
-    state.batch = HandedOut(run=event.run, number=event.number, groups=groups, handed_ns=event.at_ns)
+    if state.batch is not None and state.batch.delivered:
+        state.before = state.batch.number
+    state.batch = HandedOut(
+        run=event.run,
+        number=event.number,
+        groups=groups,
+        handed_ns=event.at_ns,
+        numbers=numbers,
+        combined=combined,
+    )
+
+
+def give_up(state: Trajectories, event: ev.GroupsGivenUp) -> None:
+    """Forget groups that are lost. The others of a batch that had them are queued again, and it is no step."""
+    state.given_up += len(event.groups)
+    state.given_up_why = event.why
+    batch = state.batch
+    if batch is not None and not batch.delivered and (batch.run, batch.number) == (event.run, event.number):
+        taken = dict(zip(batch.numbers, batch.groups, strict=False))
+        queues.put_back(state.queue, taken, batch.combined, event.groups)
+        state.batch = None
+        state.withdrawn += 1
+    elif not event.number:
+        queues.give_up(state.queue, event.groups)
+
+
+def without_bodies(batch: ev.BatchReady, lost: Container[int]) -> ev.BatchReady:
+    """Return a batch of our own trainer in which the groups that are lost have no body: they are not trained."""
+    scored = tuple(
+        msgspec.structs.replace(group, body=None) if number in lost else group
+        for number, group in zip(batch.taken, batch.scored, strict=False)
+    )
+    return msgspec.structs.replace(batch, scored=scored)
+
+
+def move(state: Trajectories, event: ev.BodiesMoved) -> None:
+    """Note where bodies of queued groups are now."""
+    for moved in event.moved:
+        group = state.queue.groups.get(moved.group)
+        if group is None:
+            continue
+        state.queue.groups[moved.group] = msgspec.structs.replace(group, body=moved.body)
+        if state.latest is not None and state.latest.body == group.body:
+            state.latest = msgspec.structs.replace(state.latest, body=moved.body)
 
 
 def seal(state: Trajectories, numbers: tuple[int, ...]) -> tuple[QueuedGroup, ...]:
@@ -165,5 +242,6 @@ def reset(state: Trajectories) -> None:
     """Forget all groups and environments."""
     queues.reset(state.queue)
     state.batch = state.latest = None
+    _forget_run(state)
     for kept in (state.pushes, state.heard_ns, state.silent_ns):
         kept.clear()

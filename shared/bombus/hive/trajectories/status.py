@@ -34,6 +34,8 @@ class ScoredStatus(msgspec.Struct, frozen=True, kw_only=True):
     stranded: tuple[str, ...]
     ours: bool = False  # our own trainer takes the batches
     num_steps: int = 0  # after so many steps it takes no more
+    given_up: int = 0  # groups of this run whose bodies were lost
+    given_up_why: str = ""  # of the last of them
 
 
 def scored_status(state: Trajectories, ours: bool = False) -> ScoredStatus | None:
@@ -47,7 +49,7 @@ def scored_status(state: Trajectories, ours: bool = False) -> ScoredStatus | Non
     return ScoredStatus(
         batch_size=0 if state.trainer is None else queue.batch_size,
         step=state.current_step,
-        handed_out=state.batches,
+        handed_out=state.batches - state.withdrawn,
         delivered=state.batch is None or state.batch.delivered,
         groups=len(queue.groups),
         sequences=queue.sequences,
@@ -56,6 +58,8 @@ def scored_status(state: Trajectories, ours: bool = False) -> ScoredStatus | Non
         stranded=tuple(stranded(queue)),
         ours=ours,
         num_steps=0 if state.trainer is None else state.trainer.num_steps,
+        given_up=state.given_up,
+        given_up_why=state.given_up_why,
     )
 
 
@@ -94,4 +98,7 @@ def scored_lines(status: ScoredStatus) -> list[str]:
         )
     if len(status.environments) > ENVIRONMENTS_SHOWN:
         lines.append(f"  and {len(status.environments) - ENVIRONMENTS_SHOWN} more environments")
+    if status.given_up:
+        what = "group was" if status.given_up == 1 else "groups were"
+        lines.append(f"  {status.given_up} {what} given up, the last because {status.given_up_why}")
     return [*lines, *(f"  {why}" for why in status.stranded)]

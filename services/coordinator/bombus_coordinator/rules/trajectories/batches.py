@@ -5,7 +5,17 @@ from collections.abc import Iterable
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event
-from bombus.hive.inbox import BatchSent, BatchTaken, Pushed, PushGroups, TakeBatch, TrajectoriesStored
+from bombus.hive.inbox import (
+    BatchSent,
+    BatchTaken,
+    BodiesStored,
+    Done,
+    GiveUpGroups,
+    Pushed,
+    PushGroups,
+    TakeBatch,
+    TrajectoriesStored,
+)
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.trajectories.forming import form
 from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_no_room, why_not_queued
@@ -18,6 +28,7 @@ from bombus_coordinator.rules.trajectories.registering import again
 
 GROUPS_MAX = 1_024  # of one push: its event is far below the size of a message
 KEY_CHARS_MAX = 200
+WHY_CHARS_MAX = 500  # of the reason for which groups are given up
 
 
 def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
@@ -81,9 +92,15 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
     begun = ev.BatchesBegun(at_ns=live.now_ns, engine=engine.name, run=engine.run)
     events: tuple[Event, ...] = () if state.begun else (begun,)
     number = 0
-    again = state.batch is not None and not state.batch.delivered
-    if state.batch is not None and again:
-        number = state.batch.number
+    batch = state.batch
+    if message.after is not None:
+        _check_after(engine, message.after)
+        if batch is not None and message.after == batch.number and not batch.delivered:
+            has_it = ev.BatchDelivered(at_ns=live.now_ns, engine=engine.name, run=engine.run, number=batch.number)
+            events = (*events, has_it)
+    again = batch is not None and (not batch.delivered if message.after is None else message.after < batch.number)
+    if batch is not None and again:
+        number = batch.number
     else:
         groups = form(state.queue)
         if groups is not None:
@@ -94,6 +111,19 @@ def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
             events = (*events, handed)
     reply = CommandReply(message.id, BatchTaken(run=engine.run, number=number, again=again))
     yield Decision(events=events, replies=(reply,))
+
+
+def _check_after(engine: EngineState, after: int) -> None:
+    """Raise `Refused` unless a trainer that has this batch can get the next one: the last one is kept, none before."""
+    state = engine.trajectories
+    newest = state.before if state.batch is None else state.batch.number
+    if after not in (state.before, newest):
+        known = f"{newest}" if newest == state.before else f"{state.before} or {newest}"
+        raise Refused(
+            Code.MALFORMED,
+            f"Run {engine.run} of engine {engine.name} cannot go on after batch {after}: its trainer has batch "
+            f"{known}. Ask for what comes after that, or register to begin a new run.",
+        )
 
 
 def seal(engine: EngineState, live: Live) -> Decisions:
@@ -134,6 +164,55 @@ def sent(engine: EngineState, live: Live, message: BatchSent) -> Decisions:
         return
     delivered = ev.BatchDelivered(at_ns=live.now_ns, engine=engine.name, run=message.run, number=message.number)
     yield Decision(events=(delivered,))
+
+
+def give_up(engine: EngineState, live: Live, message: GiveUpGroups) -> Decisions:
+    """Give up groups whose bodies whoever needed them has found to be lost, if they are still where they were."""
+    bodies = _bodies(engine, message) if message.run == engine.run else {}
+    lost = tuple(sorted({each.group for each in message.groups if bodies.get(each.group) == each.first}))
+    events: tuple[Event, ...] = ()
+    if lost:
+        given_up = ev.GroupsGivenUp(
+            at_ns=live.now_ns,
+            engine=engine.name,
+            run=engine.run,
+            number=message.number,
+            groups=lost,
+            why=message.why[:WHY_CHARS_MAX],
+        )
+        events = (given_up,)
+    yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
+
+
+def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
+    """Return where the bodies begin of the groups that a message may name, by the numbers of the groups."""
+    handed = engine.trajectories.batch
+    groups: Iterable[tuple[int, QueuedGroup]] = ()
+    if not message.number:
+        queued = engine.trajectories.queue.groups
+        groups = ((each.group, queued[each.group]) for each in message.groups if each.group in queued)
+    elif engine.trains_scored:
+        if engine.batch is not None and engine.batch.step == message.number:
+            groups = zip(engine.batch.taken, engine.batch.scored, strict=False)
+    elif handed is not None and not handed.delivered and handed.number == message.number:
+        groups = zip(handed.numbers, handed.groups, strict=False)
+    return {number: group.body.first for number, group in groups if group.body is not None}
+
+
+def move(engine: EngineState, live: Live, message: BodiesStored) -> Decisions:
+    """Note where bodies of queued groups are now. What was taken meanwhile is left where it was."""
+    queued = engine.trajectories.queue.groups
+    moved = tuple(
+        each
+        for each, was in zip(message.moved, message.was, strict=False)
+        if (group := queued.get(each.group)) is not None
+        and group.body is not None
+        and (group.body.first, group.body.digest) == (was, each.body.digest)
+        and is_body(each.body)
+        and each.body.first >= live.trajectories_released
+    )
+    if moved:
+        yield Decision(events=(ev.BodiesMoved(at_ns=live.now_ns, engine=engine.name, moved=moved),))
 
 
 def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
