@@ -16,6 +16,7 @@ from bombus.hive.records import digest
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.state import Queued, TenantModel
 from bombus.operations import (
+    AbortEpoch,
     AdapterSpec,
     Array,
     CheckpointLoaded,
@@ -23,6 +24,7 @@ from bombus.operations import (
     CreateModel,
     DType,
     EndModel,
+    EpochAborted,
     Failed,
     ForwardBackward,
     LoadWeights,
@@ -58,6 +60,8 @@ def plain_results(operation: Operation) -> Result:
             return Scores(outputs=outputs, loss=float(count), tokens=count)
         case OptimStep():
             return StepTaken(step=1, divisor=1.0, grad_norm=0.5)
+        case AbortEpoch():
+            return EpochAborted(step=1, operations=1)
         case SaveWeights(checkpoint=kind, name=name):
             return CheckpointSaved(
                 checkpoint=kind, name=name, folder=f"/w/{name}", address=address_of(name), size_bytes=3
@@ -114,9 +118,13 @@ class TenantHive:
         )
         await self.bus.inbox.send(saved)
         await self.replica.start()
+        await self.follower.wait_for(lambda _: self.engine.weights is not None, PATIENCE_S)
+        await self.say_replica_alive()
+
+    async def say_replica_alive(self) -> None:
+        """Say once that the replica is there, and has loaded the base. Silence of some seconds ends it."""
         run, url = self.engine.run, self.replica.url
         alive = inbox.ReplicaAlive(id=new_id(), engine=ENGINE, replica="r1", url=url, run=run, version=0, capacity=8)
-        await self.follower.wait_for(lambda _: self.engine.weights is not None, PATIENCE_S)
         await self.bus.inbox.send(alive)
         await self.follower.wait_for(lambda _: "r1" in self.engine.loaded, PATIENCE_S)
 

@@ -11,7 +11,7 @@ import pytest
 
 from bombus.hive.tenants.owners import seen_by
 from bombus.host.hive_keys import HiveKeys, NamedKey
-from bombus.operations import AbortEpoch, CheckpointSaved, EpochAborted, LoadWeights, Operation, Result, SaveWeights
+from bombus.operations import CheckpointSaved, LoadWeights, Operation, Result, SaveWeights
 from tests.gateway.openai_hive import ENGINE, says
 from tests.gateway.tenants.scripted_trainer import Answering, TenantHive, plain_results
 from tests.gateway.tenants.test_endpoints import scripted
@@ -90,8 +90,6 @@ class Addresses:
         self.saved = 0
 
     def __call__(self, operation: Operation) -> Result:
-        if isinstance(operation, AbortEpoch):
-            return EpochAborted(step=1, operations=1)
         if not isinstance(operation, SaveWeights):
             return plain_results(operation)
         self.saved += 1
@@ -134,8 +132,9 @@ async def furnished(client: httpx.AsyncClient) -> Names:
     )
 
 
-# Each request is one to something of another client: its method, its path and its body, with the names of `Names` in
-# them. `<own>` is a session of the client that asks, and `<mine>` a model of its, of xorl's.
+# Each request is one to something of another client, and its owner may make all of them, in this order: its method, its
+# path and its body, with the names of `Names` in them. `<own>` is a session of the client that asks, and `<mine>` a
+# model of its, of xorl's.
 _OF_RUN = "training_runs/<model>/checkpoints/sampler_weights/<secret>"
 _TRAINING = "tinker://<model>/weights/<secret>"
 _SAMPLER = "tinker://<model>/sampler_weights/<secret>"
@@ -178,7 +177,7 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("GET", "training_runs/<model>", None),
     ("GET", "training_runs/<model>/checkpoints", None),
     ("POST", "list_checkpoints", {"model_id": "<xorl>"}),
-    ("PUT", f"{_OF_RUN}/ttl", {"ttl_seconds": 1}),
+    ("PUT", f"{_OF_RUN}/ttl", {"ttl_seconds": 3600}),
     ("POST", f"{_OF_RUN}/publish", None),
     ("DELETE", f"{_OF_RUN}/publish", None),
     ("GET", f"{_OF_RUN}/external_weights_urls", None),
@@ -205,11 +204,13 @@ async def test_what_is_anothers_is_answered_as_what_is_not_there_and_nothing_cha
     hive: TenantHive, ann: httpx.AsyncClient, eve: httpx.AsyncClient
 ) -> None:
     names = await furnished(ann)
+    hive.replica.otherwise = says("hello there")
     await hive.join_replica()
     session = (await open_model(eve)).partition(":")[0]
     await create(eve, "eves")
     own = {"own": session, "mine": "eves"}
     before, executed = of_ann(hive), len(hive.executed)
+    told: list[str] = []
     for method, path, body in REQUESTS:
         foreign = await answer(eve, method, path, body, names._asdict() | own)
         unknown = await answer(eve, method, path, body, UNKNOWN._asdict() | own)
@@ -217,8 +218,15 @@ async def test_what_is_anothers_is_answered_as_what_is_not_there_and_nothing_cha
             foreign = foreign.replace(there, made_up)
         assert (path, body, foreign) == (path, body, unknown)
         assert of_ann(hive) == before, path
+        told.append(foreign)
     assert {model for model, _ in hive.executed[executed:]} <= {"eves"}
     assert not [each for _, each in hive.executed if isinstance(each, LoadWeights)]
+    own = {"own": names.session, "mine": names.xorl}
+    for (method, path, body), refused in zip(REQUESTS, told, strict=True):
+        await hive.say_replica_alive()
+        allowed = await answer(ann, method, path, body, names._asdict() | own)
+        assert allowed != refused or WRONG in json.dumps(body), f"{path} says no more to the owner: {allowed}"
+    assert of_ann(hive) != before
 
 
 async def answer(client: httpx.AsyncClient, method: str, path: str, body: Any, names: dict[str, str]) -> str:
@@ -300,7 +308,7 @@ async def test_a_checkpoint_that_is_published_is_loaded_and_sampled_by_everybody
     assert (await eve.get(f"samplers/{name}")).json()["model_path"] == sampler
     of_run = f"training_runs/{names.model}/checkpoints/sampler_weights/secret"
     for method, path in (("DELETE", of_run), ("DELETE", f"{of_run}/publish"), ("PUT", f"{of_run}/ttl")):
-        refused = await eve.request(method, path, json={"ttl_seconds": 1})
+        refused = await eve.request(method, path, json={"ttl_seconds": 3600})
         assert (refused.status_code, "There is no checkpoint" in refused.text) == (404, True)
     assert (await eve.get("checkpoints")).json()["checkpoints"] == [], "but it is in no list of others"
 
