@@ -21,6 +21,7 @@ KILLS ?= 200
 MINUTES ?= 2
 HISTORIES ?= 10000
 SEQUENCES ?= 2000
+CHECKOUT ?=
 TEMPLATES ?=
 MODEL ?=
 OUT ?=
@@ -94,8 +95,8 @@ $(ATROPOS_STAMP): tests/atropos/requirements.txt locks/$(TORCH).txt
 	$(ATROPOS_PIP) -r tests/atropos/requirements.txt
 	touch $(ATROPOS_STAMP)
 
-test-atropos: $(STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and its environments, unmodified, on a hive (SEQUENCES=2000)
-	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored tests/trainer/test_scored_runs.py tests/system/test_scored_training.py
+test-atropos: $(STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and its environments, unmodified, on a hive (SEQUENCES=2000, CHECKOUT=its repository for its own tests)
+	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) BOMBUS_ATROPOS_CHECKOUT=$(CHECKOUT) $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored tests/trainer/test_scored_runs.py tests/system/test_scored_training.py
 	$(BIN)/python -m tests.atropos.faults
 
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.

@@ -49,7 +49,7 @@ def test_another_server_can_be_sampled_from(capsys: pytest.CaptureFixture[str]) 
         assert '  - base_url: "http://gpu:9001/v1"' in printed(capsys, "--inference-url", url).splitlines()
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a\nb"])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a\nb", "http://a/?y", "http://a#z"])
 def test_what_is_no_address_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["atropos", "--url", url]) == 2
     assert "it takes an address such as" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The gateway's ASGI application, with all of its doors: `create_app(gateway)`."""
 
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
+from bombus.hive.state import Phase
 from bombus_gateway.access import PATH_KEY, EpisodeGuard, without_path_key
 from bombus_gateway.anthropic.docs import add_anthropic_paths
 from bombus_gateway.anthropic.routes import AnthropicDoor
@@ -32,7 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class HealthAnswer(BaseModel):
+    """What clients of all dialects look for: AgentJet's the status, Atropos's the message, xorl's the engine."""
+
     status: Literal["ok", "starting"]
+    message: str = "AtroposLib API"
+    engine_running: bool
 
 
 class GatewayApp(FastAPI):
@@ -93,10 +99,13 @@ def create_app(gateway: Gateway) -> GatewayApp:
     app.prefixes = []
     _add_error_handlers(app)
 
-    async def health() -> JSONResponse:
-        if gateway.ready:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "starting"}, status_code=503, headers=RETRY_AFTER)
+    def health_of(engine: str) -> Callable[[], Awaitable[JSONResponse]]:
+        async def health() -> JSONResponse:
+            running = gateway.follower.hive.engine(engine).phase != Phase.OFFLINE
+            answer = HealthAnswer(status="ok" if gateway.ready else "starting", engine_running=running).model_dump()
+            return JSONResponse(answer) if gateway.ready else JSONResponse(answer, 503, RETRY_AFTER)
+
+        return health
 
     async def docs() -> HTMLResponse:
         return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
@@ -128,7 +137,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         app.prefixes.append(prefix)
         app.add_api_route(
             f"{prefix}/health",
-            health,
+            health_of(engine),
             tags=["health"],
             summary="Whether this gateway accepts requests",
             response_model=HealthAnswer,

@@ -83,6 +83,11 @@ async def _export(source: Source, arguments: argparse.Namespace) -> None:
     say(f"{path}: {kept.events:,} events, {kept.calls:,} calls, {byte_size(path.stat().st_size)}")
     if kept.calls_gone:
         say(f"{kept.calls_gone:,} calls are no longer kept by the hive: the file does not have their tokens")
+    if kept.groups:
+        say(
+            f"{kept.groups:,} scored groups were pushed: the file has which batches took them, and not their tokens, "
+            "which are in the stream `trajectories` until a trainer has them"
+        )
 
 
 class _Progress:

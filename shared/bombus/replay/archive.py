@@ -57,12 +57,16 @@ class BlobFrame(msgspec.Struct, frozen=True, tag="blob", array_like=True):
 
 
 class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
-    """How much there is. `calls_gone` counts calls that were purged before the export or fail their digest (R6)."""
+    """How much there is. `calls_gone` counts calls that were purged before the export or fail their digest (R6).
+
+    `groups` counts the scored groups of the log, of which the file has their sizes, and not their bodies.
+    """
 
     events: int
     calls: int
     blobs: int
     calls_gone: int = 0
+    groups: int = 0
 
 
 ArchiveFrame = EventFrame | CallFrame | BlobFrame | Trailer

@@ -67,6 +67,7 @@ class _Writer:
         self._blobs: set[str] = set()
         self._gone = 0
         self._events = 0
+        self._groups = 0
 
     async def write(self) -> Trailer:
         state, position = await self._source.base()
@@ -92,7 +93,7 @@ class _Writer:
                 batch = []
                 self._progress(stored.seq, end.seq)
         await self._write_batch(batch)
-        trailer = Trailer(self._events, len(self._calls) - self._gone, len(self._blobs), self._gone)
+        trailer = Trailer(self._events, len(self._calls) - self._gone, len(self._blobs), self._gone, self._groups)
         self._put(trailer)
         return trailer
 
@@ -104,6 +105,8 @@ class _Writer:
             self._events += 1
             event = read_event(stored)
             refs += calls_of(event)
+            if isinstance(event, ev.GroupsPushed):
+                self._groups += len(event.groups)
             if isinstance(event, ev.WeightsReady) and event.weights.tokenizer:
                 tokenizers.append(event.weights.tokenizer)
         if self._with_calls:

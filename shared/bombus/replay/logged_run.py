@@ -1,6 +1,6 @@
 """A run as recorded on its log: the job, the batch of each step and its outcome, and the policy versions."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -71,11 +71,15 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
     runs = {(found.engine, found.run): found for found in _of_state(hive, position)}
     configured = {name: state.configured for name, state in hive.engines.items()}
     current = {found.engine: found for found in runs.values()}
+    elsewhere = {name for name, state in hive.engines.items() if state.trajectories.trainer and not state.trains_scored}
     async for entry in source.events(position):
         event = entry.event
         evolve(hive, event)
         if isinstance(event, ev.EngineConfigured):
             configured[event.engine] = event
+        elif isinstance(event, ev.EngineStarted) and is_trained_elsewhere(event):
+            elsewhere.add(event.engine)
+            current.pop(event.engine, None)
         elif isinstance(event, ev.EngineStarted) and (config := configured.get(event.engine)) is not None:
             logged = _started(config, event.run)
             logged.started_ns, logged.begun = event.at_ns, where_begun(event)
@@ -86,7 +90,7 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
             current[event.engine] = runs[event.engine, event.run] = logged
         elif event.engine in current:
             _note(current[event.engine], entry.seq, as_folded(hive, event))
-    return _choose(source, runs, engine, run)
+    return _choose(source, runs, elsewhere, engine, run)
 
 
 def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
@@ -128,10 +132,25 @@ def _note(logged: LoggedRun, seq: int, event: ev.AnyEvent) -> None:
             logged.versions[event.version] = event
 
 
+def is_trained_elsewhere(event: ev.EngineStarted) -> bool:
+    """Return whether a run takes scored groups for a trainer that is not ours: it has no job and no versions."""
+    return event.run_kind == ev.RunKind.TRAJECTORIES and not event.config_digest
+
+
 def _choose(
-    source: Source, runs: Mapping[tuple[str, int], LoggedRun], engine: str | None, run: int | None
+    source: Source,
+    runs: Mapping[tuple[str, int], LoggedRun],
+    elsewhere: Collection[str],
+    engine: str | None,
+    run: int | None,
 ) -> LoggedRun:
     engines = sorted({name for name, _ in runs})
+    if elsewhere and (not engines or engine in elsewhere) and engine not in engines:
+        names = ", ".join(sorted(elsewhere))
+        raise NotOnLog(
+            f"on {source.title} engine {names} took scored groups for a trainer elsewhere, which has the weights and "
+            "the job: the batches that it got are in `bombus replay timeline`"
+        )
     if not engines:
         raise NotOnLog(f"no engine was started on {source.title}")
     if engine is None and len(engines) > 1:

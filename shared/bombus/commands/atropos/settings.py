@@ -87,7 +87,12 @@ def _address(flag: str, given: str) -> str:
     """Return an address without its last slash."""
     url = given.rstrip("/")
     scheme, found, rest = url.partition("://")
-    if not found or scheme not in ("http", "https") or not rest or any(not char.isprintable() for char in url):
+    if (
+        not found
+        or scheme not in ("http", "https")
+        or not rest
+        or any(char in "?#" or not char.isprintable() for char in url)
+    ):
         raise Refused(Code.BAD_CONFIG, f"{flag} {given!r} is refused: it takes an address such as {URL}")
     return url
 

@@ -14,6 +14,7 @@ from bombus_coordinator.rules.live import Live, ns
 
 ENVIRONMENT_IDLE_S = 600.0  # after so much silence an environment is taken for gone
 TEXT_CHARS_MAX = 1_000
+FOLDER_CHARS_MAX = 4_096  # as file systems have it
 
 
 def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) -> Decisions:
@@ -31,9 +32,11 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
     why = why_no_batch_size(message.batch_size)
     if why:
         raise Refused(Code.MALFORMED, why)
-    for text in (message.trainer, message.checkpoint_dir, message.wandb_group, message.wandb_project):
+    if len(message.checkpoint_dir) > FOLDER_CHARS_MAX:
+        raise Refused(Code.MALFORMED, f"checkpoint_dir has at most {FOLDER_CHARS_MAX} characters.")
+    for text in (message.trainer, message.wandb_group, message.wandb_project):
         if len(text) > TEXT_CHARS_MAX:
-            raise Refused(Code.MALFORMED, f"A name or a folder has at most {TEXT_CHARS_MAX} characters.")
+            raise Refused(Code.MALFORMED, f"A name has at most {TEXT_CHARS_MAX} characters.")
     if live.refusing:
         raise no_room(live)
     run = engine.run + 1
