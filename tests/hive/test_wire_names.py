@@ -62,8 +62,8 @@ def test_every_event_and_message_that_can_be_written_can_be_read() -> None:
 
 def test_the_snapshot_has_every_kind_of_struct() -> None:
     assert {section: len(RECORDED[section]) for section in ("events", "messages", "answers")} == {
-        "events": 63,
-        "messages": 52,
+        "events": 64,
+        "messages": 53,
         "answers": 8,
     }
     assert RECORDED["nested"]["CallRef"]["layout"] == "array"
