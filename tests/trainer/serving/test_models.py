@@ -264,6 +264,37 @@ async def test_a_model_that_no_trainer_survives_making_again_goes_on_from_what_i
     assert await one.weights("after") == before
 
 
+def last_of(one: OneModel) -> int:
+    """Return the last operation that a cover would have now."""
+    return max((clock.number for _, clock in one.models.coverable()), default=0)
+
+
+async def test_a_save_whose_result_the_log_does_not_have_is_not_in_what_is_made_of_it(
+    one: OneModel, tmp_path: Path
+) -> None:
+    await one.do(GRADIENT)
+    await one.do(optim_step())
+    before = await one.weights("before")
+    save = one.accept(training("x"))
+    assert isinstance(await one.models.execute(one.model, save, await one.models.read(save)), CheckpointSaved)
+    one.model.cover = ModelCovered(
+        at_ns=3, engine="e", run=1, model="m", number=2, trainer_epoch=1, folder=str(tmp_path / "gone"), digest="d"
+    )
+    await one.models.make_again(one.model, calm(one.model))
+    assert (last_of(one), save.number) == (4, 5)
+    assert await one.weights("after") == before
+
+
+async def test_an_end_that_failed_before_what_came_earlier_was_executed_is_not_in_a_cover(one: OneModel) -> None:
+    await one.do(GRADIENT)
+    waiting = one.accept(optim_step())
+    ended = one.accept(EndModel(save_as="x"))
+    lost = encode_result(Failed(error="it cannot be made again now", category=Category.SERVER))
+    ended.result, ended.failed, ended.completed_ns = one.store(lost), True, 2
+    await one.models.make_again(one.model, calm(one.model))
+    assert (last_of(one), waiting.number, ended.number) == (2, 3, 4)
+
+
 async def test_an_operation_that_succeeded_and_fails_when_it_is_repeated_stops_the_model(one: OneModel) -> None:
     queued = one.accept(forward_backward(*random_data(1, 1), loss=LossSpec("nothing")))
     queued.completed_ns = 2

@@ -92,8 +92,9 @@ class ServedModels:
         """
         self.executor.drop(model.name)
         self._hold(model)
-        cover, executed = model.cover, [each for each in model.again() if not each.waits]  # they belong together
-        begun = await self._first(model, cover, remaking)
+        cover, done = model.cover, model.done  # what comes after it are ends that have failed: nothing to be repeated
+        executed = [each for each in model.again() if each.number <= done]
+        begun = min(done, await self._first(model, cover, remaking))
         self._clocks[model.name] = CoverClock(begun, model.covered, at_once=begun > model.covered)
         self._read[model.name] = set()
         for queued in executed:
@@ -244,7 +245,7 @@ class ServedModels:
                 operation = msgspec.structs.replace(operation, base=self._names[1])
         if isinstance(operation, SaveWeights) and operation.overwrite:
             name = f"{model.name}/{operation.checkpoint}/{operation.name}"
-            if self.needs_checkpoint(name):
+            if self._was_loaded(name):
                 why = f"a model was made from the checkpoint {name} and has no cover yet, so it cannot be replaced now"
                 return Failed(error=f"{why}: save under another name, or try it later", category=Category.SERVER)
         number = queued.number
@@ -319,12 +320,14 @@ class ServedModels:
         A model was made from it and has no cover since, or one that cannot be made again may have to be made from it:
         its operations name it, or it can go on from it in place of its cover.
         """
-        if any(name in read for model, read in self._read.items() if self._clocks[model].at_once):
-            return True
-        return any(
+        return self._was_loaded(name) or any(
             name in named or name.startswith(f"{model}/{CheckpointKind.TRAINING}/")
             for model, named in self._away.items()
         )
+
+    def _was_loaded(self, name: str) -> bool:
+        """Return whether a model was made from a checkpoint and has no cover since."""
+        return any(name in read for model, read in self._read.items() if self._clocks[model].at_once)
 
     # ---- covers ---------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from bombus.hive.inbox import (
 )
 from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.tenants.state import Queued, TenantModel, Tenants
+from bombus.hive.tenants.state import Queued, TenantModel, Tenants, bodies_share
 from bombus.operations import Category, EndModel, Failed, ModelEnded, Operation, Result
 from bombus_trainer.backend import BackendLost
 from bombus_trainer.loading import load_base
@@ -349,7 +349,10 @@ class OperationServer:
     def _next_cover(self, models: ServedModels) -> tuple[float, str]:
         """Return the model whose cover is due first, and when; "" for none."""
         engine, options = self._ownership.engine, self._options
-        full = engine.tenants.held_bytes > FULL_SHARE * engine.collection.tenancy.bodies_bytes_max
+        away = sum(model.held_bytes for model in engine.tenants.open_models if model.name in self._suspended)
+        limits = engine.collection.tenancy
+        room = max(limits.bodies_bytes_max - away, bodies_share(limits))  # covers of others make none of theirs
+        full = engine.tenants.held_bytes - away > FULL_SHARE * room
         found = []
         for name, clock in models.coverable():
             due_s = 0.0 if full else clock.due_s(options.cover_s, options.cover_bytes)

@@ -103,6 +103,11 @@ class TenantModel(msgspec.Struct, kw_only=True):
         """Return the number of the last operation that need not be executed again."""
         return max(self.begun - 1, 0 if self.cover is None else self.cover.number)
 
+    @property
+    def done(self) -> int:
+        """Return the number of the last operation before all that wait."""
+        return min((each.number for each in self.operations.values() if each.waits), default=self.numbers + 1) - 1
+
     def deadly(self, limit: int, trainer_epoch: int = 0) -> int:
         """Return the last operation that so many trainers before this one have not survived executing again, or 0."""
         ended = {number: set(epochs) - {trainer_epoch} for number, epochs in self.unsurvived.items()}
