@@ -558,3 +558,73 @@ def test_a_trainer_that_hangs_in_an_operation_that_it_has_begun_is_no_failure_of
         harness.send(message)
         assert hangs().failures == 1
     assert not harness.engine.suspended
+
+
+def test_what_was_loaded_and_whose_fault_a_failure_was_stays_with_the_operation() -> None:
+    harness = TenantHarness().serving()
+    for key in "123":
+        harness.operate(key)
+    harness.done("1", loaded="abc")
+    harness.done("2", failed=True, by_server=True, loaded="abc")
+    harness.done("3", by_server=True)
+    found = [(each.loaded, each.by_server) for each in map(harness.op, "123")]
+    assert found == [("abc", False), ("", True), ("", False)]
+
+
+def test_a_saved_model_that_an_operation_waits_to_load_is_neither_removed_nor_does_it_expire() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", "save_weights")
+    harness.done("1", saved=saved("x", ttl_s=5.0))
+    name = f"{MODEL}/training/x"
+    harness.operate("2", "load_weights", reads=name)
+    remove = inbox.RemoveWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name="x")
+    why = refused(harness.request(remove), Code.WRONG_PHASE)
+    assert why == f"{name} is about to be loaded by operation 2 of model {MODEL}, which waits: remove it after that."
+    harness.tick(60.0)
+    assert list(harness.tenants.kept) == [name]
+    harness.done("2")
+    harness.tick()
+    assert harness.tenants.kept == {}
+
+
+def test_what_is_to_be_loaded_makes_no_room_for_another_save() -> None:
+    harness = TenantHarness()
+    harness.limits(checkpoints_max=2)
+    harness.serving()
+    for key in "12":
+        harness.operate(key, "save_weights")
+        harness.done(key, saved=saved(f"sample-{key}", "sampler", ttl_s=60.0))
+    harness.operate("3", "load_weights", reads=f"{MODEL}/sampler/sample-1")
+    assert isinstance(harness.operate("4", "save_weights"), inbox.Accepted)
+    assert list(harness.tenants.kept) == [f"{MODEL}/sampler/sample-1"]
+
+
+def test_the_operation_of_another_client_that_is_to_load_a_public_model_is_not_named() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1", "save_weights")
+    harness.done("1", saved=saved("x"))
+    harness.open_session("t", owner="eve")
+    harness.create("t:train:0", "t")
+    harness.operate("1", "load_weights", "t:train:0", session="t", reads=f"{MODEL}/training/x")
+    remove = inbox.RemoveWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name="x")
+    why = refused(harness.request(remove), Code.WRONG_PHASE)
+    assert "by an operation of another client, which waits" in why
+
+
+@pytest.mark.parametrize("name", ["_x", "run@1", "a=b", "a+b"])
+def test_models_have_the_names_that_the_door_and_the_trainer_take(name: str) -> None:
+    harness = TenantHarness().serving()
+    assert isinstance(harness.create(name), inbox.Accepted)
+
+
+def test_the_folder_of_a_cover_is_as_long_as_a_path_may_be() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+    harness.done("1")
+    folder = "/" + "x" * 4000
+    written = inbox.CoverWritten(
+        id=harness.id(), engine=ENGINE, run=1, trainer_epoch=1, model=MODEL, number=2, folder=folder, digest="c"
+    )
+    (event,) = harness.send(written)
+    assert isinstance(event, ev.ModelCovered)
+    assert event.folder == folder

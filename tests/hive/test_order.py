@@ -1,5 +1,6 @@
 """What no coordinator can have written about operations and scored groups is found before it is folded."""
 
+import msgspec
 import pytest
 
 from bombus.hive import events as ev
@@ -62,6 +63,16 @@ def hive() -> Hive:
 )
 def test_an_event_that_cannot_follow_is_told_from_the_others(hive: Hive, event: AnyEvent, why: str) -> None:
     assert why_out_of_order(hive, event) == why
+
+
+def test_a_model_that_cannot_be_made_again_is_ended_before_what_waits_for_it() -> None:
+    harness = TenantHarness().serving()
+    harness.operate("1")
+    harness.operate("2", "end_model")
+    ended = msgspec.structs.replace(completed(3, "2"), op="end_model")
+    assert why_out_of_order(harness.core.hive, ended) == f"operation 3 of {MODEL} is completed before 2"
+    harness.model.suspended = "its cover is gone"
+    assert not why_out_of_order(harness.core.hive, ended)
 
 
 def test_what_a_coordinator_writes_is_in_order() -> None:

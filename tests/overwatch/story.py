@@ -362,6 +362,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         ),
         lambda: tell(ev.OperationBegun, model=model, number=1, key="1", trainer_epoch=1),
         lambda: tell(ev.ModelSuspended, model=model, why="its cover is away"),
+        lambda: tell(ev.ModelRemaking, model=model, trainer_epoch=1, number=draw.randint(0, 3)),
         lambda: tell(ev.ModelCovered, model=model, number=1, trainer_epoch=1, folder="/c", digest="d"),
         lambda: tell(ev.ModelClosed, model=model, reason=ev.ModelEnd.ENDED),
         lambda: tell(ev.WeightsKept, model=model, session="s", base="tiny", saved=kept),

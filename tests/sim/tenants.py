@@ -87,6 +87,7 @@ class Ledger:
         self._executed: set[str] = set()
         self._over: set[str] = set()
         self._begun: defaultdict[str, set[int]] = defaultdict(set)  # by operation: epochs of trainers
+        self._unsurvived: defaultdict[str, dict[int, int]] = defaultdict(dict)  # by model and number: trainers
         self._accepted: dict[str, int] = {}  # operation: its number
         self._acknowledged: dict[str, int] = {}
         self._ended: set[str] = set()  # episodes
@@ -118,6 +119,8 @@ class Ledger:
                 self._check_accepted(event, engine)
             case ev.OperationBegun():
                 self._check_begun(event, engine)
+            case ev.ModelRemaking() | ev.EngineResumed():
+                self._check_remaking(event, engine)
             case ev.OperationCompleted():
                 self._check_completed(event, engine)
             case ev.ModelCovered():
@@ -152,6 +155,22 @@ class Ledger:
         begun.add(event.trainer_epoch)
         assert event.number == min(self._bodies[event.model]), "what comes before it is executed"
         assert len(begun) <= RULES.tenancy.executions_max, "it fails instead of being begun again"
+
+    def _check_remaking(self, event: ev.ModelRemaking | ev.EngineResumed, engine: EngineState) -> None:
+        if isinstance(event, ev.EngineResumed):
+            self._unsurvived.clear()
+            return
+        assert event.trainer_epoch == engine.trainer_epoch
+        tried = self._unsurvived[event.model]
+        if event.over:
+            tried.clear()
+        elif event.number:
+            assert event.number not in self._bodies.get(event.model, {}), "only what was executed is executed again"
+            for number in [each for each in tried if each < event.number]:
+                del tried[number]
+            tried[event.number] = tried.get(event.number, 0) + 1
+            assert tried[event.number] <= RULES.tenancy.executions_max, "no other trainer tries it"
+            self.seen["operations executed again in doubt"] += 1
 
     def _check_completed(self, event: ev.OperationCompleted, engine: EngineState) -> None:
         operation = f"{event.model}:{event.key}"
@@ -425,6 +444,7 @@ class TenantTrainer(Process):
         assert isinstance(answer, inbox.Done)
         self._run, self._epoch = run, answer.epoch
         self._begun: set[str] = set()  # models of which an operation was begun
+        self._doubted: dict[str, bool] = {}  # models that a trainer before may not have survived making again
         self._models: dict[str, tuple[int, int, bytes]] = {}  # its beginning, the last operation in it, and the model
         await self.follower.wait_for(lambda: self.follower.position >= answer.position)
         serves = inbox.TrainerServes(
@@ -464,9 +484,8 @@ class TenantTrainer(Process):
         """Yield the next operation of each model, those that came first before the others."""
         found = []
         for model in self._engine.tenants.open_models:
-            begun, last, _ = self._models.get(model.name, (model.begun, self._covered(model), b""))
-            if begun != model.begun:
-                last = self._covered(model)
+            here = self._here(model)
+            last = self._covered(model) if here is None else here[0]
             ahead = [each for each in model.again() if each.number > last]
             if ahead:
                 found.append((model, ahead[0]))
@@ -475,16 +494,22 @@ class TenantTrainer(Process):
     def _covered(self, model: TenantModel) -> int:
         return model.begun - 1 if model.cover is None else self._ledger.disk[model.cover.folder][0]
 
+    def _here(self, model: TenantModel) -> tuple[int, bytes] | None:
+        """Return the last operation in the model that is in memory, and the model, unless a cover has come by later."""
+        begun, last, state = self._models.get(model.name, (0, 0, b""))
+        return (last, state) if begun == model.begun and last >= self._covered(model) else None
+
     def _restored(self, model: TenantModel) -> bytes:
-        begun, _, state = self._models.get(model.name, (0, 0, b""))
-        if begun == model.begun:
-            return state
+        if (here := self._here(model)) is not None:
+            return here[1]
         return b"" if model.cover is None else self._ledger.disk[model.cover.folder][1]
 
     async def _execute(self, model: TenantModel, queued: Queued) -> None:
         if model.cover is not None and model.name not in self._models and self._net.pick.random() < 0.05:
             await self._be_away(model.name)
         before, again, begun = self._restored(model), not queued.waits, model.begun
+        if again and not await self._remake(model, queued):
+            return
         body = b""
         if queued.body is not None:
             try:
@@ -506,8 +531,33 @@ class TenantTrainer(Process):
         if not again and not await self._tell(model, queued, b"failed" if failed else state, failed):
             return
         self._models[model.name] = (begun, queued.number, kept)
+        if again and not any(each.number > queued.number and not each.waits for each in model.again()):
+            await self._say_remaking(model.name, 0, over=True)
         if self._net.pick.random() < 0.3:
             await self._cover(model.name, queued.number, kept)
+
+    async def _remake(self, model: TenantModel, queued: Queued) -> bool:
+        """Say what is executed again. Where no trainer survives that, wait for an operator, and return False."""
+        if model.deadly(RULES.tenancy.executions_max, self._epoch):
+            self._ledger.seen["models that no trainer makes again"] += 1
+            await self._say_away(model.name, "no trainer survives it")
+            await self.link.ask(inbox.Resume(id=self._net.fresh("resume"), engine=OPS_ENGINE))
+            await self.sleep(self._net.pick.random())
+            await self._say_away(model.name, "")
+            return False
+        if model.name not in self._models:
+            self._doubted[model.name] = model.remaking_by not in (0, self._epoch)
+            await self._say_remaking(model.name, 0)
+        if self._doubted[model.name]:
+            await self._say_remaking(model.name, queued.number)
+        return True
+
+    async def _say_remaking(self, model: str, number: int, over: bool = False) -> None:
+        remakes = inbox.RemakesModel(
+            id=self._net.fresh("remakes"), engine=OPS_ENGINE, run=self._run, trainer_epoch=self._epoch, model=model,
+            number=number, over=over,
+        )  # fmt: skip
+        await self.link.send(remakes)
 
     async def _be_away(self, model: str) -> None:
         """Say that a model cannot be made again for a while."""

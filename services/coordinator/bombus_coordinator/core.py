@@ -303,6 +303,7 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.CoverWritten: operations.covered,
     inbox.ModelAway: operations.away,
     inbox.OperationBegins: operations.begins,
+    inbox.RemakesModel: operations.remakes,
     inbox.TrainerServes: serving.trainer_serves,
     inbox.RegisterTrainer: registering.register_trainer,
     inbox.JoinEnvironment: registering.join,

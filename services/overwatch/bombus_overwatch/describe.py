@@ -62,6 +62,7 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.OperationCompleted: EventGroup.TRAINING,
     ev.ModelCovered: EventGroup.TRAINING,
     ev.ModelSuspended: EventGroup.TRAINING,
+    ev.ModelRemaking: EventGroup.TRAINING,
     ev.OperationBegun: EventGroup.TRAINING,
     ev.WeightsKept: EventGroup.WEIGHTS,
     ev.WeightsRemoved: EventGroup.WEIGHTS,

@@ -285,6 +285,14 @@ def _(event: ev.ModelSuspended) -> str:
 
 
 @_text.register
+def _(event: ev.ModelRemaking) -> str:
+    if event.over:
+        return f"trainer {event.trainer_epoch} is through with making model {event.model} again"
+    what = f"executes operation {event.number} of {event.model} again" if event.number else f"makes {event.model} again"
+    return f"trainer {event.trainer_epoch} {what}"
+
+
+@_text.register
 def _(event: ev.OperationAccepted) -> str:
     size = f", {byte_size(event.body.size)}" if event.body is not None else ""
     return f"{event.op} {event.number} of {event.model} waits{size}"

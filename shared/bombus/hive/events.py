@@ -600,12 +600,28 @@ class ModelSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     why: str = ""
 
 
+class ModelRemaking(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.remaking"):
+    """A trainer makes a model again, from its cover and by what was executed since.
+
+    Where a trainer before it has begun that and has ended, each `number` is said before it is executed again, the
+    cover's for the cover itself. What several trainers have not survived is left alone from then on
+    (`Tenancy.executions_max`). `over`: the trainer has lived through it.
+    """
+
+    run: int
+    model: str
+    trainer_epoch: int
+    number: int = 0
+    over: bool = False
+
+
 class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.accepted"):
     """An operation waits for its model, after all that were accepted before it: it is the `number`th of the model.
 
     Its body is in the stream `ops`. Without one it ends the model of a session that has ended, and saves it as
     `save_as` first, unless that is "". One that is `passive` leaves the model as it is, such as a forward pass. The
-    client's `metadata` is for what it saves.
+    client's `metadata` is for what it saves. A saved model that it `reads`, named by its `kept_id`, stays until it was
+    executed.
     """
 
     run: int
@@ -617,6 +633,7 @@ class OperationAccepted(Event, frozen=True, kw_only=True, omit_defaults=True, ta
     passive: bool = False
     save_as: str = ""
     metadata: dict[str, str] = {}
+    reads: str = ""
 
     @property
     def operation(self) -> str:
@@ -656,7 +673,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class OperationCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="operation.completed"):
     """An operation was executed: this is its one result (R17).
 
-    `step` counts the model's optimizer steps. `made` is what the first operation of a model has made.
+    `step` counts the model's optimizer steps. `made` is what the first operation of a model has made, and `loaded` is a
+    hash of the checkpoint that was loaded. `by_server`: it has failed by the server's fault.
     """
 
     run: int
@@ -670,6 +688,8 @@ class OperationCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, t
     step: int = 0
     metrics: dict[str, float] = {}
     made: ModelShape | None = None
+    by_server: bool = False
+    loaded: str = ""
 
 
 class ModelCovered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.covered"):
@@ -965,6 +985,7 @@ AnyEvent = (
     | ModelOpened
     | ModelClosed
     | ModelSuspended
+    | ModelRemaking
     | OperationAccepted
     | OperationBegun
     | OperationCompleted

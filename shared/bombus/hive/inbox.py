@@ -161,7 +161,8 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
     The same `model` and `key` are the same operation, with the same answer, whatever the message's id. The first one
     of a model is `create_model`, with the name of its `base`. `run` is 0 where the sender knows none. The client's
     `metadata` is for the model that is created, or for the checkpoint that is saved. With `again_s`, they are the same
-    operation only within so long: some clients begin to count again.
+    operation only within so long: some clients begin to count again. `reads` is the `kept_id` of the saved model that
+    it loads, which is not removed meanwhile.
     """
 
     session: str
@@ -174,10 +175,11 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
     base: str = ""
     metadata: dict[str, str] = {}
     again_s: float = 0.0
+    reads: str = ""
 
 
 class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_weights"):
-    """Remove a saved model. One that is not there is removed already."""
+    """Remove a saved model. One that is not there is removed already. One that a waiting operation loads stays."""
 
     model: str
     use: str
@@ -459,7 +461,8 @@ class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     """A trainer has executed an operation, and its result is durable. As a command it is answered once that is decided.
 
     `closes`: the model is gone after it. `made` is what the first operation of a model has made, `saved` what one that
-    saves has written; `step` counts the model's optimizer steps.
+    saves has written, `loaded` a hash of the checkpoint that one has loaded; `step` counts the model's optimizer steps.
+    `by_server`: it has failed by the server's fault.
     """
 
     run: int
@@ -474,6 +477,8 @@ class OperationDone(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
     metrics: dict[str, float] = {}
     made: ModelShape | None = None
     saved: SavedWeights | None = None
+    by_server: bool = False
+    loaded: str = ""
 
 
 class OperationBegins(Message, frozen=True, kw_only=True, omit_defaults=True, tag="operation.begins"):
@@ -493,6 +498,19 @@ class ModelAway(Message, frozen=True, kw_only=True, omit_defaults=True, tag="mod
     trainer_epoch: int
     model: str
     why: str = ""
+
+
+class RemakesModel(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.remakes"):
+    """A trainer is about to make a model again, or to execute its operation `number` again for that.
+
+    `over`: it has lived through making the model again.
+    """
+
+    run: int
+    trainer_epoch: int
+    model: str
+    number: int = 0
+    over: bool = False
 
 
 class CoverWritten(Message, frozen=True, kw_only=True, omit_defaults=True, tag="cover.written"):
@@ -614,6 +632,7 @@ AnyMessage = (
     | OperationDone
     | OperationBegins
     | ModelAway
+    | RemakesModel
     | CoverWritten
     | OperationsStored
     | BatchSent

@@ -525,6 +525,7 @@ def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
     if event.command:
         engine.resumed_ns = event.at_ns
         engine.step_failures = engine.trainers_lost = 0
+        tenancy.forgive(engine.tenants)
         _release_replicas(engine)
     _enter(engine, engine.phase, event.at_ns)
     _remember(engine, event.command)
@@ -868,7 +869,13 @@ def _operation_completed(engine: EngineState, event: ev.OperationCompleted) -> N
 
 @_on(ev.ModelSuspended)
 def _model_suspended(engine: EngineState, event: ev.ModelSuspended) -> None:
-    tenancy.suspend_model(engine.tenants, event)
+    if tenancy.suspend_model(engine.tenants, event):
+        engine.trainers_lost = 0
+
+
+@_on(ev.ModelRemaking)
+def _model_remaking(engine: EngineState, event: ev.ModelRemaking) -> None:
+    tenancy.remake(engine.tenants, event)
 
 
 @_on(ev.OperationBegun)

@@ -177,10 +177,14 @@ Operation: TypeAlias = (
 
 
 class ModelReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="model_ready", tag_field="kind"):
-    """The model is there, with this adapter; `parameters` of it are trained."""
+    """The model is there, with this adapter; `parameters` of it are trained.
+
+    `loaded` is a hash of the checkpoint that it begins at, if it does.
+    """
 
     adapter: AdapterSpec | None = None
     parameters: int = 0
+    loaded: str = ""
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="scores", tag_field="kind"):
@@ -223,9 +227,14 @@ class CheckpointSaved(
     size_bytes: int
 
 
-class CheckpointLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_loaded", tag_field="kind"):
+class CheckpointLoaded(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="checkpoint_loaded", tag_field="kind"
+):
+    """The model goes on from a checkpoint; `loaded` is a hash of what it has taken from it."""
+
     checkpoint: str
     step: int
+    loaded: str = ""
 
 
 class ModelEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="model_ended", tag_field="kind"):

@@ -146,6 +146,23 @@ async def test_a_result_is_read_at_another_gateway_and_while_it_waits_it_says_fo
     assert gone.status_code == 410
 
 
+async def test_a_checkpoint_is_not_deleted_while_an_operation_waits_to_load_it(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    model = await open_model(client)
+    saved = await ask(client, "save_weights", model_id=model, seq_id=1, path="x")
+    path = (await result(client, saved)).json()["path"]
+    hive.may_work.clear()
+    loads = await ask(client, "load_weights", model_id=model, seq_id=2, path=path, optimizer=True)
+    of_run = f"training_runs/{model}/checkpoints/weights/x"
+    refused = await client.delete(of_run)
+    assert refused.status_code == 400
+    assert f"{model}/training/x is about to be loaded by operation 2 of model {model}" in refused.text
+    hive.may_work.set()
+    await result(client, loads)
+    assert (await client.delete(of_run)).status_code == 204
+
+
 async def test_a_session_beats_until_it_is_finished_and_its_models_are_saved(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:

@@ -12,6 +12,7 @@ from bombus.hive.tenants.state import Queued, TenantModel
 from bombus.operations import (
     Array,
     Category,
+    CheckpointKind,
     CheckpointSaved,
     CreateModel,
     DType,
@@ -22,6 +23,7 @@ from bombus.operations import (
     Operation,
     Rejected,
     Result,
+    SaveWeights,
     Scores,
     StepTaken,
     decode_result,
@@ -31,6 +33,7 @@ from bombus.operations import (
 from bombus_trainer.backend import BackendLost
 from bombus_trainer.serving.covers import Covers
 from bombus_trainer.serving.models import ServedModels
+from bombus_trainer.serving.remaking import NoneSurvived, Remaking
 from bombus_trainer.tenants.executor import OperationExecutor
 from bombus_trainer.tenants.settings import TenantSettings
 from tests.trainer.serving.serving_hive import sampler, training
@@ -51,6 +54,10 @@ class FaultyExecutor(OperationExecutor):
             fault, self.fault = self.fault, None
             raise fault
         return result
+
+
+def calm(model: TenantModel) -> Remaking:
+    return Remaking(model, 1, 3, None)
 
 
 class OneModel:
@@ -86,7 +93,7 @@ class OneModel:
         result, body = self.models.encoded(self.model, read, await self.models.execute(self.model, queued, read))
         queued.result, queued.failed, queued.completed_ns = self.store(body), isinstance(result, Failed), 2
         if not self.models.note(self.model, queued, read, result):
-            await self.models.make_again(self.model)
+            await self.models.make_again(self.model, calm(self.model))
         return decode_result(body)
 
     async def weights(self, name: str) -> str:
@@ -155,18 +162,18 @@ async def test_a_model_that_is_made_again_has_the_gradient_and_the_failures_that
         assert list(one.models.coverable()) == []
         assert Path(folder).is_dir()
         assert digest_of_cover
-    await one.models.make_again(one.model)
+    await one.models.make_again(one.model, calm(one.model))
     assert await one.weights("after") == before
     error = await failed(one, optim_step(), Category.USER)
     assert "a forward_backward since step 1 failed (not a list)" in error
-    await one.models.make_again(one.model)
+    await one.models.make_again(one.model, calm(one.model))
     assert isinstance(await one.do(optim_step()), StepTaken)
 
 
 async def test_wrong_parameters_of_a_step_leave_the_gradient_also_when_the_model_is_made_again(one: OneModel) -> None:
     await one.do(GRADIENT)
     await failed(one, optim_step(learning_rate=-1.0), Category.USER)
-    await one.models.make_again(one.model)
+    await one.models.make_again(one.model, calm(one.model))
     taken = await one.do(optim_step())
     assert isinstance(taken, StepTaken)
     assert taken.grad_norm > 0.0
@@ -182,7 +189,7 @@ async def test_a_body_that_is_lost_fails_what_waits_and_stops_a_model_that_has_t
     assert "the body of this operation is lost" in read.failure.error
     queued.completed_ns = 2
     with pytest.raises(LogCorrupted):
-        await one.models.make_again(one.model)
+        await one.models.make_again(one.model, calm(one.model))
 
 
 async def test_a_failed_operation_whose_body_is_gone_spoils_the_gradient_again_when_its_model_is_made_again(
@@ -195,10 +202,24 @@ async def test_a_failed_operation_whose_body_is_gone_spoils_the_gradient_again_w
     read = await one.models.read(queued)
     result, body = one.models.encoded(one.model, read, await one.models.execute(one.model, queued, read))
     queued.result, queued.failed, queued.completed_ns = one.store(body), isinstance(result, Failed), 2
-    await one.models.make_again(one.model)
+    await one.models.make_again(one.model, calm(one.model))
     assert "the body of this operation is lost" in await failed(one, optim_step(), Category.USER)
-    await one.models.make_again(one.model)
+    await one.models.make_again(one.model, calm(one.model))
     assert isinstance(await one.do(optim_step()), StepTaken)
+
+
+async def test_a_step_that_failed_by_the_servers_fault_keeps_its_gradient_also_where_its_result_was_dropped(
+    one: OneModel,
+) -> None:
+    await one.do(GRADIENT)
+    one.executor.fault = RuntimeError("a bug")
+    await failed(one, optim_step())
+    step = one.model.operations["3"]
+    step.result, step.by_server = None, True
+    await one.models.make_again(one.model, calm(one.model))
+    taken = await one.do(optim_step())
+    assert isinstance(taken, StepTaken)
+    assert taken.grad_norm > 0.0
 
 
 async def test_a_checkpoint_that_was_loaded_is_needed_until_the_model_has_a_cover(one: OneModel) -> None:
@@ -208,16 +229,77 @@ async def test_a_checkpoint_that_was_loaded_is_needed_until_the_model_has_a_cove
     for _ in range(2):
         assert one.models.needs_checkpoint("m/training/x")
         assert not one.models.needs_checkpoint("m/training/y")
-        await one.models.make_again(one.model)
+        await one.models.make_again(one.model, calm(one.model))
     await one.models.cover("m")
     assert not one.models.needs_checkpoint("m/training/x")
+
+
+async def test_a_checkpoint_that_a_model_without_a_cover_was_loaded_from_is_not_replaced(one: OneModel) -> None:
+    def overwrite(name: str) -> SaveWeights:
+        return SaveWeights(checkpoint=CheckpointKind.TRAINING, name=name, overwrite=True)
+
+    await one.do(training("x"))
+    await one.do(LoadWeights(checkpoint="m/training/x", with_optimizer=True))
+    assert "was made from the checkpoint m/training/x and has no cover yet" in await failed(one, overwrite("x"))
+    assert isinstance(await one.do(overwrite("y")), CheckpointSaved)
+    await one.models.cover("m")
+    assert isinstance(await one.do(overwrite("x")), CheckpointSaved)
+
+
+async def test_a_model_that_no_trainer_survives_making_again_goes_on_from_what_its_client_has_saved_since(
+    one: OneModel,
+) -> None:
+    await one.do(GRADIENT)
+    await one.do(optim_step())
+    before = await one.weights("before")
+    one.model.unsurvived = {3: (1, 2, 3)}
+    deadly = Remaking(one.model, 4, 3, None)
+    with pytest.raises(NoneSurvived, match="3 trainers ended when they made it again and were at operation 3"):
+        await one.models.make_again(one.model, deadly)
+    one.model.unsurvived = {}
+    await one.models.make_again(one.model, calm(one.model))
+    await one.do(training("x"))
+    one.model.unsurvived = {3: (1, 2, 3)}
+    await one.models.make_again(one.model, Remaking(one.model, 4, 3, None))
+    assert await one.weights("after") == before
+
+
+def last_of(one: OneModel) -> int:
+    """Return the last operation that a cover would have now."""
+    return max((clock.number for _, clock in one.models.coverable()), default=0)
+
+
+async def test_a_save_whose_result_the_log_does_not_have_is_not_in_what_is_made_of_it(
+    one: OneModel, tmp_path: Path
+) -> None:
+    await one.do(GRADIENT)
+    await one.do(optim_step())
+    before = await one.weights("before")
+    save = one.accept(training("x"))
+    assert isinstance(await one.models.execute(one.model, save, await one.models.read(save)), CheckpointSaved)
+    one.model.cover = ModelCovered(
+        at_ns=3, engine="e", run=1, model="m", number=2, trainer_epoch=1, folder=str(tmp_path / "gone"), digest="d"
+    )
+    await one.models.make_again(one.model, calm(one.model))
+    assert (last_of(one), save.number) == (4, 5)
+    assert await one.weights("after") == before
+
+
+async def test_an_end_that_failed_before_what_came_earlier_was_executed_is_not_in_a_cover(one: OneModel) -> None:
+    await one.do(GRADIENT)
+    waiting = one.accept(optim_step())
+    ended = one.accept(EndModel(save_as="x"))
+    lost = encode_result(Failed(error="it cannot be made again now", category=Category.SERVER))
+    ended.result, ended.failed, ended.completed_ns = one.store(lost), True, 2
+    await one.models.make_again(one.model, calm(one.model))
+    assert (last_of(one), waiting.number, ended.number) == (2, 3, 4)
 
 
 async def test_an_operation_that_succeeded_and_fails_when_it_is_repeated_stops_the_model(one: OneModel) -> None:
     queued = one.accept(forward_backward(*random_data(1, 1), loss=LossSpec("nothing")))
     queued.completed_ns = 2
     with pytest.raises(EngineFault, match="operation 2 of model m was executed before, and fails now that the model"):
-        await one.models.make_again(one.model)
+        await one.models.make_again(one.model, calm(one.model))
 
 
 async def test_a_result_that_is_too_large_fails_and_spoils_the_gradient(one: OneModel) -> None:
@@ -266,7 +348,7 @@ async def test_a_model_that_could_not_be_made_again_is_forgotten_as_others_are(o
         at_ns=3, engine="e", run=1, model="m", number=1, trainer_epoch=1, folder=str(tmp_path / "gone"), digest="d"
     )
     later = ServedModels(one.executor, Covers(tmp_path / "covers", 2), one.fetch, ("org/tiny", BASE), 0.0)
-    assert isinstance(await later.try_again(one.model), EngineFault)
+    assert isinstance(await later.try_again(one.model, calm(one.model)), EngineFault)
     assert later.is_gone({})
     later.forget_ended({})
     assert not later.is_gone({})

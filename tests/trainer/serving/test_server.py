@@ -221,7 +221,9 @@ async def test_what_was_saved_by_name_is_loaded_and_continued_bit_for_bit(client
     await client.do("b", create(checkpoint="a/training/half", with_optimizer=True))
     await client.do("c", create())
     loaded = await client.do("c", LoadWeights(checkpoint="a/training/half", with_optimizer=True))
-    assert loaded == CheckpointLoaded(checkpoint="a/training/half", step=2)
+    assert isinstance(loaded, CheckpointLoaded)
+    assert (loaded.checkpoint, loaded.step) == ("a/training/half", 2)
+    assert loaded.loaded == client.queued("c", "1").loaded == client.queued("b", "0").loaded != ""
     for model in "bc":
         for operation in (*steps(50, 2), sampler("end")):
             await client.send(model, operation)
@@ -260,7 +262,8 @@ async def test_a_model_of_all_weights_goes_on_after_a_crash_and_begins_again_fro
         client.stage.train()
         assert await weights(client, "m", "reset") == fresh
         loaded = await client.do("m", LoadWeights(checkpoint="m/training/last-11", with_optimizer=True))
-        assert loaded == CheckpointLoaded(checkpoint="m/training/last-11", step=2)
+        assert isinstance(loaded, CheckpointLoaded)
+        assert loaded.step == 2
         assert await weights(client, "m", "loaded") == trained
 
 
@@ -599,6 +602,42 @@ async def test_what_was_saved_before_a_model_began_again_is_not_taken_for_what_c
             assert not client.model("m").suspended
         else:
             await stage.follower.wait_for(lambda _: bool(client.model("m").suspended), 30.0)
+
+
+async def test_a_model_whose_loaded_checkpoint_was_replaced_before_any_cover_waits_instead_of_having_other_weights(
+    bus: Bus, tmp_path: Path
+) -> None:
+    """Its covers cannot be written, because a file is in the way of their folder."""
+    async with serving(bus, tmp_path, cover_s=0.0, retry_s_max=0.2) as client:
+        stage = client.stage
+        trainer = stage.train()
+        for operation in (create(), *steps(1, 1), training("x")):
+            await client.do("b", operation)
+        stage.options = stage.options.model_copy(update={"retry_s_max": 3600.0})
+        await stopped(trainer)
+        trainer = stage.train()
+        await client.do("b", optim_step())
+        in_the_way = stage.options.folder / "covers" / bus.subjects.hive / ENGINE / "run-1" / "a"
+        in_the_way.write_text("no folder")
+        await client.do("a", create(checkpoint="b/training/x", with_optimizer=True))
+        await client.do("a", LoadWeights(checkpoint="b/training/x", with_optimizer=True))
+        loaded = await weights(client, "a")
+        for operation in steps(2, 1):
+            await client.do("b", operation)
+        saved = Path(stage.engine.tenants.kept["b/training/x"].noted.saved.folder)
+        old = saved.rename(saved.with_name("old"))
+        assert isinstance(await client.do("b", training("x")), CheckpointSaved)
+        await stopped(trainer)
+        stage.options = stage.options.model_copy(update={"retry_s_max": 0.2})
+        stage.train()
+        await stage.follower.wait_for(lambda _: bool(client.model("a").suspended), 30.0)
+        assert (
+            "b/training/x is not the one any more that operation 0 of model a has loaded" in client.model("a").suspended
+        )
+        shutil.rmtree(saved)
+        old.rename(saved)
+        in_the_way.unlink()
+        assert await weights(client, "a", "again") == loaded
 
 
 async def test_an_engine_without_a_configuration_says_what_it_lacks(bus: Bus, tmp_path: Path) -> None:

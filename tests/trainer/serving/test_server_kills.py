@@ -169,6 +169,33 @@ async def test_r17_an_operation_that_ends_its_trainer_each_time_fails_in_words_a
         assert isinstance(after, StepTaken), "and the model goes on"
 
 
+async def test_r17_an_operation_that_ends_its_trainer_whenever_it_is_executed_again_holds_up_its_model_alone(
+    nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
+) -> None:
+    async with serving(bus, tmp_path, cover_s=600.0) as client:
+        stage = client.stage
+        life = Life(stage, forge, nats_url)
+        first = await life.trainer()
+        for model, seed in (("a", 1), ("b", 2)):
+            for operation in (create(SMALL), forward_backward(*random_data(seed, 2))):
+                await client.do(model, operation)
+        await forge.kill(first)
+        waits = {model: await client.send(model, steps(4, 1)[-1]) for model in "ab"}
+        for time in (1, 2, 1, 2, 2, 1):  # the second operation of a is deadly, and some die of other things
+            await life.dies(Point.OPERATION_MADE_AGAIN, time)
+        last = await life.trainer()
+        assert isinstance(await client.result("b", waits["b"]), StepTaken)
+        assert client.queued("a", waits["a"]).waits
+        assert "3 trainers ended when they made it again and were at operation 2, so" in client.model("a").suspended
+        assert client.model("b").suspended == ""
+        assert stage.engine.suspensions == 0
+        resume = inbox.Resume(id=stage.id(), engine=ENGINE)
+        await bus.inbox.request(resume)
+        assert isinstance(await client.result("a", waits["a"]), StepTaken), "after the operator has looked"
+        assert client.model("a").suspended == ""
+        await forge.kill(last)
+
+
 async def test_a_checkpoint_that_is_removed_after_its_load_stays_until_a_cover_has_what_was_loaded(
     nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
 ) -> None:

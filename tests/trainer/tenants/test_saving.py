@@ -101,7 +101,13 @@ def test_without_its_optimizer_a_checkpoint_begins_anew(base: Path, tmp_path: Pa
     train(made, "a", 0, 1)
     half = save(made, "a", "half")
     fresh = CreateModel(base=BASE, checkpoint="a/training/half")
-    assert made.execute("b", fresh) == ModelReady(adapter=SPEC, parameters=4096)
+    ready = made.execute("b", fresh)
+    assert isinstance(ready, ModelReady)
+    assert (ready.adapter, ready.parameters) == (SPEC, 4096)
+    whole = made.execute("c", CreateModel(base=BASE, checkpoint="a/training/half", with_optimizer=True))
+    assert isinstance(whole, ModelReady)
+    assert ready.loaded != whole.loaded, "the optimizer is a part of what was loaded"
+    made.drop("c")
     assert (loaded(made, "a", "a/training/half", with_optimizer=False), made.models) == (0, {"a": 0, "b": 0})
     assert save(made, "b", "begun").address == half.address
     for model in ("a", "b"):

@@ -159,11 +159,12 @@ def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
 
 
 def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
-    """Let a suspended run try again. One that goes on anyway is left alone."""
+    """Let a suspended run try again, or its models that no trainer makes again. One that goes on is left alone."""
     if engine.phase == Phase.OFFLINE:
         raise wrong_phase("resume the engine", engine.phase, "It has no run to resume; start one.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
-    if not engine.suspended:
+    limit = engine.collection.tenancy.executions_max
+    if not engine.suspended and not any(model.deadly(limit) for model in engine.tenants.open_models):
         yield Decision(events=(answered(engine, live, message),), replies=reply)
         return
     resumed = ev.EngineResumed(at_ns=live.now_ns, engine=engine.name, run=engine.run, command=message.id)

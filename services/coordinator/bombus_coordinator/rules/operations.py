@@ -1,13 +1,23 @@
 """Accept training operations in the order in which they come, and take each one's first result (R17)."""
 
 import re
+from typing import TypeAlias
 
 import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, RunKind
-from bombus.hive.inbox import Accepted, CoverWritten, Done, ModelAway, Operate, OperationBegins, OperationDone
+from bombus.hive.inbox import (
+    Accepted,
+    CoverWritten,
+    Done,
+    ModelAway,
+    Operate,
+    OperationBegins,
+    OperationDone,
+    RemakesModel,
+)
 from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status import byte_size
@@ -23,9 +33,11 @@ ENDS_MAX = 3  # attempts to save such a model
 ENDED_S = 30 * 24 * 3600.0  # how long what such an operation saves is kept
 METRICS_MAX = 32
 WHY_CHARS_MAX = 500
-TEXT_CHARS_MAX = 1000  # of a folder, and of a base's name
+TEXT_CHARS_MAX = 1000  # of a base's name, and of a saved model's
+PATH_CHARS_MAX = 4096  # no system takes longer ones
+ADDRESS_CHARS_MAX = 128
 METADATA_BYTES_MAX = 4 << 10  # of a model, and of a checkpoint
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}\Z")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")  # what can be that of a folder
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 _UNNAMED = re.compile(r"(sample|inflight)-\d+\Z")  # what gateways call a save that its client has given no name
 _OP = re.compile(r"[a-z][a-z_]{0,31}\Z")
@@ -91,6 +103,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
         body=message.body,
         passive=message.passive,
         metadata=message.metadata if message.op == SAVE else {},
+        reads=message.reads,
     )
     reply = Accepted(run=run, operation=accepted.operation, number=number)
     yield Decision(events=(*events, accepted), replies=(CommandReply(message.id, reply),))
@@ -138,6 +151,8 @@ def _check_form(message: Operate) -> None:
         raise Refused(Code.MALFORMED, "The reference to the body names no parts of it, or too many: store it again.")
     if len(message.base) > TEXT_CHARS_MAX:
         raise Refused(Code.MALFORMED, f"The name of a base model has at most {TEXT_CHARS_MAX} characters.")
+    if len(message.reads) > TEXT_CHARS_MAX:
+        raise Refused(Code.MALFORMED, f"The name of a saved model has at most {TEXT_CHARS_MAX} characters.")
     if len(msgspec.msgpack.encode(message.metadata)) > METADATA_BYTES_MAX:
         raise Refused(Code.TOO_LARGE, f"Metadata of a model or a checkpoint is over {METADATA_BYTES_MAX} bytes.")
 
@@ -248,9 +263,9 @@ def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> No
 def _oldest_unnamed(engine: EngineState, model: str) -> KeptWeights | None:
     """Return the first of a model's saves that its client did not name, and that is removed by itself some day.
 
-    One that an open episode samples from is not among them.
+    One that is in use is not among them.
     """
-    used = sampled_from(engine)
+    used = in_use(engine)
     of_model = (
         each
         for name, each in engine.tenants.kept.items()
@@ -259,9 +274,10 @@ def _oldest_unnamed(engine: EngineState, model: str) -> KeptWeights | None:
     return next((each for each in of_model if each.is_for_sync or _UNNAMED.match(each.noted.saved.name)), None)
 
 
-def sampled_from(engine: EngineState) -> set[str]:
-    """Return the saved models that open episodes sample from."""
-    return {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
+def in_use(engine: EngineState) -> set[str]:
+    """Return the saved models that open episodes sample from, and those that operations wait to load."""
+    sampled = {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
+    return sampled | engine.tenants.read_by_waiting()
 
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate) -> tuple[Event, ...]:
@@ -281,7 +297,10 @@ def _room_for_save(engine: EngineState, live: Live, message: Operate) -> tuple[E
 # ---- facts from trainers --------------------------------------------------------------------------------------
 
 
-def _is_current(engine: EngineState, message: OperationDone | OperationBegins | CoverWritten | ModelAway) -> bool:
+Fact: TypeAlias = OperationDone | OperationBegins | CoverWritten | ModelAway | RemakesModel
+
+
+def _is_current(engine: EngineState, message: Fact) -> bool:
     return (
         message.run == engine.run
         and engine.serves_operations
@@ -346,6 +365,8 @@ def done(engine: EngineState, live: Live, message: OperationDone) -> Decisions:
             step=message.step,
             metrics=dict(list(message.metrics.items())[:METRICS_MAX]),
             made=message.made,
+            by_server=message.by_server and message.failed,
+            loaded="" if message.failed else message.loaded[:ADDRESS_CHARS_MAX],
         )
     ]
     events += _kept(engine, live, model, queued, message)
@@ -407,6 +428,32 @@ def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
     yield Decision(events=(event,))
 
 
+def remakes(engine: EngineState, live: Live, message: RemakesModel) -> Decisions:
+    """Note what the current trainer executes again to make a model, or that it has lived through that."""
+    model = engine.tenants.models.get(message.model)
+    if not _is_current(engine, message) or model is None or model.closed is not None:
+        return
+    if message.over:
+        is_news = bool(model.remaking_by)
+    elif message.number:
+        is_news = message.trainer_epoch not in model.unsurvived.get(message.number, ())
+        is_news &= 0 < message.number <= model.numbers
+    else:
+        is_news = model.remaking_by != message.trainer_epoch
+    if not is_news:
+        return
+    event = ev.ModelRemaking(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        model=model.name,
+        trainer_epoch=message.trainer_epoch,
+        number=0 if message.over else message.number,
+        over=message.over,
+    )
+    yield Decision(events=(event,))
+
+
 def covered(engine: EngineState, live: Live, message: CoverWritten) -> Decisions:
     """Note a checkpoint from which the current trainer, or its successor, can go on."""
     model = engine.tenants.models.get(message.model)
@@ -422,7 +469,7 @@ def covered(engine: EngineState, live: Live, message: CoverWritten) -> Decisions
         model=model.name,
         number=message.number,
         trainer_epoch=message.trainer_epoch,
-        folder=message.folder[:TEXT_CHARS_MAX],
+        folder=message.folder[:PATH_CHARS_MAX],
         digest=message.digest[:TEXT_CHARS_MAX],
     )
     yield Decision(events=(event,))

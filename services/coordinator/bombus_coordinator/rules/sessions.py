@@ -7,11 +7,12 @@ from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, SessionEnd
 from bombus.hive.inbox import CloseSession, Done, OpenSession, PublishWeights, RemoveWeights, RetainWeights
 from bombus.hive.state import EngineState
+from bombus.hive.tenants.owners import owner_of
 from bombus.hive.tenants.state import TTL_S_MAX, KeptWeights, TenantModel, TenantSession, kept_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live, ns
-from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MAX, sampled_from
+from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MAX, in_use
 
 METADATA_BYTES_MAX = 64 << 10
 TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
@@ -219,13 +220,27 @@ def _forgotten(engine: EngineState, live: Live, session: TenantSession) -> ev.Se
 
 def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> Decisions:
     reply = (CommandReply(message.id, Done(run=engine.run)),)
-    if kept_id(message.model, message.use, message.name) not in engine.tenants.kept:
+    name = kept_id(message.model, message.use, message.name)
+    kept = engine.tenants.kept.get(name)
+    if kept is None:
         yield Decision(replies=reply)
         return
+    _check_unread(engine, name, kept)
     removed = ev.WeightsRemoved(
         at_ns=live.now_ns, engine=engine.name, model=message.model, use=message.use, name=message.name
     )
     yield Decision(events=(removed,), replies=reply)
+
+
+def _check_unread(engine: EngineState, name: str, kept: KeptWeights) -> None:
+    """Raise `Refused` where an operation waits to load a saved model. Those of other clients are not named."""
+    found = next(engine.tenants.readers(name), None)
+    if found is None:
+        return
+    model, queued = found
+    is_own = owner_of(engine.tenants, model) == kept.noted.owner
+    reader = f"operation {queued.key} of model {model.name}" if is_own else "an operation of another client"
+    raise Refused(Code.WRONG_PHASE, f"{name} is about to be loaded by {reader}, which waits: remove it after that.")
 
 
 def retain_weights(engine: EngineState, live: Live, message: RetainWeights) -> Decisions:
@@ -266,13 +281,13 @@ def _kept(engine: EngineState, message: RetainWeights | PublishWeights) -> KeptW
 
 
 def expire_weights(engine: EngineState, live: Live) -> Decisions:
-    """Remove saved models whose time is over, but none that an open episode samples from."""
+    """Remove saved models whose time is over, but none that an open episode samples from or that is to be loaded."""
     over = [
         (name, each) for name, each in engine.tenants.kept.items() if each.until_ns and each.until_ns <= live.now_ns
     ]
     if not over:
         return
-    used = sampled_from(engine)
+    used = in_use(engine)
     for name, each in over:
         if name not in used:
             saved = each.noted.saved

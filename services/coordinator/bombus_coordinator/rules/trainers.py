@@ -46,11 +46,12 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
 def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: bool = False) -> Decisions:
     """End the trainer's epoch. It is a failure of what the run waits for, of which several in a row suspend the run.
 
-    Where the trainer has begun an operation, it is one of that operation, which fails after several.
+    Where the trainer has begun an operation, it is one of that operation, which fails after several; and where it makes
+    a model again, one of that model.
     """
     live.trainers.pop(engine.name, None)
     is_runs = engine.owes_weights and not engine.waits_for_operator
-    failures = engine.step_failures + (is_runs and engine.tenants.begun_by(engine.trainer_epoch) is None)
+    failures = engine.step_failures + (is_runs and not engine.tenants.is_at_work(engine.trainer_epoch))
     stalled = ev.TrainerStalled(
         at_ns=live.now_ns,
         engine=engine.name,

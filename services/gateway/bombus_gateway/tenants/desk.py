@@ -22,6 +22,7 @@ from bombus.operations import (
     EndModel,
     Failed,
     ForwardBackward,
+    LoadWeights,
     Operation,
     OptimStep,
     Rejected,
@@ -150,6 +151,7 @@ class OperationDesk:
                 base=base,
                 metadata=submission.metadata,
                 again_s=0.0 if _is_numbered(submission) else self._repeat_s,
+                reads=operation.checkpoint if isinstance(operation, CreateModel | LoadWeights) else "",
             )
             try:
                 answer = await self._gateway.carry_out(message)

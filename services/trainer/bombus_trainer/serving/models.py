@@ -34,6 +34,8 @@ from bombus.operations import (
 from bombus_trainer.backend import BackendLost
 from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
 from bombus_trainer.serving.covers import CoverClock, Covers
+from bombus_trainer.serving.outcomes import loaded_by
+from bombus_trainer.serving.remaking import Remaking
 from bombus_trainer.tenants.adam import check_adam
 from bombus_trainer.tenants.executor import OperationExecutor, adds_to_gradient
 
@@ -80,31 +82,47 @@ class ServedModels:
             self._read.pop(name, None)
             self._away.pop(name, None)
 
-    async def make_again(self, model: TenantModel) -> None:
+    async def make_again(self, model: TenantModel, remaking: Remaking) -> None:
         """Make a model as it was: from its cover, and by what was executed since.
 
-        Where its cover is gone, a checkpoint of its client does as well, if the log has what came after that.
+        Where its cover is gone, or trainers do not survive executing an operation again, a checkpoint of its client
+        does as well, if the log has what came after that.
 
         Raises `EngineFault` where that is not possible, because a file or a body is gone.
         """
         self.executor.drop(model.name)
         self._hold(model)
-        limit_s = STALLS * self._stall_s or None
-        begun = model.covered
-        if model.cover is not None:
-            load = partial(self._begin, model, model.cover)
-            begun = await in_thread(Kind.LOAD, f"model {model.name}, from its cover", load, limit_s)
+        cover, done = model.cover, model.done  # what comes after it are ends that have failed: nothing to be repeated
+        executed = [each for each in model.again() if each.number <= done]
+        begun = min(done, await self._first(model, cover, remaking))
         self._clocks[model.name] = CoverClock(begun, model.covered, at_once=begun > model.covered)
         self._read[model.name] = set()
-        for queued in model.again():
-            if queued.waits or queued.number <= begun:
+        for queued in executed:
+            if queued.number <= begun:
                 continue
+            await remaking.begins(queued.number)
             operation = await self._execute_again(model, queued)
             self._note(model, queued, operation, queued.failed)
             reached(Point.OPERATION_MADE_AGAIN)
 
-    def _begin(self, model: TenantModel, cover: ModelCovered) -> int:
+    async def _first(self, model: TenantModel, cover: ModelCovered | None, remaking: Remaking) -> int:
         """Begin to make a model again, and return the number of the last operation that is in it by then."""
+        deadly = await remaking.rescued_from()
+        if deadly:
+            load = partial(self.executor.rescue, model.name, _made_by(model), deadly)
+        elif cover is not None:
+            await remaking.begins(cover.number)
+            load = partial(self._load, model, cover)
+        else:
+            return model.begun - 1
+        limit_s = STALLS * self._stall_s or None
+        begun = await in_thread(Kind.LOAD, f"model {model.name}, from a checkpoint", load, limit_s)
+        if begun is None:
+            raise remaking.none_survived()
+        return begun
+
+    def _load(self, model: TenantModel, cover: ModelCovered) -> int | None:
+        """Make a model from its cover or instead of it, and return the number of the last operation that is in it."""
         try:
             self._covers.load(self.executor, model.name, cover)
         except EngineFault:
@@ -119,10 +137,10 @@ class ServedModels:
         """Return whether a model was made here and has not been forgotten, also one that cannot be made again now."""
         return name in self._begun
 
-    async def try_again(self, model: TenantModel) -> Exception | None:
+    async def try_again(self, model: TenantModel, remaking: Remaking) -> Exception | None:
         """Make a model again, or return why that is not possible now. Then nothing is left of it here."""
         try:
-            await self.make_again(model)
+            await self.make_again(model, remaking)
         except (EngineFault, LogCorrupted) as error:
             self.executor.drop(model.name)
             self._away[model.name] = await self._named_by(model)
@@ -165,6 +183,12 @@ class ServedModels:
                 f"operation {queued.key} of model {model.name} was executed before, and fails now that the model is "
                 f"made again: {result.error}"
             )
+        if queued.loaded and queued.loaded != loaded_by(result):
+            raise EngineFault(
+                f"the checkpoint {_checkpoint_of(operation)} is not the one any more that operation {queued.key} of "
+                f"model {model.name} has loaded, and no cover has the model since: bring the old one back, or end the "
+                "model and create it from a checkpoint"
+            )
         return operation
 
     async def _failure(self, queued: Queued) -> Failed:
@@ -175,7 +199,8 @@ class ServedModels:
                 found = decode_result(await self._fetch(queued.result))
         except LogCorrupted as error:
             log.warning("the result of operation %s cannot be read: %s", queued.key, error)
-        return found if isinstance(found, Failed) else Failed(error=LOST, category=Category.USER)
+        category = Category.SERVER if queued.by_server else Category.USER
+        return found if isinstance(found, Failed) else Failed(error=LOST, category=category)
 
     async def _read_again(self, queued: Queued) -> Operation:
         """Return an operation that was executed. One that failed and whose body is gone spoiled the gradient.
@@ -218,6 +243,11 @@ class ServedModels:
             self._clocks[model.name] = CoverClock(queued.number - 1, queued.number - 1)
             if operation.base == self._names[0]:
                 operation = msgspec.structs.replace(operation, base=self._names[1])
+        if isinstance(operation, SaveWeights) and operation.overwrite:
+            name = f"{model.name}/{operation.checkpoint}/{operation.name}"
+            if self._was_loaded(name):
+                why = f"a model was made from the checkpoint {name} and has no cover yet, so it cannot be replaced now"
+                return Failed(error=f"{why}: save under another name, or try it later", category=Category.SERVER)
         number = queued.number
         if isinstance(operation, EndModel):  # what it saves is the model before it, and a reset comes after that
             number -= 1
@@ -290,12 +320,14 @@ class ServedModels:
         A model was made from it and has no cover since, or one that cannot be made again may have to be made from it:
         its operations name it, or it can go on from it in place of its cover.
         """
-        if any(name in read for model, read in self._read.items() if self._clocks[model].at_once):
-            return True
-        return any(
+        return self._was_loaded(name) or any(
             name in named or name.startswith(f"{model}/{CheckpointKind.TRAINING}/")
             for model, named in self._away.items()
         )
+
+    def _was_loaded(self, name: str) -> bool:
+        """Return whether a model was made from a checkpoint and has no cover since."""
+        return any(name in read for model, read in self._read.items() if self._clocks[model].at_once)
 
     # ---- covers ---------------------------------------------------------------------------------------------------
 

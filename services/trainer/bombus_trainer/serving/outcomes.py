@@ -5,6 +5,7 @@ from math import isfinite
 
 from bombus.hive.events import AdapterShape, ModelShape, SavedWeights
 from bombus.operations import (
+    CheckpointLoaded,
     CheckpointSaved,
     EndModel,
     ModelEnded,
@@ -36,6 +37,11 @@ def shape_of(result: Result) -> ModelShape | None:
         parts = tuple(str(part) for part in spec.parts)
         adapter = AdapterShape(rank=spec.rank, alpha=spec.alpha, parts=parts, targets=spec.targets)
     return ModelShape(adapter=adapter, parameters=result.parameters)
+
+
+def loaded_by(result: Result) -> str:
+    """Return the hash of the checkpoint that an operation has loaded, "" where it has loaded none."""
+    return result.loaded if isinstance(result, CheckpointLoaded | ModelReady) else ""
 
 
 def saved_by(operation: Operation, result: Result) -> SavedWeights | None:

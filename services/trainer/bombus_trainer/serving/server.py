@@ -14,10 +14,18 @@ from bombus.bus.large.parts import Parts
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, EngineFault, Refused
 from bombus.faults import Point, reached
-from bombus.hive.inbox import CoverWritten, ModelAway, OperationBegins, OperationDone, TrainerRests, TrainerServes
+from bombus.hive.inbox import (
+    CoverWritten,
+    ModelAway,
+    OperationBegins,
+    OperationDone,
+    RemakesModel,
+    TrainerRests,
+    TrainerServes,
+)
 from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.tenants.state import Queued, TenantModel, Tenants
+from bombus.hive.tenants.state import Queued, TenantModel, Tenants, bodies_share
 from bombus.operations import Category, EndModel, Failed, ModelEnded, Operation, Result
 from bombus_trainer.backend import BackendLost
 from bombus_trainer.loading import load_base
@@ -30,7 +38,8 @@ from bombus_trainer.serving.base_weights import publish_base
 from bombus_trainer.serving.covers import Covers, remove_earlier
 from bombus_trainer.serving.memory import give_back
 from bombus_trainer.serving.models import ServedModels
-from bombus_trainer.serving.outcomes import metrics_of, saved_by, shape_of
+from bombus_trainer.serving.outcomes import loaded_by, metrics_of, saved_by, shape_of
+from bombus_trainer.serving.remaking import NoneSurvived, Remaking
 from bombus_trainer.serving.turns import Turns
 from bombus_trainer.tenants.settings import TenantSettings
 
@@ -59,6 +68,7 @@ class OperationServer:
         self._begun: set[str] = set()  # models of which this trainer has begun an operation
         self._said: dict[str, str] = {}  # why models wait, as it was said last: the log may not show it here yet
         self._suspended: dict[str, float] = {}  # models that cannot be made again now: when to try it again
+        self._lived_through: set[str] = set()  # models that this trainer could not make again, but survived to say so
         self._has_tried = False  # to make one of them again, after which nothing was executed yet
 
     async def run(self) -> None:
@@ -164,7 +174,7 @@ class OperationServer:
         found = self._ownership.engine.tenants.open_models
         for model in found:
             self._ownership.check()
-            fault = await models.try_again(model)
+            fault = await self._try_again(models, model)
             if fault is not None:
                 faults[model.name] = fault
         covers = {model.name: Path(model.cover.folder) for model in found if model.cover is not None}
@@ -172,6 +182,37 @@ class OperationServer:
             raise faults[next(iter(covers))]
         for model in found:
             await self._say_whether_away(model, faults.get(model.name))
+
+    async def _try_again(self, models: ServedModels, model: TenantModel) -> Exception | None:
+        """Make a model again, or return why that is not possible now."""
+        remaking = self._remaking(model)
+        fault = await models.try_again(model, remaking)
+        if fault is None:
+            self._lived_through.discard(model.name)
+        elif isinstance(fault, NoneSurvived):
+            return fault
+        else:
+            self._lived_through.add(model.name)
+        await remaking.over()
+        return fault
+
+    def _remaking(self, model: TenantModel) -> Remaking:
+        ownership = self._ownership
+        say = None if model.name in self._lived_through else partial(self._say_remaking, model.name)
+        return Remaking(model, ownership.epoch, ownership.engine.collection.tenancy.executions_max, say)
+
+    async def _say_remaking(self, model: str, number: int, over: bool) -> None:
+        ownership = self._ownership
+        remakes = RemakesModel(
+            id=ownership.id(f"remakes-{next(self._facts)}"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            model=model,
+            number=number,
+            over=over,
+        )
+        await ownership.send(remakes)
 
     async def _say_whether_away(self, model: TenantModel, fault: Exception | None) -> None:
         """Let a model wait, and its client know why, or let it go on."""
@@ -243,6 +284,7 @@ class OperationServer:
         if models.is_gone(tenants.models):
             models.forget_ended(tenants.models)
             self._suspended = {name: due_s for name, due_s in self._suspended.items() if models.holds(name)}
+            self._lived_through = set(filter(models.holds, self._lived_through))
             await models.remove_old_covers(tenants.open_models)
         await self._remove_weights(models)
         now_s = perf_counter()
@@ -254,7 +296,7 @@ class OperationServer:
         if again_s <= now_s and not self._has_tried:
             self._has_tried = True  # something is executed before the next attempt: those may take long
             model = tenants.models[away]
-            await self._say_whether_away(model, await models.try_again(model))
+            await self._say_whether_away(model, await self._try_again(models, model))
             return
         self._has_tried = False
         found = self._next(tenants)
@@ -307,7 +349,10 @@ class OperationServer:
     def _next_cover(self, models: ServedModels) -> tuple[float, str]:
         """Return the model whose cover is due first, and when; "" for none."""
         engine, options = self._ownership.engine, self._options
-        full = engine.tenants.held_bytes > FULL_SHARE * engine.collection.tenancy.bodies_bytes_max
+        away = sum(model.held_bytes for model in engine.tenants.open_models if model.name in self._suspended)
+        limits = engine.collection.tenancy
+        room = max(limits.bodies_bytes_max - away, bodies_share(limits))  # covers of others make none of theirs
+        full = engine.tenants.held_bytes - away > FULL_SHARE * room
         found = []
         for name, clock in models.coverable():
             due_s = 0.0 if full else clock.due_s(options.cover_s, options.cover_bytes)
@@ -348,6 +393,8 @@ class OperationServer:
             metrics=metrics_of(result),
             made=shape_of(result),
             saved=saved_by(operation, result),
+            by_server=isinstance(result, Failed) and result.category is Category.SERVER,
+            loaded=loaded_by(result),
         )
         await self._publish(model, queued, body, done)
         await ownership.wait(partial(_is_settled, model=model, queued=queued))
@@ -355,7 +402,9 @@ class OperationServer:
         if not is_away and not models.note(model, queued, operation, result):
             now = ownership.engine.tenants.models.get(model.name)
             if now is not None and now.closed is None:
-                await models.make_again(now)
+                remaking = self._remaking(now)
+                await models.make_again(now, remaking)
+                await remaking.over()
 
     async def _say_begun(self, model: TenantModel, queued: Queued) -> None:
         """Put on the log that an operation is begun, where it may be what ended the trainer before.

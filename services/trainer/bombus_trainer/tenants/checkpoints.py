@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
@@ -94,6 +95,14 @@ class TenantFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def size_bytes(self) -> int:
         return sum(seal.bytes for seal in self.files.values())
+
+    def content(self, with_optimizer: bool) -> str:
+        """Return a hash of what a model takes from it. Its address is that of the weights alone."""
+        taken = (self.weights, *((OPTIMIZER,) if with_optimizer else ()), GRADIENT)
+        lines = [f"{file} {self.files[file].sha256}" for file in taken if file in self.files]
+        if with_optimizer:
+            lines.append(f"step {self.step}")
+        return sha256("\n".join(lines).encode()).hexdigest()
 
 
 _facts = msgspec.json.Decoder(TenantFacts)

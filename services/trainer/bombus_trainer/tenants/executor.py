@@ -110,7 +110,7 @@ class OperationExecutor:
         where = _cover_name(model, name)
         facts = self._covers.facts(where)
         self.drop(model)
-        self._take(model, self._new_from(self._covers, where, with_optimizer=True))
+        self._take(model, self._new_from(self._covers, where, facts, with_optimizer=True))
         return facts.marks.executed
 
     def rescue(self, model: str, made_by: str, at_least: int) -> int | None:
@@ -119,7 +119,7 @@ class OperationExecutor:
         The checkpoint is the newest without a gradient of the step to come, whose operation is called `made_by` and a
         number of at least `at_least`. Returns the number, None where there is none such that can be read.
         """
-        found: list[tuple[int, CheckpointName]] = []
+        found: list[tuple[int, CheckpointName, TenantFacts]] = []
         for name in self._checkpoints.names(model, CheckpointKind.TRAINING):
             where = CheckpointName(model, CheckpointKind.TRAINING, name)
             try:
@@ -129,12 +129,12 @@ class OperationExecutor:
                 continue
             text = facts.marks.operation.removeprefix(made_by)
             if facts.marks.operation != text and text.isdigit() and facts.unstepped == GradientEpoch():
-                found.append((int(text), where))
-        for number, where in sorted(found, key=lambda each: each[0], reverse=True):
+                found.append((int(text), where, facts))
+        for number, where, facts in sorted(found, key=lambda each: each[0], reverse=True):
             if number < at_least:
                 break
             try:
-                tenant = self._new_from(self._checkpoints, where, with_optimizer=True)
+                tenant = self._new_from(self._checkpoints, where, facts, with_optimizer=True)
             except (Refused, EngineFault) as error:
                 log.warning("the checkpoint %s does not help: %s", where, error)
                 continue
@@ -233,18 +233,21 @@ class OperationExecutor:
             raise Refused(Code.OVERLOADED, f"there are {len(self._tenants)} models here, as many as may be: end one")
         if operation.checkpoint:
             name = CheckpointName.read(operation.checkpoint)
-            tenant = self._new_from(self._checkpoints, name, operation.with_optimizer)
+            facts = self._checkpoints.facts(name)
+            tenant = self._new_from(self._checkpoints, name, facts, operation.with_optimizer)
+            loaded = facts.content(operation.with_optimizer)
         else:
-            tenant = self._new(operation)
+            tenant, loaded = self._new(operation), ""
         self._take(model, tenant)
-        return ModelReady(adapter=tenant.spec, parameters=tenant.size)
+        return ModelReady(adapter=tenant.spec, parameters=tenant.size, loaded=loaded)
 
     def _take(self, model: str, tenant: TrainedTenant) -> None:
         self._tenants[model] = tenant
         self._shelf.add(model, tenant.optimizer)
 
-    def _new_from(self, folder: CheckpointFolder, name: CheckpointName, with_optimizer: bool) -> TrainedTenant:
-        facts = folder.facts(name)
+    def _new_from(
+        self, folder: CheckpointFolder, name: CheckpointName, facts: TenantFacts, with_optimizer: bool
+    ) -> TrainedTenant:
         check_origin(name, facts, self._base_name, with_optimizer)
         tenant = self._new(CreateModel(base=self._base_name, adapter=facts.adapter))
         load_tenant(tenant, folder, name, facts, with_optimizer)
@@ -369,7 +372,8 @@ class OperationExecutor:
         check_origin(name, facts, self._base_name, operation.with_optimizer)
         load_tenant(tenant, self._checkpoints, name, facts, operation.with_optimizer)
         self._shelf.renew(model)
-        return CheckpointLoaded(checkpoint=operation.checkpoint, step=tenant.step)
+        loaded = facts.content(operation.with_optimizer)
+        return CheckpointLoaded(checkpoint=operation.checkpoint, step=tenant.step, loaded=loaded)
 
 
 def _cover_name(model: str, name: str) -> CheckpointName:

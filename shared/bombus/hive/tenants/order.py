@@ -2,7 +2,7 @@
 
 from bombus.hive import events as ev
 from bombus.hive.state import EngineState, Hive
-from bombus.hive.tenants.state import TenantModel
+from bombus.hive.tenants.state import END_MODEL, TenantModel
 
 
 def why_out_of_order(hive: Hive, event: ev.Event) -> str:
@@ -35,6 +35,8 @@ def _completed(model: TenantModel | None, event: ev.OperationCompleted) -> str:
         return f"it completes operation {event.number} of {event.model}, which was not accepted"
     if not queued.waits:
         return f"operation {event.number} of {event.model} is completed twice"
+    if model.suspended and event.op == END_MODEL:  # what comes before cannot be executed, and this can
+        return ""
     ahead = [each.number for each in model.operations.values() if each.waits and each.number < event.number]
     return f"operation {event.number} of {event.model} is completed before {ahead[0]}" if ahead else ""
 

@@ -20,7 +20,7 @@ COVER_OPERATIONS = 64  # after so many, or so many bytes of them, a cover is due
 COVER_BYTES = 64 << 20
 REMOVED_KEPT = 1000  # saved models that were removed last, whose folders a trainer may still have to remove
 MODELS_KEPT = 256  # that have ended, with their results
-FORWARD_BACKWARD, OPTIM_STEP = "forward_backward", "optim_step"
+FORWARD_BACKWARD, OPTIM_STEP, END_MODEL = "forward_backward", "optim_step", "end_model"
 
 
 class Queued(msgspec.Struct, kw_only=True):
@@ -41,6 +41,9 @@ class Queued(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}  # of its client, until it has a result
     begun: int = 0  # how many trainers have begun to execute it, of those that say so
     begun_by: int = 0  # the epoch of the last of them
+    reads: str = ""  # the saved model that it loads
+    loaded: str = ""  # a hash of what it has loaded
+    by_server: bool = False  # it has failed by the server's fault
 
     @property
     def waits(self) -> bool:
@@ -89,6 +92,8 @@ class TenantModel(msgspec.Struct, kw_only=True):
     last_ns: int = 0  # when an operation was accepted or executed last
     metadata: dict[str, str] = {}
     suspended: str = ""  # why its trainer cannot make it again
+    remaking_by: int = 0  # the epoch of the trainer that makes it again, or has ended in that; 0 for none
+    unsurvived: dict[int, tuple[int, ...]] = {}  # by operation: the epochs of trainers that executed it again
     last_op: str = ""  # that was executed
     last_failed: bool = False
     scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
@@ -98,6 +103,16 @@ class TenantModel(msgspec.Struct, kw_only=True):
     def covered(self) -> int:
         """Return the number of the last operation that need not be executed again."""
         return max(self.begun - 1, 0 if self.cover is None else self.cover.number)
+
+    @property
+    def done(self) -> int:
+        """Return the number of the last operation before all that wait."""
+        return min((each.number for each in self.operations.values() if each.waits), default=self.numbers + 1) - 1
+
+    def deadly(self, limit: int, trainer_epoch: int = 0) -> int:
+        """Return the last operation that so many trainers before this one have not survived executing again, or 0."""
+        ended = {number: set(epochs) - {trainer_epoch} for number, epochs in self.unsurvived.items()}
+        return max((number for number, epochs in ended.items() if len(epochs) >= limit), default=0)
 
     def cover_is_due(self, limits: ev.Tenancy) -> bool:
         """Return whether a trainer should write a cover: before the limits of operations refuse some.
@@ -172,10 +187,25 @@ class Tenants(msgspec.Struct, kw_only=True):
         """Return how many operations wait, of all models."""
         return sum(model.waiting for model in self.models.values())
 
-    def begun_by(self, trainer_epoch: int) -> Queued | None:
-        """Return the operation that the trainer of this epoch has said it begins, and has not completed."""
+    def is_at_work(self, trainer_epoch: int) -> bool:
+        """Return whether the trainer of this epoch has said that it begins an operation, or makes a model again.
+
+        What it has completed by now does not count.
+        """
+        if any(model.remaking_by == trainer_epoch for model in self.open_models):
+            return True
         waiting = (each for model in self.open_models if model.waiting for each in model.operations.values())
-        return next((each for each in waiting if each.waits and each.begun_by == trainer_epoch), None)
+        return any(each.waits and each.begun_by == trainer_epoch for each in waiting)
+
+    def readers(self, kept: str) -> Iterator[tuple[TenantModel, Queued]]:
+        """Yield the operations that wait to load a saved model."""
+        waiting = ((model, each) for model in self.open_models if model.waiting for each in model.operations.values())
+        return ((model, each) for model, each in waiting if each.waits and each.reads == kept)
+
+    def read_by_waiting(self) -> set[str]:
+        """Return the saved models that operations wait to load."""
+        waiting = (each for model in self.open_models if model.waiting for each in model.operations.values())
+        return {each.reads for each in waiting if each.waits and each.reads}
 
     @property
     def held_bytes(self) -> int:
@@ -269,10 +299,32 @@ def open_model(tenants: Tenants, event: ev.ModelOpened) -> None:
     tenants.models[event.model] = model
 
 
-def suspend_model(tenants: Tenants, event: ev.ModelSuspended) -> None:
+def suspend_model(tenants: Tenants, event: ev.ModelSuspended) -> bool:
+    """Suspend a model or let it go on. Returns whether trainers were lost because of it, which is over now."""
     model = tenants.models.get(event.model)
-    if model is not None:
-        model.suspended = event.why
+    if model is None:
+        return False
+    model.suspended = event.why
+    return bool(event.why and model.unsurvived)
+
+
+def remake(tenants: Tenants, event: ev.ModelRemaking) -> None:
+    """Note what a trainer executes again to make a model. What comes before that was survived."""
+    model = tenants.models.get(event.model)
+    if model is None:
+        return
+    model.remaking_by = 0 if event.over else event.trainer_epoch
+    if event.over:
+        model.unsurvived = {}
+    elif event.number:
+        model.unsurvived = {number: each for number, each in model.unsurvived.items() if number >= event.number}
+        model.unsurvived[event.number] = (*model.unsurvived.get(event.number, ()), event.trainer_epoch)
+
+
+def forgive(tenants: Tenants) -> None:
+    """Let trainers try again what others have not survived."""
+    for model in tenants.open_models:
+        model.unsurvived = {}
 
 
 def close_model(tenants: Tenants, event: ev.ModelClosed) -> None:
@@ -316,6 +368,7 @@ def accept(tenants: Tenants, event: ev.OperationAccepted) -> None:
         passive=event.passive,
         save_as=event.save_as,
         metadata=event.metadata,
+        reads=event.reads,
     )
 
 
@@ -336,7 +389,7 @@ def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: i
     if model is None or queued is None or not queued.waits:
         return
     queued.result, queued.failed, queued.completed_ns = event.result, event.failed, event.at_ns
-    queued.metadata = {}
+    queued.metadata, queued.loaded, queued.by_server = {}, event.loaded, event.by_server
     model.waiting -= 1
     if queued.passive and queued.body is not None:
         model.held_bytes -= queued.body.size

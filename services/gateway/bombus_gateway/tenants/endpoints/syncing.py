@@ -13,7 +13,7 @@ from bombus.errors import Code, Refused
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.tenants.owners import owner_of, seen_by
-from bombus.hive.tenants.state import FOR_SYNC, KeptWeights, TenantModel
+from bombus.hive.tenants.state import FOR_SYNC, KeptWeights, TenantModel, kept_id
 from bombus.operations import CheckpointKind, CheckpointSaved, Failed, SaveWeights
 from bombus_gateway.context import Gateway
 from bombus_gateway.tenants.desk import OperationDesk, Waits
@@ -164,8 +164,11 @@ class WeightSync:
         for kind, count in KEPT.items():
             every = synced_weights(self._desk.tenants, kind, model.name)
             older = [each for each in every if each.noted.saved.name != newest][: max(0, len(every) - count)]
+            to_load = self._desk.tenants.read_by_waiting()
             for each in filter(self._is_read, older):
                 name = each.noted.saved.name
+                if kept_id(model.name, kind, name) in to_load:
+                    continue
                 remove = inbox.RemoveWeights(
                     id=f"remove-{model.name}-{kind}-{name}",
                     engine=self._desk.engine,
