@@ -1,4 +1,4 @@
-"""`bombus resume`: lets a suspended run try again, once its operator has removed what it failed for."""
+"""`bombus resume`: lets a suspended run, or suspended models, be tried again, once what they failed for is removed."""
 
 import argparse
 import uuid
@@ -19,9 +19,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _resume(bus: Bus, engine: EngineState) -> str:
-    if engine.phase != Phase.OFFLINE and not engine.suspended:
+    limit = engine.collection.tenancy.executions_max
+    waiting = ", ".join(model.name for model in engine.tenants.open_models if model.deadly(limit))
+    if engine.phase != Phase.OFFLINE and not engine.suspended and not waiting:
         return f"run {engine.run} of engine {engine.name} is not suspended: it is {engine.phase}"
     await bus.inbox.request(inbox.Resume(id=uuid.uuid4().hex, engine=engine.name))
+    if not engine.suspended:
+        return f"the trainer of engine {engine.name} tries again to make {waiting}"
     return (
         f"run {engine.run} of engine {engine.name} goes on at step {engine.global_step}. "
         f"It was suspended: {one_line(engine.suspended)}"

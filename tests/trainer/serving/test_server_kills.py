@@ -1,7 +1,9 @@
 """R17 on real trainer processes, killed at every fault point of a run of operations: nothing that they make changes."""
 
+import asyncio
 import os
 import signal
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from bombus.bus import Bus
 from bombus.bus.streams import stream_configs
+from bombus.commands import resume
 from bombus.faults import Point
 from bombus.hive import inbox
 from bombus.hive.events import ModelCovered, OperationBegun, OperationCompleted
@@ -170,7 +173,7 @@ async def test_r17_an_operation_that_ends_its_trainer_each_time_fails_in_words_a
 
 
 async def test_r17_an_operation_that_ends_its_trainer_whenever_it_is_executed_again_holds_up_its_model_alone(
-    nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
+    nats_url: str, bus: Bus, tmp_path: Path, forge: Forge, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with serving(bus, tmp_path, cover_s=600.0) as client:
         stage = client.stage
@@ -189,8 +192,9 @@ async def test_r17_an_operation_that_ends_its_trainer_whenever_it_is_executed_ag
         assert "3 trainers ended when they made it again and were at operation 2, so" in client.model("a").suspended
         assert client.model("b").suspended == ""
         assert stage.engine.suspensions == 0
-        resume = inbox.Resume(id=stage.id(), engine=ENGINE)
-        await bus.inbox.request(resume)
+        asked = Namespace(nats=nats_url, hive=bus.subjects.hive, engine=ENGINE)
+        assert await asyncio.to_thread(resume.run, asked) == 0
+        assert "the trainer of engine main tries again to make a" in capsys.readouterr().out
         assert isinstance(await client.result("a", waits["a"]), StepTaken), "after the operator has looked"
         assert client.model("a").suspended == ""
         await forge.kill(last)
