@@ -11,6 +11,9 @@ from tests.gateway.openai_hive import ENGINE
 from tests.gateway.tenants.scripted_trainer import TenantHive
 from tests.gateway.tenants.test_routes import BASE, ask, forward_backward, open_model, result, step, xorl_result
 
+LABELS = {"labels": {"data": [5, 6], "dtype": "int64", "shape": [2]}}
+BATCH = {"data": [{"model_input": {"input_ids": [5, 6]}, "loss_fn_inputs": LABELS}], "loss_fn": "causallm_loss"}
+
 
 def too_large(model: str, seq: int) -> bytes:
     """Return a request with targets of 32 bits, which an operation has no room for as targets of 64."""
@@ -48,14 +51,26 @@ async def test_each_of_three_objects_of_xorls_client_steps_once_on_a_model_that_
     await xorl_result(
         client, await ask(client, "create_model", model_id="default", base_model=BASE, lora_config={"rank": 4})
     )
-    inputs = {"labels": {"data": [5, 6], "dtype": "int64", "shape": [2]}}
-    data = [{"model_input": {"input_ids": [5, 6]}, "loss_fn_inputs": inputs}]
-    scoring = {"forward_backward_input": {"data": data, "loss_fn": "causallm_loss"}}
+    scoring = {"forward_backward_input": BATCH}
     for _ in range(3):
         await xorl_result(client, await ask(client, "forward_backward", model_id="default", seq_id=1, **scoring))
         stepping = {"model_id": "default", "seq_id": 2, "adam_params": {"learning_rate": 1e-4}}
         await xorl_result(client, await ask(client, "optim_step", **stepping))
     assert [type(each) for _, each in hive.executed] == [CreateModel, *[ForwardBackward, OptimStep] * 3]
+
+
+async def test_two_objects_of_xorls_client_add_up_equal_batches_when_the_second_begins_after_the_firsts_result(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await xorl_result(client, await ask(client, "create_model", base_model=BASE, lora_config={"rank": 4}))
+    batch = {"model_id": "default", "seq_id": 1, "forward_backward_input": BATCH}
+    sent = [await ask(client, "forward_backward", **batch) for _ in range(2)]
+    assert sent[0] == sent[1], "the first answer may have been lost"
+    await xorl_result(client, sent[0])
+    other = await ask(client, "forward_backward", **batch)
+    assert other["request_id"] != sent[0]["request_id"]
+    await xorl_result(client, other)
+    assert [type(each) for _, each in hive.executed] == [CreateModel, ForwardBackward, ForwardBackward]
 
 
 async def test_a_request_of_xorls_that_comes_too_late_to_be_a_repeat_is_an_operation_of_its_own(

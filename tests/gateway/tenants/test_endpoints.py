@@ -22,25 +22,28 @@ from bombus_gateway.tenants.sessions import Sessions
 from tests.gateway.openai_hive import ENGINE, gateway_of
 from tests.gateway.tenants.scripted_trainer import TenantHive, address_of
 from tests.gateway.tenants.test_routes import BASE, ask, configure, open_model, xorl_result
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 UPDATE = "/update_weights_from_disk"
 
 
 class ScriptedServer:
     """An SGLang server that notes what it is asked to load. With `refuses` it says why it did not, and where `garbled`
-    has a path, these bytes are its answer there."""
+    has a path, these bytes are its answer there. It loads once the next of `held` is set, where there is one."""
 
     def __init__(self) -> None:
         self.port = 0
         self.loaded: list[dict[str, Any]] = []
         self.refuses = ""
         self.garbled: dict[str, bytes] = {}
+        self.held: list[asyncio.Event] = []
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
         status, answer = self._answer(scope["path"], (await receive()).get("body", b""))
+        if scope["path"] == UPDATE and self.held:
+            await self.held.pop(0).wait()
         await send({"type": "http.response.start", "status": status, "headers": []})
         body = self.garbled.get(scope["path"], json.dumps(answer).encode())
         await send({"type": "http.response.body", "body": body})
@@ -294,6 +297,25 @@ async def test_a_sync_leaves_what_another_gateway_has_just_saved(
     assert (await post(hive, "/sync_inference_weights"))["success"]
     kept = [each.noted.saved.name for each in hive.engine.tenants.kept.values()]
     assert kept == [save.name for save in saves(hive)[1:]], "each gateway has removed its own alone"
+
+
+async def test_of_two_gateways_the_one_that_is_slower_leaves_servers_with_the_newest_weights(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    await add(hive, server.port)
+    server.held = [slow := asyncio.Event()]
+    first = asyncio.create_task(post(hive, "/sync_inference_weights"))
+    await until(lambda: bool(server.loaded))
+    async with (
+        gateway_of(hive.bus, inference_hosts=("127.0.0.1",)) as (_, url),
+        httpx.AsyncClient(base_url=url, timeout=60.0) as other,
+    ):
+        assert (await other.post("/sync_inference_weights", json={})).json()["success"]
+    slow.set()
+    assert (await first)["success"]
+    older, newest = [f"/w/{save.name}" for save in saves(hive)]
+    assert [each["model_path"] for each in server.loaded] == [older, newest, newest]
 
 
 async def test_a_sync_that_waits_holds_up_no_other_models_and_a_model_that_is_away_is_refused(

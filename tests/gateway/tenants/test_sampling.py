@@ -391,6 +391,10 @@ async def test_no_call_is_recorded_and_the_model_is_told_to_be_sampleable(
     (first, *_) = (await client.get("get_server_capabilities")).json()["supported_models"]
     assert (first["model_name"], first["trainable"], first["sampleable"]) == (BASE, True, True)
     assert first["max_context_length"] > 0
+    await hive.bus.inbox.request(inbox.Stop(id=new_id(), engine=ENGINE))
+    await hive.follower.wait_for(lambda _: hive.engine.phase is Phase.OFFLINE, PATIENCE_S)
+    (first, *_) = (await client.get("get_server_capabilities")).json()["supported_models"]
+    assert first["sampleable"], "a sampling client would start the run, and a replica is there"
 
 
 async def test_xorls_client_samples_in_sglangs_form_from_the_base_and_from_a_checkpoint(

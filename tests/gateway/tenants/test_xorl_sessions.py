@@ -216,7 +216,7 @@ async def test_a_client_that_begins_to_count_again_is_another_one(hive: TenantHi
     await ask(client, "create_session", session_id="mine", base_model=BASE, lora_config={"rank": 4})
     for _ in range(2):
         for seq in (1, 2):
-            await step(client, seq, "mine")
+            await ask(client, "optim_step", model_id="mine", seq_id=seq, adam_params=ADAM)
             await step(client, seq, "mine")
     steps = [each for _, each in hive.executed if isinstance(each, OptimStep)]
     assert len(steps) == 4, "each was sent twice, by each of two clients"

@@ -86,6 +86,7 @@ class OperationDesk:
         self._decoding = asyncio.Semaphore(DECODING_MAX)
         self._failures: dict[str, tuple[str, Failed]] = {}  # with the owners of their clients' keys
         self._submitted: dict[str, Submission] = {}  # without their data
+        self._told: dict[str, None] = {}  # operations whose results went out
 
     @property
     def state(self) -> EngineState:
@@ -171,8 +172,9 @@ class OperationDesk:
         Tinker's clients number the requests to a model, except the one that ends it. Those of xorl number the requests
         of an object of theirs, of which several may share a model or follow each other. An object sends no other
         request before it has the answer to this one, so an equal number is a repeat only with an equal body, within
-        seconds, and as the next request. A batch or a step without a number is never a repeat: equal ones may follow
-        each other on purpose. How long ago it came is for the coordinator to say, whose clock is that of the log.
+        seconds, and as the next request. A batch or a step is none without a number, or once its result was read: equal
+        ones may follow each other on purpose. How long ago it came is for the coordinator to say, whose clock is that
+        of the log.
         """
         if _is_numbered(submission):
             return str(submission.seq)
@@ -185,7 +187,8 @@ class OperationDesk:
         of_this_model = newest.number >= model.begun  # and not of one that had its name before
         is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
         is_next = of_this_model and newest.number == model.numbers and not is_new_model
-        may_repeat &= submission.seq > 0 or not isinstance(submission.operation, ForwardBackward | OptimStep)
+        if isinstance(submission.operation, ForwardBackward | OptimStep):
+            may_repeat &= submission.seq > 0 and f"{model.name}:{newest.key}" not in self._told
         if may_repeat and is_next and newest.body is not None and newest.body.digest == body_digest:
             return newest.key
         return f"{stem}{int(newest.key.removeprefix(stem)) + 1}"
@@ -212,6 +215,8 @@ class OperationDesk:
             return unknown(asked.id)
         if isinstance(outcome, Waits):
             return try_again(asked, outcome.reason, outcome.state)
+        self._told[asked.id] = None
+        trim(self._told, REMEMBERED)
         if isinstance(outcome, Failed):
             return failed(outcome)
         model, queued = asked.id.rpartition(":")[0], self.tenants.operation(asked.id)

@@ -174,7 +174,7 @@ class TrainingRoutes:
 
     async def capabilities(self, request: Request) -> Response:
         names = self._bases.names_of(self._desk.state)
-        known = {"max_context_length": self._context(), "trainable": True, "sampleable": bool(self._desk.state.loaded)}
+        known = {"max_context_length": self._context(), "trainable": True, "sampleable": bool(self._desk.state.usable)}
         return in_json({"supported_models": [{"model_name": name, **known} for name in names]})
 
     def _context(self) -> int | None:

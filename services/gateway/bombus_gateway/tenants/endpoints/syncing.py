@@ -68,9 +68,13 @@ class WeightSync:
             name = f"synced-{_stamp(time.time())}"
             kinds = self._wanted(model, targets)
             saved = await self._saved(model, name, kinds)
-            label = asked.label or f"{model.name}/{name}"
             async with self._loading:
+                label = asked.label or f"{model.name}/{name}"
                 found = await asyncio.gather(*(self._given(each, saved, label) for each in targets))
+                newer = self._newest(model, saved)
+                if newer != saved:  # saved by another gateway, whose servers may have had these only after that
+                    label = asked.label or f"{model.name}/{max(each.name for each in newer.values())}"
+                    found = await asyncio.gather(*(self._given(each, newer, label) for each in targets))
             await self._remove_older(model, name)
             sizes = [_of(each, saved) for each, outcome in zip(targets, found, strict=True) if outcome.success]
             return SyncReport(
@@ -151,6 +155,24 @@ class WeightSync:
         elif isinstance(outcome, Waits):
             why = f"it still waits: {outcome.reason}"
         raise Refused(Code.WRONG_PHASE, f"The weights of {model.name} could not be saved: {why}")
+
+    def _newest(
+        self, model: TenantModel, saved: dict[CheckpointKind, CheckpointSaved]
+    ) -> dict[CheckpointKind, CheckpointSaved]:
+        """Return what was saved last to put servers in sync with a model, at any gateway, of the kinds of `saved`."""
+        found = dict(saved)
+        for kind, its in saved.items():
+            every = [each.noted.saved for each in synced_weights(self._desk.tenants, kind, model.name)]
+            if every and every[-1].name != its.name and its.name in [each.name for each in every]:
+                newest = every[-1]
+                found[kind] = CheckpointSaved(
+                    checkpoint=kind,
+                    name=newest.name,
+                    folder=newest.folder,
+                    address=newest.address,
+                    size_bytes=newest.size_bytes,
+                )
+        return found
 
     async def _given(self, target: Target, saved: dict[CheckpointKind, CheckpointSaved], label: str) -> EndpointOutcome:
         found = _of(target, saved)
