@@ -52,7 +52,7 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
         ("gzip", PACKED + PACKED[:9], Code.MALFORMED, "it was cut"),
         ("gzip", PACKED + b"more", Code.MALFORMED, "The body is not gzip"),
         ("gzip", TEXT, Code.MALFORMED, "The body is not gzip"),
-        ("gzip", PACKED[:-8] + bytes(8), Code.MALFORMED, "incorrect data check"),
+        ("gzip", PACKED[:-8] + bytes(8), Code.MALFORMED, "data check|checksum"),
         ("gzip", zlib.compress(TEXT), Code.MALFORMED, "The body is not gzip"),
         ("deflate", TEXT, Code.UNSUPPORTED, "the Content-Encoding 'deflate'; send gzip or none"),
         ("gzip, gzip", TEXT, Code.UNSUPPORTED, "send gzip or none"),

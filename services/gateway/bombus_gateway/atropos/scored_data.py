@@ -7,7 +7,7 @@ live no longer than a row, so that no step of it keeps the interpreter from othe
 import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Annotated, Generic, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,7 @@ from bombus.hive.records import BODY_BYTES_MAX
 from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, encode_group, pack_ints
 from bombus_gateway import limits
 from bombus_gateway.atropos.json_body import check_counts, decode_at, is_deeper, within
+from bombus_gateway.atropos.plain import count_lists, read_plain
 from bombus_gateway.atropos.refusals import UnfitBody
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
@@ -34,7 +35,17 @@ _Floats: TypeAlias = Collection[Sequence[float]]
 _Candidates: TypeAlias = Collection[Sequence[Sequence[float]]]
 
 
-class _Group(msgspec.Struct):
+class _KeptText(msgspec.Struct, kw_only=True):
+    """What is kept of a group as it came."""
+
+    generation_params: msgspec.Raw = _NULL
+    messages: msgspec.Raw = _NULL
+    overrides: msgspec.Raw = _NULL
+    group_overrides: msgspec.Raw = _NULL
+    images: msgspec.Raw = _NULL
+
+
+class _Group(_KeptText, kw_only=True):
     tokens: list[list[_Token]]
     masks: list[list[_Mask]]
     scores: list[_Number]
@@ -43,15 +54,10 @@ class _Group(msgspec.Struct):
     inference_logprobs: list[list[_Number]] | None = None
     distill_token_ids: list[list[list[_Token]]] | None = None
     distill_logprobs: list[list[list[_Number]]] | None = None
-    generation_params: msgspec.Raw = _NULL
-    messages: msgspec.Raw = _NULL
-    overrides: msgspec.Raw = _NULL
-    group_overrides: msgspec.Raw = _NULL
-    images: msgspec.Raw = _NULL
     env_id: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
 
-class _GroupText(msgspec.Struct):
+class _GroupText(_KeptText, kw_only=True):
     """A group whose arrays are not decoded yet."""
 
     tokens: msgspec.Raw
@@ -62,11 +68,6 @@ class _GroupText(msgspec.Struct):
     inference_logprobs: msgspec.Raw = _NULL
     distill_token_ids: msgspec.Raw = _NULL
     distill_logprobs: msgspec.Raw = _NULL
-    generation_params: msgspec.Raw = _NULL
-    messages: msgspec.Raw = _NULL
-    overrides: msgspec.Raw = _NULL
-    group_overrides: msgspec.Raw = _NULL
-    images: msgspec.Raw = _NULL
     env_id: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
 
@@ -89,6 +90,14 @@ _messages = msgspec.json.Decoder(list[list[_Message]])
 _objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _anything = msgspec.json.Decoder(msgspec.Raw)
+_kept = msgspec.json.Decoder(_KeptText)
+_FORMS: dict[str, msgspec.json.Decoder[Any]] = {
+    "generation_params": _object,
+    "messages": _messages,
+    "overrides": _objects,
+    "group_overrides": _object,
+    "images": _anything,
+}
 
 
 def read_scored_data(body: bytes) -> ScoredGroup:
@@ -163,6 +172,34 @@ class _ByRow:
 
 
 def _group(body: bytes, place: str) -> ScoredGroup:
+    return _plain(body, place) or _careful(body, place)
+
+
+def _plain(body: bytes, place: str) -> ScoredGroup | None:
+    """Return a group that can be read in the fast way. Raises `UnfitBody` for what is wrong beside its arrays."""
+    arrays = read_plain(body)
+    if arrays is None:
+        return None
+    texts: dict[str, Any] = {}
+    if arrays.has_texts:
+        texts = _kept_texts(decode_at(_kept, body, place), place)
+    if count_lists(body) != arrays.lists + sum(map(count_lists, texts.values())):
+        return None  # a row has lists in it
+    return ScoredGroup(
+        lengths=pack_ints(arrays.lengths),
+        tokens=arrays.tokens,
+        masks=arrays.masks,
+        scores=arrays.scores,
+        advantages=arrays.advantages,
+        ref_logprobs=arrays.ref_logprobs,
+        inference_logprobs=arrays.inference_logprobs,
+        environment=arrays.environment,
+        advantage_lengths=arrays.advantage_lengths,
+        **texts,
+    )
+
+
+def _careful(body: bytes, place: str) -> ScoredGroup:
     if len(body) < BY_ROW_BYTES:
         rows: _Group | _ByRow = decode_at(_groups, body, place)
     else:
@@ -185,13 +222,9 @@ def _group(body: bytes, place: str) -> ScoredGroup:
         inference_logprobs=_beside(rows.inference_logprobs, lengths, within(place, "inference_logprobs")),
         distill_token_ids=ids,
         distill_logprobs=logprobs,
-        generation_params=_text(given.generation_params, _object, within(place, "generation_params")),
-        messages=_text(given.messages, _messages, within(place, "messages")),
-        overrides=_text(given.overrides, _objects, within(place, "overrides")),
-        group_overrides=_text(given.group_overrides, _object, within(place, "group_overrides")),
-        images=_text(given.images, _anything, within(place, "images")),
         environment=given.env_id,
         advantage_lengths=advantage_lengths,
+        **_kept_texts(given, place),
     )
 
 
@@ -298,6 +331,10 @@ def _teacher(
         why = f"{logprobs_at} and {tokens_at} differ in how many candidates a token has; send a logprob for each."
         raise UnfitBody(logprobs_at, why)
     return ids, logprobs
+
+
+def _kept_texts(given: _KeptText, place: str) -> dict[str, Any]:
+    return {name: _text(getattr(given, name), form, within(place, name)) for name, form in _FORMS.items()}
 
 
 def _text(raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_TextT]", place: str) -> bytes:

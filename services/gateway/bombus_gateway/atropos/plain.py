@@ -1,0 +1,124 @@
+"""Reads the arrays of groups with simdjson, which makes packed numbers of JSON without an object of Python for each.
+
+It reads what programs write: rows of whole numbers, and rows of numbers. Everything else, and whatever is wrong, is
+left to `scored_data`, which says where a fault is. Where simdjson is not installed, nothing is read here.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from bombus.hive.trajectories.records import PackedFloats, pack_ints
+from bombus_gateway import limits
+
+INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
+PLAIN_BYTES = 8 << 20  # of a body that takes some milliseconds, during which the interpreter does nothing else
+ARRAYS = ("advantages", "ref_logprobs", "inference_logprobs")
+TEXTS = ("generation_params", "messages", "overrides", "group_overrides", "images")
+_KNOWN = frozenset(("tokens", "masks", "scores", "env_id", "distill_token_ids", "distill_logprobs", *ARRAYS, *TEXTS))
+_simdjson: Any = importlib.import_module("simdjson") if importlib.util.find_spec("simdjson") else None
+
+
+class PlainGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The arrays of a group. `lists` counts them and their rows, and `has_texts` says that other fields were given."""
+
+    lengths: list[int]
+    tokens: bytes
+    masks: bytes
+    scores: PackedFloats
+    advantages: PackedFloats | None
+    advantage_lengths: bytes
+    ref_logprobs: PackedFloats | None
+    inference_logprobs: PackedFloats | None
+    environment: int | None
+    lists: int
+    has_texts: bool
+
+
+class _NotPlain(Exception):
+    """The body is not one that is read here."""
+
+
+def read_plain(body: bytes) -> PlainGroup | None:
+    """Return the arrays of a group, or None for the other reader. Lists within rows are for the caller to exclude."""
+    if _simdjson is None or len(body) > PLAIN_BYTES or not body.startswith(b"{"):
+        return None
+    try:
+        document = _simdjson.Parser().parse(body)
+        names = [*document.keys()]
+        if not _KNOWN.issuperset(names) or len(set(names)) < len(names):
+            return None
+        given = {name: document[name] for name in names}  # as arrays of simdjson's own
+        return _arrays({name: value for name, value in given.items() if value is not None})
+    except (
+        _NotPlain,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+    ):  # but for the first, simdjson's
+        return None
+
+
+def count_lists(body: bytes) -> int:
+    """Return how many lists begin in JSON, counting those in its texts too."""
+    return int(np.count_nonzero(np.frombuffer(body, np.uint8) == ord("[")))
+
+
+def _arrays(given: dict[str, Any]) -> PlainGroup:
+    if given.keys() & {"distill_token_ids", "distill_logprobs"}:
+        raise _NotPlain
+    lengths = [*map(len, given["tokens"])]
+    scores = _floats(given["scores"])
+    if not 0 < len(lengths) <= limits.GROUP_SEQUENCES or 0 in lengths or len(scores) != len(lengths):
+        raise _NotPlain
+    rows = {name: [*map(len, given[name])] for name in ARRAYS if name in given}
+    beside = [rows[name] for name in ARRAYS[1:] if name in rows] + [[*map(len, given["masks"])]]
+    if any(each != lengths for each in beside) or rows.get("advantages") == []:
+        raise _NotPlain
+    environment = given.get("env_id")
+    if environment is not None and (type(environment) is not int or not 0 <= environment <= INT32_MAX):
+        raise _NotPlain
+    packed = {name: _floats(given[name], sum(each)) for name, each in rows.items()}
+    return PlainGroup(
+        lengths=lengths,
+        tokens=_ints(given["tokens"], sum(lengths), 0),
+        masks=_ints(given["masks"], sum(lengths), INT32_MIN),
+        scores=scores,
+        advantages=packed.get("advantages"),
+        advantage_lengths=b"" if rows.get("advantages", lengths) == lengths else pack_ints(rows["advantages"]),
+        ref_logprobs=packed.get("ref_logprobs"),
+        inference_logprobs=packed.get("inference_logprobs"),
+        environment=environment,
+        lists=3 + 2 * len(lengths) + _lists_of(rows.values()),
+        has_texts=any(name in given for name in TEXTS),
+    )
+
+
+def _lists_of(rows: Iterable[list[int]]) -> int:
+    return sum(1 + len(each) for each in rows)
+
+
+def _ints(rows: Any, count: int, least: int) -> bytes:
+    numbers: NDArray[np.int64] = np.frombuffer(rows.as_buffer(of_type="i"), "<i8")
+    if len(numbers) != count or numbers.min() < least or numbers.max() > INT32_MAX:
+        raise _NotPlain
+    return numbers.astype("<i4").tobytes()
+
+
+def _floats(rows: Any, count: int | None = None) -> PackedFloats:
+    """Pack numbers as `PackedFloats.of` does."""
+    wide: NDArray[np.float64] = np.frombuffer(rows.as_buffer(of_type="d"), "<f8")
+    if count is not None and len(wide) != count:
+        raise _NotPlain
+    with np.errstate(over="ignore"):
+        narrow = wide.astype("<f4")
+    if np.array_equal(narrow, wide):
+        return PackedFloats(narrow.tobytes())
+    return PackedFloats(wide.tobytes(), True)
