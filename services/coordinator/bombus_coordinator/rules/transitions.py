@@ -36,6 +36,8 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
         yield from _drop_untaken(engine, live)
     if engine.trains_scored:
         yield from seal_scored(engine, live)
+    if engine.groups_episodes:
+        yield from _clear_overflow(engine, live)
     if engine.run_kind != RunKind.EPISODES:
         return
     if engine.collection.max_staleness > 0:

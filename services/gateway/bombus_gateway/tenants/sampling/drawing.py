@@ -101,9 +101,9 @@ class SampleDrawing:
             why = f"Engine {engine.name} is not running, so nothing can be sampled: create a model, which starts it."
             raise Refused(Code.WRONG_PHASE, why)
         if engine.takes_trajectories:
-            if engine.trains_scored and not sampler.address:
+            if engine.has_policy and not sampler.address:
                 return
-            has = "samples from its own policy alone" if engine.trains_scored else "has no model of its own"
+            has = "samples from its own policy alone" if engine.has_policy else "has no model of its own"
             why = (
                 f"Run {engine.run} of engine {engine.name} takes scored groups and {has}: use another engine for this."
             )
@@ -149,7 +149,7 @@ class SampleDrawing:
             adapter=sampler.address,
             prompt_logprobs=asked.scored > 0,
             top_prompt=asked.top_prompt,
-            plain_logprobs=not self.engine.trains_scored,  # its trainer computes its own at the same temperature
+            plain_logprobs=not self.engine.has_policy,  # its trainer computes its own at the same temperature
         )
 
     def _sampling(self, asked: SampleRequest, model: TextModel, ends: set[int]) -> SamplingParams:
