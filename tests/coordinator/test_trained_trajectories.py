@@ -304,3 +304,17 @@ def test_open_episodes_end_with_the_run_that_another_register_or_a_reset_ends() 
 def test_a_run_without_such_a_job_still_has_no_episodes() -> None:
     harness = rolling()
     assert "takes scored trajectories and has no episodes" in refused(harness.request(harness.claim_message())).why
+
+
+def test_ended_episodes_that_wait_for_others_of_their_task_are_dropped_when_they_are_too_old() -> None:
+    harness = TrainedHarness(episode_groups=True, num_repeat=2, max_carry_staleness=1)
+    harness.roll()
+    old = harness.play("t1")
+    for step in (1, 2):
+        assert list(harness.engine.pool) == [old]
+        harness.push_batch()
+        harness.step_done(step)
+        harness.save_weights(step)
+        harness.load(step)
+    (dropped,) = [event for event in harness.log if isinstance(event, ev.GroupDropped)]
+    assert (dropped.reason, dropped.episodes) == (DropReason.STALE, (old,))
