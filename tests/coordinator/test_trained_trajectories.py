@@ -6,10 +6,11 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import AnyEvent, Collection, RunKind
+from bombus.hive.events import AnyEvent, Collection, DropReason, RunKind
 from bombus.hive.inbox import AnyAnswer, Done, Pushed, Refusal
 from bombus.hive.state import Hive, Phase, evolve
 from bombus.hive.status import render_status
+from bombus.hive.trajectories.queue import QueuedGroup
 from tests.coordinator.core_in_memory import ENGINE
 from tests.coordinator.scored_in_memory import ScoredHarness
 
@@ -235,3 +236,85 @@ def test_a_group_of_a_step_that_is_lost_is_on_the_log_and_stays_out_of_the_step_
         assert [group.body is None for group in batch.scored] == [False, True]
     assert harness.scored.current_step == 1, "the step is made"
     assert harness.folded() == harness.core.hive
+
+
+# ---- groups of episodes -----------------------------------------------------------------------------------------
+
+
+def pooled(**more: object) -> TrainedHarness:
+    """Return a run whose job makes groups of two episodes of a task, with one task ended."""
+    harness = TrainedHarness(episode_groups=True, num_repeat=2)
+    harness.roll(**more)
+    for _ in range(2):
+        harness.play("t1")
+    return harness
+
+
+def grouped(harness: TrainedHarness, group: QueuedGroup | None, **more: object) -> list[AnyEvent]:
+    given: dict[str, object] = {"run": harness.engine.run, "episodes": tuple(harness.engine.pool), **more}
+    return harness.send(inbox.EpisodesGrouped(id=harness.id(), engine=ENGINE, group=group, **given))  # type: ignore[arg-type]
+
+
+def test_a_group_of_episodes_takes_them_from_the_pool_once() -> None:
+    harness = pooled()
+    episodes = tuple(harness.engine.pool)
+    (pushed,) = grouped(harness, harness.group())
+    assert isinstance(pushed, ev.GroupsPushed)
+    assert (pushed.episodes, harness.engine.pool) == (episodes, {})
+    assert grouped(harness, harness.group(), episodes=episodes) == [], "another leader has made the same"
+    assert len(harness.scored.queue.groups) == 1
+    assert harness.folded() == harness.core.hive
+    *_, ready = harness.send(inbox.PushGroups(id=harness.id(), engine=ENGINE, groups=(harness.group(),)))
+    assert isinstance(ready, ev.BatchReady)
+    assert ready.taken == (1, 2), "it is one pool"
+
+
+def test_a_group_of_episodes_without_room_or_with_a_body_that_is_gone_is_made_again() -> None:
+    harness = pooled()
+    harness.send(inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10))
+    assert grouped(harness, harness.group()) == []
+    harness.send(inbox.StorageSeen(id="room", what="trajectories", used=5, size=100, reserve=10))
+    old = harness.group()
+    harness.send(inbox.TrajectoriesStored(id="s", below=100))
+    assert grouped(harness, old) == []
+    assert grouped(harness, harness.group(), run=9) == []
+    assert len(harness.engine.pool) == 2
+
+
+def test_episodes_that_cannot_be_a_group_are_dropped_with_their_reason() -> None:
+    harness = pooled()
+    (dropped,) = grouped(harness, None, why="their calls are lost")
+    assert isinstance(dropped, ev.GroupDropped)
+    assert (dropped.reason, dropped.tasks) == (DropReason.UNFIT, ("t1",))
+    assert (harness.engine.pool, harness.engine.counters.dropped) == ({}, 2)
+
+
+def test_open_episodes_end_with_the_run_that_another_register_or_a_reset_ends() -> None:
+    for ends in ("register", "reset"):
+        harness = pooled()
+        (episode,) = harness.claim()
+        if ends == "register":
+            harness.register_ours()
+        else:
+            harness.request(inbox.ResetGroups(id=harness.id(), engine=ENGINE))
+        aborted = [event for event in harness.log if isinstance(event, ev.EpisodeAborted)]
+        assert [event.episodes for event in aborted] == [(episode,)]
+
+
+def test_a_run_without_such_a_job_still_has_no_episodes() -> None:
+    harness = rolling()
+    assert "takes scored trajectories and has no episodes" in refused(harness.request(harness.claim_message())).why
+
+
+def test_ended_episodes_that_wait_for_others_of_their_task_are_dropped_when_they_are_too_old() -> None:
+    harness = TrainedHarness(episode_groups=True, num_repeat=2, max_carry_staleness=1)
+    harness.roll()
+    old = harness.play("t1")
+    for step in (1, 2):
+        assert list(harness.engine.pool) == [old]
+        harness.push_batch()
+        harness.step_done(step)
+        harness.save_weights(step)
+        harness.load(step)
+    (dropped,) = [event for event in harness.log if isinstance(event, ev.GroupDropped)]
+    assert (dropped.reason, dropped.episodes) == (DropReason.STALE, (old,))

@@ -314,6 +314,7 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.BatchSent: batches.sent,
     inbox.GiveUpGroups: batches.give_up,
     inbox.BodiesStored: batches.move,
+    inbox.EpisodesGrouped: batches.group_episodes,
     inbox.AskRest: serving.ask_rest,
     inbox.TrainerRests: serving.trainer_rests,
     inbox.AddEndpoint: endpoints.add,

@@ -17,7 +17,7 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.state import FOLD
-from bombus_coordinator import compaction, releasing, retention, storage
+from bombus_coordinator import compaction, grouping, releasing, retention, storage
 from bombus_coordinator.compaction import Compaction
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.lease import Lease
@@ -106,6 +106,7 @@ class Coordinator:
                 tasks.create_task(
                     releasing.run(self.bus, lambda: self.core.hive, lambda: self._consumed, upkeep.trim_s, bodies)
                 )
+            tasks.create_task(grouping.run(self.bus, lambda: self.core.hive))
             tasks.create_task(storage.watch(self.bus, lambda: self.core.hive, upkeep.disk))
             if upkeep.compaction is not None:
                 tasks.create_task(compaction.run(self.bus, upkeep.compaction, lambda: self.core.hive, self._snapshots))

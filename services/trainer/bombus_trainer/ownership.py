@@ -60,12 +60,12 @@ class RunOwnership:
         await self._follower.caught_up()
 
     async def next_run(self) -> None:
-        """Wait for a run that we have not owned yet, and take it. One of trajectories may have an outside trainer."""
+        """Wait for a run that we have not owned yet, and take it. One of trajectories may have no model of ours."""
         await self._follower.wait_for(lambda _: self._is_new(self.engine))
         self.run = self.engine.run
 
     def _is_new(self, engine: EngineState) -> bool:
-        is_ours = engine.trains_scored or not engine.takes_trajectories
+        is_ours = engine.has_policy or not engine.takes_trajectories
         return engine.phase != Phase.OFFLINE and engine.run > self.run and is_ours
 
     def is_running(self) -> bool:

@@ -15,7 +15,7 @@ from bombus.config.job import RunConfig
 from bombus.datums.reading import BusCallReader
 from bombus.errors import BusUnavailable, EngineFault
 from bombus.faults import Point, reached
-from bombus.hive.events import BatchReady, RunKind, WeightsReady
+from bombus.hive.events import BatchReady, RunKind, TrainerRegistered, WeightsReady
 from bombus.hive.inbox import GiveUpGroups, LostGroup, StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import EngineState
 from bombus.hive.steps import checkpoints, is_due, steps_after
@@ -394,12 +394,17 @@ class Trainer:
 
     def _checkpoint_every(self, executor: TrainerBackend) -> int:
         """Return after how many steps there is a checkpoint: as registered for scored groups, or as the job says."""
-        registered = self._ownership.engine.trajectories.trainer
+        registered = self._registered()
         interval = 0 if registered is None else registered.save_checkpoint_interval
         return interval if interval > 0 else executor.settings.config.checkpoint_every
 
     def _checkpoints(self) -> Path:
-        return self._directory("checkpoints") / checkpoint_folder(self._ownership.engine.trajectories.trainer)
+        return self._directory("checkpoints") / checkpoint_folder(self._registered())
+
+    def _registered(self) -> TrainerRegistered | None:
+        """Return what this trainer was registered with, where it is the one that takes batches of scored groups."""
+        engine = self._ownership.engine
+        return engine.trajectories.trainer if engine.trains_scored else None
 
     def _directory(self, what: str) -> Path:
         hive = self._bus.subjects.hive

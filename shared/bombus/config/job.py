@@ -141,7 +141,8 @@ class CollectionConfig(ConfigGroup):
     With the methods in which clients agree, syncing weights takes at least `agreed_sync_s`: a client of the swarm
     contract that has agreed polls for that phase every 5 s, and would wait for ever if it missed it.
     Calls of the newest `replay_steps` steps are kept for replay, fewer when the stream of calls is over half full.
-    With `scored_groups` the job trains what environments of Atropos score, and plays no episodes (docs/atropos.md).
+    With `scored_groups` the job trains what environments of Atropos score. With `episode_groups` its episodes become
+    scored groups too: for its own trainer together with `scored_groups`, else for an outside one (docs/atropos.md).
     """
 
     method: CollectionMethod = Method.ENOUGH_TASKS
@@ -157,6 +158,7 @@ class CollectionConfig(ConfigGroup):
     max_step_failures: int = Field(default=3, ge=1, le=100)
     replay_steps: int = Field(default=1000, ge=0, le=10_000)
     scored_groups: bool = False
+    episode_groups: bool = False
 
 
 class ExperimentConfig(ConfigGroup):
@@ -197,6 +199,15 @@ class RunConfig(ConfigGroup):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_of_episodes_have_no_age(self) -> "RunConfig":
+        if self.collection.episode_groups and self.collection.max_staleness > 0:
+            raise ValueError(
+                f"bombus.collection.max_staleness is {self.collection.max_staleness}, and a scored group does not say "
+                "how old its tokens are: set it to 0, or bombus.collection.episode_groups to false"
+            )
+        return self
+
     def to_collection(self) -> Collection:
         """Return what the coordinator needs to know of this job."""
         rules = self.collection
@@ -216,6 +227,7 @@ class RunConfig(ConfigGroup):
             max_step_failures=rules.max_step_failures,
             replay_steps=rules.replay_steps,
             scored_groups=rules.scored_groups,
+            episode_groups=rules.episode_groups,
             resume=self.trainer.resume,
             checkpoints_kept=self.trainer.checkpoints_kept,
         )

@@ -36,6 +36,7 @@ class DropReason(StrEnum):
     STALE = "stale"
     OVERFLOW = "overflow"
     UNTAKEN = "untaken"  # of a run of operations: its client did not take it in time
+    UNFIT = "unfit"  # of a run of trajectories: it cannot be a scored group
 
 
 class RunKind(StrEnum):
@@ -119,7 +120,8 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     resume: str = "never"  # which checkpoint a new run begins at: never, auto, or "from VERSION"
     checkpoints_kept: int = 2
     tenancy: Tenancy = Tenancy()
-    scored_groups: bool = False  # the job trains what environments have scored, and plays no episodes
+    scored_groups: bool = False  # the job trains what environments have scored
+    episode_groups: bool = False  # its episodes become scored groups, and batches are made of these
 
     @property
     def episode_target(self) -> int:
@@ -848,11 +850,13 @@ class EnvironmentLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
 class GroupsPushed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.pushed"):
     """Scored groups wait for a batch, in this order after all that were pushed before.
 
-    Their bodies are in the stream `trajectories`. A push of the same `key` soon after is the same one.
+    Their bodies are in the stream `trajectories`. A push of the same `key` soon after is the same one. A group that was
+    made of ended `episodes` of this run takes them from the pool.
     """
 
     groups: tuple[QueuedGroup, ...]
     key: str = ""
+    episodes: tuple[str, ...] = ()
 
 
 class BatchHandedOut(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.handed_out"):

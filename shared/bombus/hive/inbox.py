@@ -553,6 +553,15 @@ class BodiesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
     was: tuple[int, ...]
 
 
+class EpisodesGrouped(Message, frozen=True, kw_only=True, omit_defaults=True, tag="episodes.grouped"):
+    """The leader has made a scored group of ended episodes of one task, or says `why` it could not."""
+
+    run: int
+    episodes: tuple[str, ...]
+    group: QueuedGroup | None = None
+    why: str = ""
+
+
 class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="storage.seen"):
     """`used` of the `size` bytes of `what` are in use. The last `reserve` bytes are kept for work in progress."""
 
@@ -638,6 +647,7 @@ AnyMessage = (
     | BatchSent
     | TrajectoriesStored
     | BodiesStored
+    | EpisodesGrouped
     | StorageSeen
     | CompactionTried
 )

@@ -212,9 +212,19 @@ class EngineState(msgspec.Struct, kw_only=True):
         return self.phase != Phase.OFFLINE and self.run_kind == RunKind.TRAJECTORIES
 
     @property
+    def has_policy(self) -> bool:
+        """Return whether a run of scored groups is on that has a job, and so a model that replicas serve."""
+        return self.takes_trajectories and self.started is not None and self.started.config_digest != ""
+
+    @property
     def trains_scored(self) -> bool:
         """Return whether a run is on in which our own trainer takes the batches of scored groups."""
-        return self.takes_trajectories and self.started is not None and self.started.config_digest != ""
+        return self.has_policy and (self.collection.scored_groups or not self.collection.episode_groups)
+
+    @property
+    def groups_episodes(self) -> bool:
+        """Return whether a run is on whose ended episodes become scored groups."""
+        return self.has_policy and self.collection.episode_groups
 
     def bodies_needed(self) -> Iterator[BodyRef]:
         """Yield the bodies of scored groups that can still be asked for, or trained again."""
@@ -260,7 +270,7 @@ class EngineState(msgspec.Struct, kw_only=True):
         """
         if self.serves_operations:
             return self.phase == Phase.BOOTING or (self.tenants.waiting > 0 and not self.rest_wanted)
-        if self.takes_trajectories and not self.trains_scored:
+        if self.takes_trajectories and not self.has_policy:
             return False
         return self.batch is not None or self.version < max(self.step, 0)
 
@@ -924,6 +934,7 @@ def _environment_left(engine: EngineState, event: ev.EnvironmentLeft) -> None:
 @_on(ev.GroupsPushed)
 def _groups_pushed(engine: EngineState, event: ev.GroupsPushed) -> None:
     scored.push(engine.trajectories, event)
+    engine.counters.taken += sum(_leave_pool(engine, episode) is not None for episode in event.episodes)
 
 
 @_on(ev.BatchHandedOut)

@@ -214,9 +214,10 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
     if engine.takes_trajectories:
         queue = engine.trajectories.queue
         queued = f"{_counted(len(queue.groups), 'scored group')} for batches of {queue.batch_size} sequences"
+        episodes = f", {_counted(len(engine.open), 'episode')} running" if engine.open else ""
         if engine.trains_scored:
-            return queued + (f", step {engine.batch.step} training" if engine.batch else "")
-        return f"{queued} of an outside trainer"
+            return queued + (f", step {engine.batch.step} training" if engine.batch else "") + episodes
+        return f"{queued} of an outside trainer{episodes}"
     waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
     text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
     if engine.batch:

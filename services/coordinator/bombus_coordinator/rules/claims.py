@@ -109,6 +109,11 @@ def check_run_kind(engine: EngineState) -> None:
             f"Run {engine.run} of engine {engine.name} serves training operations and makes no batches: whoever sends "
             "the operations takes the episodes.",
         )
+    if engine.groups_episodes:
+        raise Refused(
+            Code.UNSUPPORTED,
+            f"Run {engine.run} of engine {engine.name} makes batches of scored groups, as soon as it can.",
+        )
     if engine.takes_trajectories:
         raise Refused(
             Code.UNSUPPORTED,
@@ -123,7 +128,8 @@ def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
     Raises `Refused` where the run is of another kind, and for a saved model that nothing can be sampled from.
     """
     if not engine.serves_operations:
-        check_run_kind(engine)
+        if not engine.groups_episodes:
+            check_run_kind(engine)
         if claim.sampler:
             raise _no_sampler(engine)
         return None

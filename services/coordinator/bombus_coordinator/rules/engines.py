@@ -110,11 +110,11 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
         raise no_room(live)
     if engine.configured is None:
         raise Refused(Code.NO_CONFIG, "No training configuration found: call sync_train_config first.")
-    if engine.configured.collection.scored_groups:
+    if engine.configured.collection.scored_groups or engine.configured.collection.episode_groups:
         raise Refused(
             Code.WRONG_PHASE,
-            "This job trains scored groups (collection.scored_groups): POST /register begins its run, see "
-            "docs/atropos.md. To play episodes, configure another job.",
+            "This job makes batches of scored groups (collection.scored_groups or collection.episode_groups): POST "
+            "/register begins its run, see docs/atropos.md. To make batches of episodes, configure another job.",
         )
     run = engine.run + 1
     begins, anew = beginning(engine)
@@ -135,14 +135,14 @@ def _why_started(engine: EngineState) -> str:
         return f"Its run is suspended: {engine.suspended}. `bombus resume` lets it go on, `bombus stop` ends it."
     if engine.serves_operations:
         return "It serves training operations until its last model has ended; stop_engine ends them now."
-    if engine.trains_scored:
-        return "It trains scored trajectories since a trainer was registered; stop_engine ends that."
+    if engine.has_policy:
+        return "It makes batches of scored trajectories since a trainer was registered; stop_engine ends that."
     if engine.takes_trajectories:
         return "It takes scored trajectories for a trainer that has registered; stop_engine ends that."
     return "It is started already; call stop_engine to start over."
 
 
-def _close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...]:
+def close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...]:
     """Return the events that end the run: the abort of every open episode, then `last`."""
     if not engine.open:
         return (last,)
@@ -155,7 +155,7 @@ def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
         yield Decision(events=(answered(engine, live, message),), replies=reply)
         return
     stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run, command=message.id)
-    yield Decision(events=_close_all(engine, live, stopped), replies=reply)
+    yield Decision(events=close_all(engine, live, stopped), replies=reply)
 
 
 def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
@@ -193,7 +193,7 @@ def suspend(
 
 def fail(engine: EngineState, live: Live, reason: str) -> Decisions:
     failed = ev.EngineFailed(at_ns=live.now_ns, engine=engine.name, run=engine.run, reason=reason[:REASON_CHARS_MAX])
-    yield Decision(events=_close_all(engine, live, failed))
+    yield Decision(events=close_all(engine, live, failed))
 
 
 def broke(engine: EngineState, live: Live, message: EngineBroke) -> Decisions:

@@ -38,6 +38,9 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
         yield from _drop_untaken(engine, live)
     if engine.trains_scored:
         yield from seal_scored(engine, live)
+    if engine.groups_episodes:
+        yield from _drop_stale(engine, live)
+        yield from _clear_overflow(engine, live)
     if engine.run_kind != RunKind.EPISODES:
         return
     if engine.collection.max_staleness > 0:
@@ -193,11 +196,16 @@ def _syncing(engine: EngineState, live: Live) -> Decisions:
     is_by_agreement = BATCH_METHODS[rules.method].is_by_agreement
     if is_by_agreement and live.since(engine.phase_since_ns) + ns(rules.agreed_sync_s) > live.now_ns:
         return
-    bound = engine.version - rules.max_carry_staleness
+    yield from _drop_stale(engine, live)
+    yield _roll(engine, live)
+
+
+def _drop_stale(engine: EngineState, live: Live) -> Decisions:
+    """Drop the episodes of the pool that are too old to be carried on."""
+    bound = engine.version - engine.collection.max_carry_staleness
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
         yield Decision(events=_dropped(engine, live, DropReason.STALE, stale))
-    yield _roll(engine, live)
 
 
 _SETTLE = {

@@ -18,6 +18,9 @@ def why_out_of_order(hive: Hive, event: ev.Event) -> str:
         case ev.BatchReady():
             gone = next((number for number in event.taken if number not in engine.trajectories.queue.groups), 0)
             return f"step {event.step} takes group {gone}, which is not queued" if gone else ""
+        case ev.GroupsPushed():
+            away = next((episode for episode in event.episodes if episode not in engine.pool), "")
+            return f"a group was made of {away}, which is not in the pool" if away else ""
         case ev.GroupsGivenUp():
             return _given_up(engine, event)
         case _:

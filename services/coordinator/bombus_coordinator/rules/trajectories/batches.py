@@ -4,12 +4,13 @@ from collections.abc import Iterable
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
-from bombus.hive.events import Event
+from bombus.hive.events import DropReason, Event
 from bombus.hive.inbox import (
     BatchSent,
     BatchTaken,
     BodiesStored,
     Done,
+    EpisodesGrouped,
     GiveUpGroups,
     Pushed,
     PushGroups,
@@ -68,6 +69,37 @@ def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
     pushed = ev.GroupsPushed(at_ns=live.now_ns, engine=engine.name, groups=message.groups, key=message.key)
     held = tuple(held_after(state.queue, message.groups))
     yield Decision(events=(*events, pushed), replies=(CommandReply(message.id, Pushed(held=held)),))
+
+
+def group_episodes(engine: EngineState, live: Live, message: EpisodesGrouped) -> Decisions:
+    """Queue the group that was made of ended episodes, and take them from the pool. One that cannot be is dropped.
+
+    What was decided otherwise meanwhile, or has no room yet, is made again.
+    """
+    pool, group = engine.pool, message.group
+    episodes = tuple(dict.fromkeys(message.episodes))
+    if not engine.groups_episodes or message.run != engine.run or not all(each in pool for each in episodes):
+        return
+    why = message.why if group is None else why_not_queued(engine.trajectories.queue, (group,))
+    if why or group is None:
+        dropped = ev.GroupDropped(
+            at_ns=live.now_ns,
+            engine=engine.name,
+            run=engine.run,
+            reason=DropReason.UNFIT,
+            tasks=tuple(dict.fromkeys(pool[each].task for each in episodes)),
+            episodes=episodes,
+        )
+        yield Decision(events=(dropped,))
+        return
+    try:
+        _check_bodies(live, (group,))
+    except Refused:
+        return
+    if not episodes or live.refusing_groups or why_no_room(engine.trajectories.queue, (group,)):
+        return
+    pushed = ev.GroupsPushed(at_ns=live.now_ns, engine=engine.name, groups=(group,), episodes=episodes)
+    yield Decision(events=(pushed,))
 
 
 def _check_bodies(live: Live, groups: Iterable[QueuedGroup]) -> None:

@@ -2,7 +2,7 @@
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
-from bombus.hive.events import EnvironmentEnd, Event, RunKind
+from bombus.hive.events import Collection, EnvironmentEnd, Event, RunKind
 from bombus.hive.inbox import Done, Joined, JoinEnvironment, LeaveEnvironment, RegisterTrainer, ResetGroups
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.trajectories.queue import Environment, why_no_batch_size, why_not_joined
@@ -10,6 +10,7 @@ from bombus.hive.trajectories.training import why_not_registered
 from bombus_coordinator.rules.beginning import beginning
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
+from bombus_coordinator.rules.engines import close_all
 from bombus_coordinator.rules.live import Live, ns
 
 ENVIRONMENT_IDLE_S = 600.0  # after so much silence an environment is taken for gone
@@ -20,8 +21,9 @@ FOLDER_CHARS_MAX = 4_096  # as file systems have it
 def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) -> Decisions:
     """Begin a run for a trainer. The run before it ends, and its groups go with it.
 
-    Where the engine's job trains scored groups, the trainer is ours: the run boots like one of episodes, with the
-    settings that are registered. Else it is somebody else's, and rolls at once.
+    Where the engine's job makes batches of scored groups, the run boots like one of episodes. The trainer is ours, with
+    the settings that are registered, unless the job has groups of episodes alone. Without such a job it is somebody
+    else's, and the run rolls at once.
     """
     if engine.phase != Phase.OFFLINE and not engine.takes_trajectories:
         raise wrong_phase(
@@ -41,7 +43,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
         raise no_room(live)
     run = engine.run + 1
     stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run)
-    events: tuple[Event, ...] = (stopped,) if engine.takes_trajectories else ()
+    events: tuple[Event, ...] = close_all(engine, live, stopped) if engine.takes_trajectories else ()
     registered = ev.TrainerRegistered(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -57,7 +59,8 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
         wandb_project=message.wandb_project,
     )
     reply = CommandReply(message.id, Done(run=run))
-    if engine.configured is not None and engine.configured.collection.scored_groups:
+    rules = Collection() if engine.configured is None else engine.configured.collection
+    if rules.scored_groups or rules.episode_groups:
         started = _started(engine, live, registered)
         yield Decision(events=(*events, started, registered), replies=(reply,))
         return
@@ -70,10 +73,11 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
 
 
 def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) -> ev.EngineStarted:
-    """Return the start of a run that our own trainer trains. Raises `Refused` for settings that it cannot have."""
+    """Return the start of a run with a job. Raises `Refused` for settings that our own trainer cannot have."""
     assert engine.configured is not None
     begins, anew = beginning(engine)
-    why = why_not_registered(registered, 0 if begins is None else begins.step)
+    is_ours = engine.configured.collection.scored_groups
+    why = why_not_registered(registered, 0 if begins is None else begins.step) if is_ours else ""
     if why:
         raise Refused(Code.MALFORMED, why)
     return ev.EngineStarted(
@@ -93,7 +97,7 @@ def join(engine: EngineState, live: Live, message: JoinEnvironment) -> Decisions
     Our own trainer asks for none: there it waits until replicas serve the model.
     """
     state = engine.trajectories
-    begun = engine.phase != Phase.BOOTING if engine.trains_scored else state.begun
+    begun = engine.phase != Phase.BOOTING and (engine.trains_scored or state.begun)
     if not engine.takes_trajectories or not begun:
         yield Decision(replies=(CommandReply(message.id, Joined()),))
         return
@@ -171,5 +175,6 @@ def reset(engine: EngineState, live: Live, message: ResetGroups) -> Decisions:
     """End a run of trajectories, and forget its groups and environments."""
     events: tuple[Event, ...] = (ev.GroupsReset(at_ns=live.now_ns, engine=engine.name),)
     if engine.takes_trajectories:
-        events = (ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run), *events)
+        stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run)
+        events = (*close_all(engine, live, stopped), *events)
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))

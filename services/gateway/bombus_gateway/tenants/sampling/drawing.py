@@ -103,9 +103,9 @@ class SampleDrawing:
                 Code.WRONG_PHASE, f"{why}: create a model, or a sampling client of its base, which starts it."
             )
         if engine.takes_trajectories:
-            if engine.trains_scored and not sampler.address:
+            if engine.has_policy and not sampler.address:
                 return
-            has = "samples from its own policy alone" if engine.trains_scored else "has no model of its own"
+            has = "samples from its own policy alone" if engine.has_policy else "has no model of its own"
             why = (
                 f"Run {engine.run} of engine {engine.name} takes scored groups and {has}: use another engine for this."
             )
@@ -151,7 +151,7 @@ class SampleDrawing:
             adapter=sampler.address,
             prompt_logprobs=asked.scored > 0,
             top_prompt=asked.top_prompt,
-            plain_logprobs=not self.engine.trains_scored,  # its trainer computes its own at the same temperature
+            plain_logprobs=not self.engine.has_policy,  # its trainer computes its own at the same temperature
         )
 
     def _sampling(self, asked: SampleRequest, model: TextModel, ends: set[int]) -> SamplingParams:

@@ -1,0 +1,118 @@
+"""Make scored groups of ended episodes (R16), in a run whose job says so (`collection.episode_groups`).
+
+As soon as a task has `num_repeat` ended episodes, the leader reads their calls, stores the group, and says so. The core
+takes the episodes from the pool and queues the group in one event, so what is made twice counts once.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+
+from bombus.bus import Bus, ServerRefused
+from bombus.bus.large.parts import Parts
+from bombus.config.algorithms import Estimator, named
+from bombus.config.job import RunConfig
+from bombus.datums.groups import GroupedEpisode, group_of_episodes
+from bombus.datums.reading import BusCallReader, ancestors
+from bombus.errors import BusUnavailable, LogCorrupted, Refused
+from bombus.hive.collection import pick, tasks
+from bombus.hive.inbox import EpisodesGrouped
+from bombus.hive.records import CallRecord
+from bombus.hive.state import Completed, EngineState, Hive
+from bombus.hive.trajectories.queue import QueuedGroup
+from bombus.hive.trajectories.records import ScoredGroup, encode_group
+from bombus.hive.trajectories.training import why_not_trained
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.5
+AGAIN_S = 30.0  # after which a group is made again that the core has not queued
+
+
+class EpisodeGrouper:
+    """Makes groups of the episodes in the pools of a hive."""
+
+    def __init__(self, bus: Bus, hive: Callable[[], Hive]) -> None:
+        self._bus = bus
+        self._hive = hive
+        self._calls = BusCallReader(bus)
+        self._parts = Parts(bus, bus.subjects.trajectories_stream)
+        self._made: dict[str, float] = {}  # when each episode, by the first of its group, was last made one
+
+    async def make(self, now_s: float) -> None:
+        """Make the groups that are complete. Raises `BusUnavailable`."""
+        self._made = {episode: at_s for episode, at_s in self._made.items() if at_s > now_s - AGAIN_S}
+        for engine in list(self._hive().engines.values()):
+            if engine.groups_episodes and not self._hive().refusing_groups:
+                for episodes in list(_complete(engine)):
+                    if episodes[0].episode not in self._made:
+                        await self._make(engine, episodes)
+                        self._made[episodes[0].episode] = now_s
+
+    async def _make(self, engine: EngineState, episodes: Sequence[Completed]) -> None:
+        run, names = engine.run, tuple(each.episode for each in episodes)
+        group, why = await self._group(engine, episodes)
+        queued = None
+        if group is not None:
+            record = await asyncio.to_thread(encode_group, group)
+            try:
+                body = await self._parts.store(self._bus.subjects.trajectory(engine.name), record)
+                queued = QueuedGroup(
+                    environment=None,
+                    sequences=group.sequences,
+                    tokens=group.total_tokens,
+                    longest=group.longest,
+                    body=body,
+                )
+            except Refused as refusal:
+                why = refusal.why
+        if queued is None:
+            log.error("the episodes of task %s are dropped: %s", episodes[0].task, why)
+        message = EpisodesGrouped(
+            id=f"grouped-{secrets.token_hex(16)}", engine=engine.name, run=run, episodes=names, group=queued, why=why
+        )
+        await self._bus.inbox.send(message)
+
+    async def _group(self, engine: EngineState, episodes: Sequence[Completed]) -> tuple[ScoredGroup | None, str]:
+        """Return the group of these episodes, or why there is none."""
+        assert engine.active is not None
+        job = RunConfig.from_json(engine.active.config)
+        trainer = engine.trajectories.trainer
+        tokens_max = trainer.max_token_len if trainer is not None and engine.trains_scored else 0
+        try:
+            played = [await self._played(each, job.rollout.trains_side_calls) for each in episodes]
+            estimator = named(Estimator, job.trainer.adv_estimator) or Estimator.GRPO
+            normalise = job.trainer.normalise_by_std
+            group = await asyncio.to_thread(group_of_episodes, played, estimator, normalise)
+        except (LogCorrupted, ValueError) as error:
+            return None, str(error)
+        why = await asyncio.to_thread(why_not_trained, group, tokens_max) if engine.trains_scored else ""
+        return (None, why) if why else (group, "")
+
+    async def _played(self, completed: Completed, trains_side_calls: bool) -> GroupedEpisode:
+        records: Sequence[CallRecord] = await self._calls.records(completed.calls)
+        context: Sequence[CallRecord] = await ancestors(self._calls, records)
+        if not trains_side_calls:
+            context = (*context, *(record for record in records if record.side_call))
+            records = [record for record in records if not record.side_call]
+        return GroupedEpisode(
+            reward=completed.reward, records=records, context=context, call_rewards=completed.call_rewards
+        )
+
+
+def _complete(engine: EngineState) -> Iterator[list[Completed]]:
+    """Yield the episodes of each task that has enough of them for a group."""
+    size = engine.collection.num_repeat
+    return (pick(episodes, size) for episodes in tasks(engine) if len(episodes) >= size)
+
+
+async def run(bus: Bus, hive: Callable[[], Hive], period_s: float = PERIOD_S) -> None:
+    """Make groups until cancelled."""
+    grouper = EpisodeGrouper(bus, hive)
+    while True:
+        await asyncio.sleep(period_s)
+        try:
+            await grouper.make(asyncio.get_running_loop().time())
+        except (BusUnavailable, ServerRefused) as error:
+            log.warning("ended episodes could not be made into groups: %s", error)

@@ -1,0 +1,117 @@
+"""Ended episodes of one task as a scored group: a sequence for each line of tokens, with its episode's reward."""
+
+from array import array
+from collections.abc import Sequence
+from itertools import compress
+from math import isfinite
+from typing import Any
+
+import msgspec
+
+from bombus.config.algorithms import Estimator
+from bombus.datums.advantages import call_advantages
+from bombus.datums.lines import CallLine, choice_of, lines_of
+from bombus.errors import LogCorrupted
+from bombus.hive.records import CallRecord, unpack_tokens
+from bombus.hive.trajectories.records import PackedFloats, ScoredGroup, pack_ints
+from bombus.hive.trajectories.training import NOT_TRAINED, TEMPERATURE
+
+NO_LOGPROB = 1.0  # of a token that nobody sampled
+_encode = msgspec.json.Encoder().encode
+
+
+class GroupedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """An ended episode with its calls. See `lines_of` for `context`."""
+
+    reward: float
+    records: Sequence[CallRecord]
+    context: Sequence[CallRecord] = ()
+    call_rewards: tuple[float, ...] | None = None
+
+
+class _Sequence(msgspec.Struct, frozen=True):
+    """A line up to its last token that is learnt. `calls` has the number of the call that each token is learnt of."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    calls: list[int]
+    temperature: float
+    messages: list[dict[str, Any]]
+
+
+def group_of_episodes(
+    episodes: Sequence[GroupedEpisode], estimator: Estimator = Estimator.DR_GRPO, normalise_std: bool = True
+) -> ScoredGroup:
+    """Return episodes as a group. Its sequences keep the order of the episodes, and are as many as their lines.
+
+    Where an episode has several lines, or rewards of its calls, the group has the advantages that `estimator` gives to
+    their tokens, since scores alone would count such an episode several times. Raises `LogCorrupted` for calls that do
+    not fit together, and `ValueError`, with a sentence, for episodes that cannot be a group.
+    """
+    found = [_sequences(episode) for episode in episodes]
+    sequences = [each for lines in found for each in lines]
+    if not sequences:
+        raise ValueError("no token of its episodes is learnt: none was sampled, or all at temperature 0")
+    rows = [[token if call >= 0 else NOT_TRAINED for token, call in zip(s.tokens, s.calls)] for s in sequences]
+    is_plain = all(len(lines) == 1 for lines in found) and all(each.call_rewards is None for each in episodes)
+    warm = [each.temperature for each in sequences]
+    messages = [each.messages for each in sequences]
+    return ScoredGroup(
+        lengths=pack_ints([len(each.tokens) for each in sequences]),
+        tokens=pack_ints([token for each in sequences for token in each.tokens]),
+        masks=pack_ints([mask for row in rows for mask in row]),
+        scores=PackedFloats.of([each.reward for each, lines in zip(episodes, found) for _ in lines]),
+        advantages=None if is_plain else _advantages(episodes, found, estimator, normalise_std),
+        inference_logprobs=PackedFloats.of([logprob for each in sequences for logprob in each.logprobs]),
+        overrides=b"" if set(warm) == {1.0} else _encode([{TEMPERATURE: each} for each in warm]),
+        messages=_encode(messages) if any(messages) else b"",
+    )
+
+
+def _sequences(episode: GroupedEpisode) -> list[_Sequence]:
+    found = (_sequence(line, episode.records) for line in lines_of(episode.records, episode.context).lines)
+    return [each for each in found if each is not None]
+
+
+def _sequence(line: CallLine, records: Sequence[CallRecord]) -> _Sequence | None:
+    tokens = unpack_tokens(line.tokens)
+    logprobs, calls = [NO_LOGPROB] * len(tokens), [-1] * len(tokens)
+    temperatures: set[float] = set()
+    messages: list[dict[str, Any]] = []
+    for span in line.spans:
+        messages += [*records[span.call].messages, choice_of(records, span).message or {}]
+        if span.learnt:
+            calls[span.start : span.end] = [span.call] * (span.end - span.start)
+            logprobs[span.start : span.end] = array("f", choice_of(records, span).logprobs).tolist()
+            temperatures.add(records[span.call].sampling.temperature)
+    if calls:
+        calls[0] = -1  # nothing comes before the first token, so nothing can predict it
+    end = max((place + 1 for place, call in enumerate(calls) if call >= 0), default=0)
+    if not end:
+        return None
+    if len(temperatures) > 1:
+        raise ValueError(f"calls of one conversation were sampled at {len(temperatures)} temperatures")
+    learnt = [call >= 0 for call in calls]
+    if not all(map(isfinite, compress(logprobs, learnt))):
+        raise LogCorrupted(f"call {records[line.spans[-1].call].id}: a sampled token's logprob is not finite")
+    logprobs = [logprob if is_learnt else NO_LOGPROB for logprob, is_learnt in zip(logprobs, learnt)]
+    return _Sequence(tokens[:end], logprobs[:end], calls[:end], temperatures.pop(), messages)
+
+
+def _advantages(
+    episodes: Sequence[GroupedEpisode], found: Sequence[list[_Sequence]], estimator: Estimator, normalise_std: bool
+) -> PackedFloats:
+    lengths = [
+        [sum(each.calls.count(call) for each in lines) for call in range(len(episode.records))]
+        for episode, lines in zip(episodes, found, strict=True)
+    ]
+    rewards, of_calls = [each.reward for each in episodes], [each.call_rewards for each in episodes]
+    advantages = call_advantages(rewards, of_calls, lengths, estimator, normalise_std)
+    return PackedFloats.of(
+        [
+            given[call] if call >= 0 else 0.0
+            for given, lines in zip(advantages, found, strict=True)
+            for each in lines
+            for call in each.calls
+        ]
+    )
