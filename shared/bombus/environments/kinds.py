@@ -1,6 +1,6 @@
 """What an environment is to whatever runs an agent in it: how it opens, the tools that it offers, and what it scores.
 
-A plain class and a session at an environment server both become an `Environment`, so one loop plays either.
+A plain class and a session at an environment server both become an `AgentEnvironment`, so one loop plays either.
 """
 
 from enum import StrEnum
@@ -11,7 +11,7 @@ import msgspec
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
 
-Message = dict[str, Any]  # as in a chat completion: role, content, tool_calls, tool_call_id
+ChatMessage = dict[str, Any]  # as in a chat completion: role, content, tool_calls, tool_call_id
 
 
 class ToolSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class ToolOutcome(msgspec.Struct, frozen=True, kw_only=True):
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """How an episode begins: the first messages, and the tools that there are."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     tools: list[ToolSchema] = []
 
 
@@ -57,7 +57,7 @@ class RolloutStatus(StrEnum):
     ABORTED = "aborted"  # something broke that is not the model's fault: there is no reward
 
 
-class Scores(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment says of a rollout. `reward` is the weighted sum of `rewards`; `metrics` are only reported."""
 
     reward: float
@@ -69,7 +69,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 class Transcript(msgspec.Struct, kw_only=True):
     """What has happened in a rollout so far: all messages, and the sums that budgets are compared with."""
 
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     turns: int = 0  # answers of the model
     prompt_tokens: int = 0  # of the newest request
     completion_tokens: int = 0  # of all answers
@@ -78,7 +78,7 @@ class Transcript(msgspec.Struct, kw_only=True):
     status: RolloutStatus | None = None  # None while it goes on
 
 
-class Environment(Protocol):
+class AgentEnvironment(Protocol):
     """One world for one agent at a time. After an `InfraError` of any method it is not used again."""
 
     async def open(self, task: Task) -> Opening:
@@ -93,7 +93,7 @@ class Environment(Protocol):
         """Return whether the environment ends the episode here. It is asked after each turn."""
         ...
 
-    async def score(self, transcript: Transcript) -> Scores:
+    async def score(self, transcript: Transcript) -> RolloutScores:
         """Return what a rollout that is over is worth."""
         ...
 
