@@ -149,6 +149,17 @@ def test_everything_that_is_wrong_with_a_class_is_said_in_sentences() -> None:
     )
 
 
+class Forgetful(Counter):
+    def reached(self, task: Task, state: dict[str, int]) -> float:
+        """Say how far it is."""
+        return 0.5
+
+
+def test_a_reward_that_is_overridden_without_its_decorator_is_not_lost_silently() -> None:
+    with pytest.raises(WrongClass, match="`reached` overrides a method with @reward and has no decorator itself"):
+        describe(Forgetful)
+
+
 class Nothing:
     async def play(self, task: Task) -> None:
         pass

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from typing import Any
 
 import httpx
@@ -87,7 +88,7 @@ async def test_tools_that_a_task_describes_are_handed_to_the_model() -> None:
 # ---- budgets ----
 
 
-async def test_turns_are_limited_and_the_last_ones_tools_still_count() -> None:
+async def test_b1_turns_are_limited_and_the_last_ones_tools_still_count() -> None:
     model = ScriptedModel(otherwise=calls(("add", {"amount": 1})))
     result = await played(model, turns_max=3)
     assert (result.status, len(model.requests)) == (RolloutStatus.TRUNCATED, 3)
@@ -95,7 +96,7 @@ async def test_turns_are_limited_and_the_last_ones_tools_still_count() -> None:
     assert result.output().log_metrics["truncated"] == 1.0
 
 
-async def test_no_request_asks_for_more_tokens_than_are_left() -> None:
+async def test_b1_no_request_asks_for_more_tokens_than_are_left() -> None:
     # "Count to 3." has 11 characters, so about 2 tokens; the server counts 30 and 20, then 61 and 19.
     model = ScriptedModel(
         completion(calls(("add", {"amount": 1})), prompt=30, tokens=20),
@@ -107,7 +108,7 @@ async def test_no_request_asks_for_more_tokens_than_are_left() -> None:
     assert (result.transcript.prompt_tokens, result.transcript.completion_tokens) == (10, 44)
 
 
-async def test_tokens_that_are_used_up_end_the_episode_before_another_request() -> None:
+async def test_b1_tokens_that_are_used_up_end_the_episode_before_another_request() -> None:
     model = ScriptedModel(completion(calls(("add", {"amount": 3})), prompt=60, tokens=39))
     result = await played(model, tokens_max=100)
     assert (result.status, len(model.requests)) == (RolloutStatus.TRUNCATED, 1)
@@ -289,6 +290,19 @@ async def test_any_environment_may_be_played_and_one_that_is_given_stays_open() 
     world.closed = 0
     assert (await played(ScriptedModel(), made)).output().reward == -0.5
     assert world.closed == 1
+
+
+async def test_a_function_that_hangs_while_it_makes_an_environment_is_given_up() -> None:
+    release = threading.Event()
+
+    def stuck() -> Counter:
+        release.wait()
+        return Counter()
+
+    result = await played(ScriptedModel(), stuck, setup_s=0.05)
+    with pytest.raises(EnvironmentLost, match=r"making the environment took longer than 0.05 s"):
+        result.output()
+    release.set()
 
 
 def test_a_class_that_is_no_environment_and_an_instance_are_refused_at_once() -> None:

@@ -26,6 +26,7 @@ from bombus.environments.kinds import (
 from bombus.environments.plain.description import describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.play import Play
+from bombus.environments.plain.world_thread import in_a_thread
 from bombus.errors import BombusError, in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
@@ -175,7 +176,7 @@ class Rollout:
             world = PlainEnvironment(make)
             await _within(self.budgets.setup_s, world.world.make(), "making the environment")
             return world
-        made = make() if inspect.iscoroutinefunction(make) else asyncio.to_thread(make)
+        made = make() if inspect.iscoroutinefunction(make) else in_a_thread(make, "make")
         found = await _within(self.budgets.setup_s, made, "making the environment")
         return found if _is_environment(found) else PlainEnvironment(found)
 
