@@ -18,6 +18,7 @@ from bombus.environments.plain.marks import reward
 from bombus.environments.rollout import Rollout, RolloutResult, WrongTask
 from tests.environments.scripted import CREDENTIALS, ScriptedModel, calls, completion
 from tests.environments.worlds import Counter, Threads, Together
+from tests.patience import PATIENCE_S
 
 TASK = Task(task_id="t1", metadata={"goal": 3})
 
@@ -214,6 +215,20 @@ async def test_tools_of_an_answer_overlap_where_the_world_allows_it() -> None:
     model = ScriptedModel(calls(("meet", {}), ("meet", {})), "done")
     await played(model, Together)
     assert model.shown(1) == ["met", "met"]
+
+
+async def test_g1_tools_of_eight_episodes_run_at_the_same_time() -> None:
+    meeting = threading.Barrier(8, timeout=PATIENCE_S)
+
+    class Meeting(Counter):
+        def meet(self) -> str:
+            """Wait until all eight are here."""
+            meeting.wait()
+            return "met"
+
+    models = [ScriptedModel(calls(("meet", {}))) for _ in range(8)]
+    await asyncio.gather(*(played(model, Meeting) for model in models))
+    assert [model.shown(1) for model in models] == [["met"]] * 8
 
 
 async def test_a_rollout_that_is_cancelled_closes_its_world() -> None:

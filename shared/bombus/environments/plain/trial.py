@@ -34,7 +34,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[MessageDict]
     outcomes: tuple[ToolOutcome, ...]
     scores: RolloutScores
-    calls: dict[str, float] = {}  # the rewards of single calls
 
 
 def solution_of(found: object, name: str) -> GoldSolution:
@@ -111,7 +110,7 @@ async def tried_play(environment: PlainEnvironment, task: Task, *, gold: bool) -
     result = await rollout.play(task, nobody, environment)
     if result.scores is None:
         raise result.error or WrongGold("the play has no scores")
-    return Trial(messages=[], outcomes=(), scores=result.scores, calls=result.call_rewards)
+    return Trial(messages=[], outcomes=(), scores=result.scores)
 
 
 class _Answers(httpx.AsyncBaseTransport):
