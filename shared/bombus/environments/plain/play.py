@@ -92,10 +92,14 @@ class PlayAgents(Mapping[str, PlayAgent]):
 
 
 class Play:
-    """One episode of a class with `play`. `calls` has what its agents have been answered, in that order."""
+    """One episode of a class with `play`. `calls` has what its agents have been answered, in that order.
+
+    Once it is scored, `numbers` has what each reward gave the calls that it is for.
+    """
 
     def __init__(self, world: PlainWorld, task: Task, budgets: RolloutBudgets, transcript: Transcript) -> None:
         self.calls: list[AgentCall] = []
+        self.numbers: dict[str, list[float]] = {}
         self._world = world
         self._task = task
         self._budgets = budgets
@@ -148,6 +152,7 @@ class Play:
         for method in description.rewards:
             places = [place for place, call in enumerate(self.calls) if method.mark.role in ("", call.role)]
             numbers = await self._numbers(method, places)
+            self.numbers[method.name] = numbers
             rewards[method.name] = sum(numbers) / len(numbers) if numbers else 0.0
             total += method.mark.weight * rewards[method.name]
             for place, number in zip(places, numbers):
