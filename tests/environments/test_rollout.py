@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from bombus import InfraError, Task
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.kinds import EnvironmentLost, MethodFailed, RolloutStatus
+from bombus.environments.kinds import EnvironmentLost, MethodFailed, ResetFailed, RolloutStatus
 from bombus.environments.plain.description import WrongClass
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.marks import reward
@@ -305,6 +305,24 @@ async def test_any_environment_may_be_played_and_one_that_is_given_stays_open() 
     world.closed = 0
     assert (await played(ScriptedModel(), made)).output().reward == -0.5
     assert world.closed == 1
+
+
+class Unmade(Counter):
+    def __init__(self) -> None:
+        raise OSError("no space left")
+
+
+def unmade() -> Counter:
+    return Unmade()
+
+
+@pytest.mark.parametrize("made", [Unmade, unmade])
+async def test_an_environment_that_cannot_be_made_is_infrastructure_and_leaves_no_thread(made: Any) -> None:
+    before = set(threading.enumerate())
+    result = await played(ScriptedModel(), made)
+    with pytest.raises(ResetFailed, match="could not be made: OSError: no space left"):
+        result.output()
+    assert not {thread.name for thread in set(threading.enumerate()) - before}
 
 
 async def test_a_function_that_hangs_while_it_makes_an_environment_is_given_up() -> None:

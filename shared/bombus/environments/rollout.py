@@ -16,6 +16,7 @@ from bombus.environments.kinds import (
     AgentEnvironment,
     EnvironmentLost,
     MessageDict,
+    ResetFailed,
     RolloutScores,
     RolloutStatus,
     ToolCall,
@@ -216,19 +217,24 @@ class Rollout:
             return
         world = await self._made()
         try:
+            if isinstance(world, PlainEnvironment):
+                await _within(self.budgets.setup_s, world.world.make(), "making the environment")
             yield world
         finally:
             await self._close(world)
 
     async def _made(self) -> AgentEnvironment:
-        """Make the environment of one episode. Raises `EnvironmentLost`, and `InfraError` of the function itself."""
+        """Return the environment of one episode, which is perhaps to be made yet. Raises `InfraError`, `WrongClass`."""
         make: Any = self._make
         if inspect.isclass(make) and not _is_environment(make):
-            world = PlainEnvironment(make)
-            await _within(self.budgets.setup_s, world.world.make(), "making the environment")
-            return world
-        made = make() if inspect.iscoroutinefunction(make) else in_a_thread(make, "make")
-        found = await _within(self.budgets.setup_s, made, "making the environment")
+            return PlainEnvironment(make)
+        making = make() if inspect.iscoroutinefunction(make) else in_a_thread(make, "make")
+        try:
+            found: Any = await _within(self.budgets.setup_s, making, "making the environment")
+        except InfraError:
+            raise
+        except Exception as error:  # the function's own code: whatever it raises, there is no world
+            raise ResetFailed(f"the environment could not be made: {in_one_line(error)}") from error
         return found if _is_environment(found) else PlainEnvironment(found)
 
     async def _close(self, world: AgentEnvironment) -> None:
