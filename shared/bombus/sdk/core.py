@@ -51,6 +51,7 @@ log = logging.getLogger("bombus")
 CLAIM_WAIT_S = 20.0  # how long the server holds a claim before it answers
 CLAIM_PAUSE_S = 1.0  # before the next claim, if the server did not wait
 THROTTLE_PAUSE_S = 2.0
+REPLACE_WAIT_S = 60.0  # for an episode in the place of one that was lost
 POLL_S = 0.5
 USAGE_PAUSE_S = 0.2
 CALL_COUNTED_S = 2.0  # the longest from the answer of a call until it is counted
@@ -102,6 +103,7 @@ class NoReply(msgspec.Struct, frozen=True):
 T = TypeVar("T")
 ClientOperation = Generator[ServerRequest | Sleep, ServerReply | NoReply | None, T]
 EpisodeReport = tuple[Task, str, WorkflowOutput]
+EpisodeAbort = tuple[str, bool, str]  # the episode, whether infrastructure is to blame, and what happened
 
 
 class ClientCore:
@@ -225,6 +227,22 @@ class ClientCore:
                 trim(self._sampled, BEGUN_MAX)
         return claimed
 
+    def replace_episode(
+        self,
+        lost: EpisodeAbort,
+        discard_episode_timeout: float | None,
+        episode_type: EpisodeKind,
+        task_id: str,
+        sampler: str,
+    ) -> ClientOperation[Credentials]:
+        """Abort an episode, and claim another one for its task. Raises `NoEpisode` when none comes within a minute."""
+        episode, infra, detail = lost
+        yield from self.abort_episodes([episode], infra, detail)
+        (claimed,) = yield from self.begin_episodes(
+            1, discard_episode_timeout, episode_type, task_id, REPLACE_WAIT_S, None, sampler
+        )
+        return claimed
+
     def _granted(self, body: dict[str, Any], max_wait_s: float | None) -> ClientOperation[dict[str, Any]]:
         """Send a claim until it is granted, and return the reply. `body` has the id and the waits of the last one."""
         began = self._clock()
@@ -332,6 +350,12 @@ class ClientCore:
                 self._begun.pop(episode, None)
                 if episode in self._sampled and episode not in late:
                     self._sampled[episode] = True
+
+    def finished(self, episode: str) -> None:
+        """Note that an agent is done in time: the episode may wait for the others of its group as long as they take."""
+        if not self._is_late(episode):
+            with self._lock:
+                self._begun[episode] = math.inf
 
     def _is_late(self, episode: str) -> bool:
         with self._lock:

@@ -1,0 +1,123 @@
+"""What an environment is to whatever runs an agent in it: how it opens, the tools that it offers, and what it scores.
+
+A plain class and a session at an environment server both become an `AgentEnvironment`, so one loop plays either.
+"""
+
+from enum import StrEnum
+from typing import Any, Protocol
+
+import msgspec
+
+from bombus.sdk.errors import InfraError
+from bombus.sdk.types import Task
+
+MessageDict = dict[str, Any]  # as in a chat completion: role, content, tool_calls, tool_call_id
+
+
+class ToolSchema(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool as the model is told of it. `parameters` is a JSON schema of an object."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+    def as_openai(self) -> dict[str, Any]:
+        """Return the entry of `tools` in a chat completion."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool as the model wrote it. `arguments` is its JSON text, which may be anything."""
+
+    id: str
+    name: str
+    arguments: str = "{}"
+
+
+class ToolOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tool gave back, as text. One that `failed` has the bare reason, which the model is shown as
+    `<error>Tool failed: ...</error>`."""
+
+    text: str
+    failed: bool = False
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """How an episode begins: the first messages, and the tools that there are."""
+
+    messages: list[MessageDict]
+    tools: list[ToolSchema] = []
+
+
+class RolloutStatus(StrEnum):
+    """How a rollout ended."""
+
+    COMPLETED = "completed"  # the model or the environment said that it is done
+    TRUNCATED = "truncated"  # a budget was used up, or the model's answer was cut at its length
+    ABORTED = "aborted"  # something broke that is not the model's fault: there is no reward
+
+
+class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
+    """What an environment says of a rollout. `reward` is the weighted sum of `rewards`; `metrics` are only reported."""
+
+    reward: float
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    is_success: bool | None = None
+
+
+class Transcript(msgspec.Struct, kw_only=True):
+    """What has happened in a rollout so far: all messages, and the sums that budgets are compared with."""
+
+    messages: list[MessageDict] = []
+    turns: int = 0  # answers of the model
+    prompt_tokens: int = 0  # of the newest request
+    completion_tokens: int = 0  # of all answers
+    tool_calls: int = 0
+    tool_failures: int = 0
+    status: RolloutStatus | None = None  # None while it goes on
+
+
+class AgentEnvironment(Protocol):
+    """One world for one agent at a time. After an `InfraError` of any method it is not used again."""
+
+    async def open(self, task: Task) -> Opening:
+        """Make the world new for a task, and return how its episode begins."""
+        ...
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        """Carry out a call. What goes wrong inside a tool is an outcome that failed, and not an exception.
+
+        A call that takes too long is cancelled. Where the world cannot be used after that, the next use of it raises
+        `EnvironmentLost`.
+        """
+        ...
+
+    async def is_over(self, transcript: Transcript) -> bool:
+        """Return whether the environment ends the episode here. It is asked after each turn."""
+        ...
+
+    async def score(self, transcript: Transcript) -> RolloutScores:
+        """Return what a rollout that is over is worth."""
+        ...
+
+    async def close(self) -> None:
+        """Give up the world. Closing again does nothing."""
+        ...
+
+
+class EnvironmentLost(InfraError):
+    """The session is dead: its server is gone, a step took too long, or its lease has lapsed. It never comes back."""
+
+
+class EnvironmentsBusy(InfraError):
+    """All environments of a server are taken, and none became free in time."""
+
+
+class ResetFailed(InfraError):
+    """The environment could not be made new for a task."""
+
+
+class MethodFailed(InfraError):
+    """A method of the environment's own that is not a tool failed, such as the one that gives the reward."""
