@@ -37,6 +37,8 @@ DECODING = {
     "bombus/demo/folder.py": OWN,
     "bombus/demo/player.py": CLIENT,
     "bombus/endpoints/servers.py": SERVER,
+    "bombus/environments/chat_model.py": CLIENT,
+    "bombus/environments/loading.py": OWN,
     "bombus/export/finding.py": "a map of files, which is decoded as messages are",
     "bombus/hive/events.py": "event",
     "bombus/hive/generation.py": "generate",
