@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from bombus.sdk.client import SwarmClient, start_engines
     from bombus.sdk.errors import EpisodesFailed, InfraError, SwarmError
     from bombus.sdk.job import Job
-    from bombus.sdk.types import Credentials, EpisodeUsage, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
+    from bombus.sdk.types import (
+        Credentials,
+        EpisodeUsage,
+        JointEpisode,
+        PoolInformation,
+        Task,
+        ThrottlePolicy,
+        WorkflowOutput,
+    )
 
 __all__ = [
     "AsyncSwarmClient",
@@ -22,6 +30,7 @@ __all__ = [
     "EpisodesFailed",
     "InfraError",
     "Job",
+    "JointEpisode",
     "PoolInformation",
     "SwarmClient",
     "SwarmError",
@@ -39,6 +48,7 @@ _HOMES = {
     "EpisodesFailed": "bombus.sdk.errors",
     "InfraError": "bombus.sdk.errors",
     "Job": "bombus.sdk.job",
+    "JointEpisode": "bombus.sdk.types",
     "PoolInformation": "bombus.sdk.types",
     "SwarmClient": "bombus.sdk.client",
     "SwarmError": "bombus.sdk.errors",
