@@ -48,7 +48,7 @@ def folded(harness: JointHarness) -> Hive:
 # ---- claims ----
 
 
-def test_a_joint_claim_is_granted_on_all_engines_by_one_decision_in_which_each_knows_the_others(
+def test_r13_a_joint_claim_is_granted_on_all_engines_by_one_decision_in_which_each_knows_the_others(
     harness: JointHarness,
 ) -> None:
     message = harness.joint_message(SMALL, BIG, count=2, task_hint="t1")
@@ -137,7 +137,7 @@ def test_a_joint_claim_that_could_never_be_granted_is_refused(
 # ---- waiting ----
 
 
-def test_while_one_engine_does_not_roll_a_joint_claim_waits_and_holds_nothing_on_the_other() -> None:
+def test_r13_while_one_engine_does_not_roll_a_joint_claim_waits_and_holds_nothing_on_the_other() -> None:
     harness = JointHarness(BIG)
     with harness.on(SMALL):
         harness.configure(ev.Collection(batch_size=1000))
@@ -181,7 +181,7 @@ def test_two_clients_that_name_the_same_engines_in_opposite_order_are_served_one
     assert harness.was_granted(bob)
 
 
-def test_three_clients_that_each_want_two_of_three_engines_in_a_ring_are_all_served() -> None:
+def test_r13_three_clients_that_each_want_two_of_three_engines_in_a_ring_are_all_served() -> None:
     harness = JointHarness(BIG, SMALL, THIRD, max_open_claims=1)
     held = {name: harness.claim_on(name, "holder")[0] for name in (BIG, SMALL, THIRD)}
     pairs = {"ann": (BIG, SMALL), "bob": (SMALL, THIRD), "eve": (THIRD, BIG)}
@@ -347,7 +347,7 @@ def test_a_key_at_its_cap_does_not_hold_up_the_joint_claims_of_others() -> None:
 # ---- ends ----
 
 
-def test_joint_episodes_end_on_all_engines_by_one_decision(harness: JointHarness) -> None:
+def test_r13_joint_episodes_end_on_all_engines_by_one_decision(harness: JointHarness) -> None:
     joint, other = harness.claim_jointly(count=2)
     message = harness.joint_end(joint, other)
     decisions = list(harness.core.receive(message, harness.seq + 1, harness.now_ns))
@@ -437,7 +437,7 @@ def test_a_joint_episode_ends_while_one_of_its_engines_drains() -> None:
 # ---- aborts ----
 
 
-def test_the_abort_of_one_episode_is_the_abort_of_its_joint_episode(harness: JointHarness) -> None:
+def test_r13_the_abort_of_one_episode_is_the_abort_of_its_joint_episode(harness: JointHarness) -> None:
     joint, other = harness.claim_jointly(count=2)
     events = harness.abort(SMALL, joint[SMALL])
     assert told(events) == [("episode.aborted", SMALL), ("episode.aborted", BIG)]
@@ -520,7 +520,7 @@ def test_a_confirmation_confirms_the_whole_claim(harness: JointHarness) -> None:
 
 
 @pytest.mark.parametrize("engine", [BIG, SMALL])
-def test_activity_of_one_part_is_activity_of_all(harness: JointHarness, engine: str) -> None:
+def test_r13_activity_of_one_part_is_activity_of_all(harness: JointHarness, engine: str) -> None:
     (joint,) = harness.claim_jointly(discard_timeout_s=100.0)
     harness.send(inbox.Touch(id="t", engine=engine, episodes=(joint[engine],)), after_s=60)
     assert not reasons(harness.tick(after_s=60))

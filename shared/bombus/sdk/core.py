@@ -273,9 +273,10 @@ class ClientCore:
         if isinstance(reply, ServerReply) and reply.status < 400 and (episodes := _granted_ids(reply)):
             yield posted("/abort_episodes", self._abort_body(episodes, False, "interrupted in its claim"), GIVE_BACK_S)
 
-    def _credentials(self, episode: Mapping[str, str], model: str) -> Credentials:
+    def _credentials(self, episode: Mapping[str, str], model: str, at: str = "") -> Credentials:
+        """Return what an agent needs; `at` is the address of the hive where that is not the client's own."""
         return Credentials(
-            base_url=self.server_url + urlsplit(episode["openai_base_url"]).path,
+            base_url=(at or self.server_url) + urlsplit(episode["openai_base_url"]).path,
             api_key=episode["openai_api_key"],
             model=model,
             episode_uuid=episode["episode_uuid"],

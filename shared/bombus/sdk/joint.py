@@ -1,6 +1,7 @@
 """The client's operations on joint episodes, which are one episode on each of several engines of a hive."""
 
 import logging
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from bombus.sdk.running import AgentResult, output_of
 from bombus.sdk.types import EpisodeKind, JointEpisode, Task
 
 log = logging.getLogger("bombus")
+
+_OF_ENGINE = re.compile(r"/e/[a-z0-9][a-z0-9-]*\Z")
 
 JointResult = Mapping[str, AgentResult]  # by role: the outcome, or just the reward
 JointReport = tuple[Task, JointEpisode, JointResult]
@@ -64,7 +67,9 @@ class HiveCore(ClientCore):
         claimed = [
             JointEpisode(
                 engines=dict(engines),
-                credentials={role: self._credentials(one[name], models[name]) for role, name in engines.items()},
+                credentials={
+                    role: self._credentials(one[name], models[name], self._root) for role, name in engines.items()
+                },
             )
             for one in reply["joint_episodes"]
         ]
@@ -72,7 +77,12 @@ class HiveCore(ClientCore):
         return claimed
 
     def _at_root(self, what: str) -> str:
-        return f"{self.server_url}/{what}_joint_episodes"
+        return f"{self._root}/{what}_joint_episodes"
+
+    @property
+    def _root(self) -> str:
+        """The hive's address, also for a client that was given one of its engines."""
+        return _OF_ENGINE.sub("", self.server_url)
 
     def _note_joint(
         self, claimed: Sequence[JointEpisode], reply: Mapping[str, Any], idle_s: float | None, lifetime_s: float | None
