@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from bombus.sdk.client import SwarmClient, start_engines
     from bombus.sdk.errors import EpisodesFailed, InfraError, SwarmError
     from bombus.sdk.job import Job
-    from bombus.sdk.types import Credentials, EpisodeUsage, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
+    from bombus.sdk.types import (
+        Credentials,
+        EpisodeUsage,
+        JointEpisode,
+        PoolInformation,
+        Task,
+        ThrottlePolicy,
+        WorkflowOutput,
+    )
 
 __all__ = [
     "AsyncSwarmClient",
@@ -28,6 +36,7 @@ __all__ = [
     "EpisodesFailed",
     "InfraError",
     "Job",
+    "JointEpisode",
     "PlainEnvironment",
     "PoolInformation",
     "Rollout",
@@ -55,6 +64,7 @@ _HOMES = {
     "EpisodesFailed": "bombus.sdk.errors",
     "InfraError": "bombus.sdk.errors",
     "Job": "bombus.sdk.job",
+    "JointEpisode": "bombus.sdk.types",
     "PlainEnvironment": "bombus.environments.plain.environment",
     "PoolInformation": "bombus.sdk.types",
     "Rollout": "bombus.environments.rollout",

@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import httpx
 from openai import AsyncOpenAI, OpenAIError
 
-from bombus import Task, WorkflowOutput
+from bombus import JointEpisode, Task, WorkflowOutput
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import BadReward, EngineOffline, SwarmError
 from bombus.sdk.types import Credentials, EpisodeKind
@@ -18,6 +19,7 @@ from tests.chaos.plain import end_plainly
 from tests.chaos.rewards import REFUSED, reward_of
 
 AGENTS = 6
+JOINT_AGENTS = 2
 TASKS = "abc"
 CALL_S = 30.0
 RETRIES = 12
@@ -56,6 +58,61 @@ class Agents:
             await agent.play_one()
 
 
+class JointAgents:
+    """Two agents that play joint episodes on all engines until `stop`; each engine's ledger has its part."""
+
+    def __init__(self, url: str, ledgers: Mapping[str, Ledger], seed: int) -> None:
+        self._url = url
+        self._ledgers = ledgers
+        self._seed = seed
+        self._stopping = False
+        self.ended = 0
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    async def run(self) -> None:
+        async with (
+            AsyncSwarmClient(self._url, verbose=False) as client,
+            httpx.AsyncClient(timeout=CALL_S) as http,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for number in range(JOINT_AGENTS):
+                pick = random.Random(f"{self._seed} joint {number}")
+                agents = {name: _Agent(client, http, self._url, each, pick) for name, each in self._ledgers.items()}
+                tasks.create_task(self._work(client, agents, pick))
+
+    async def _work(self, client: AsyncSwarmClient, agents: Mapping[str, "_Agent"], pick: random.Random) -> None:
+        while not self._stopping:
+            try:
+                joint = await client.begin_joint_episode({name: name for name in agents}, IDLE_S, max_wait_s=20.0)
+            except SwarmError:  # the engines are not up yet, or there was no room on all of them
+                await asyncio.sleep(pick.random())
+                continue
+            for name, ledger in self._ledgers.items():
+                ledger.claims.add(joint[name].episode)
+            try:
+                await self._play(client, agents, joint, pick)
+            except (OpenAIError, SwarmError) as error:
+                self._ledgers[next(iter(agents))].troubles[f"joint: {type(error).__name__}"] += 1
+
+    async def _play(
+        self, client: AsyncSwarmClient, agents: Mapping[str, "_Agent"], joint: JointEpisode, pick: random.Random
+    ) -> None:
+        task = pick.choice(TASKS)
+        texts = {name: await agent.converse(joint[name], task) for name, agent in agents.items()}
+        if pick.random() < 0.1:
+            await client.abort_joint_episode(joint)
+            for name, ledger in self._ledgers.items():
+                ledger.aborts.add(joint[name].episode)
+            return
+        rewards = {name: reward_of(text.count(task), pick) for name, text in texts.items()}
+        await client.end_joint_episode(Task(task_id=task), joint, rewards)
+        self.ended += 1
+        for name, ledger in self._ledgers.items():
+            ledger.ends[joint[name].episode] = rewards[name]
+
+
 @dataclass(frozen=True)
 class _Agent:
     client: AsyncSwarmClient
@@ -92,7 +149,7 @@ class _Agent:
 
     async def _play(self, credentials: Credentials, kind: EpisodeKind) -> None:
         task = self.pick.choice(TASKS)
-        text = await self._converse(credentials, task)
+        text = await self.converse(credentials, task)
         if self.pick.random() < 0.05:
             await self.client.abort_episode(credentials.episode_uuid)
             self.ledger.aborts.add(credentials.episode)
@@ -105,7 +162,7 @@ class _Agent:
         if kind == "eval":
             self.ledger.evals.add(credentials.episode)
 
-    async def _converse(self, credentials: Credentials, task: str) -> str:
+    async def converse(self, credentials: Credentials, task: str) -> str:
         """Play two turns and return the model's last answer."""
         model = AsyncOpenAI(
             base_url=credentials.base_url,

@@ -1,5 +1,8 @@
 """Given, when, then for the coordinator's core: a hive in memory whose clock is a number."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AnyEvent, Collection, EpisodeType, Event, Method, NotedCall, Weights
@@ -22,6 +25,7 @@ class CoreHarness:
     """A core, an inbox that counts, and a clock. `send` puts a message in and returns what was decided."""
 
     def __init__(self, core: Core | None = None) -> None:
+        self.name = ENGINE  # the engine that messages are about
         self.core = without_ticks(core or Core())
         self.seq = 0
         self.now_ns = 1_000 * SECOND
@@ -31,9 +35,18 @@ class CoreHarness:
         if core is None:
             self.log += self.core.open_epoch("leader").events
 
+    @contextmanager
+    def on(self, engine: str) -> Iterator[EngineState]:
+        """Send messages about another engine while the block runs."""
+        before, self.name = self.name, engine
+        try:
+            yield self.engine
+        finally:
+            self.name = before
+
     @property
     def engine(self) -> EngineState:
-        return self.core.hive.engine(ENGINE)
+        return self.core.hive.engine(self.name)
 
     def phase(self) -> Phase:
         return self.engine.phase
@@ -67,8 +80,8 @@ class CoreHarness:
     ) -> None:
         collection = Collection(method=method, batch_size=batch_size, num_repeat=num_repeat, **rules)  # type: ignore[arg-type]
         self.configure(collection)
-        self.send(inbox.Start(id=self.id(), engine=ENGINE))
-        self.send(inbox.ReplicaAlive(id=self.id(), engine=ENGINE, replica="r1", url="http://r1"))
+        self.send(inbox.Start(id=self.id(), engine=self.name))
+        self.send(inbox.ReplicaAlive(id=self.id(), engine=self.name, replica="r1", url="http://r1"))
         self.open_trainer()
         self.save_weights(0)
         self.load(0)
@@ -77,12 +90,12 @@ class CoreHarness:
     def configure(self, collection: Collection) -> AnyAnswer:
         return self.request(
             inbox.Configure(
-                id=self.id(), engine=ENGINE, config="{}", config_digest="d", collection=collection, model="tiny"
+                id=self.id(), engine=self.name, config="{}", config_digest="d", collection=collection, model="tiny"
             )
         )
 
     def open_trainer(self) -> int:
-        answer = self.request(inbox.TrainerOpens(id=self.id(), engine=ENGINE, run=self.engine.run, trainer="t1"))
+        answer = self.request(inbox.TrainerOpens(id=self.id(), engine=self.name, run=self.engine.run, trainer="t1"))
         assert isinstance(answer, inbox.Done)
         return answer.epoch
 
@@ -90,7 +103,7 @@ class CoreHarness:
         return self.send(
             inbox.WeightsSaved(
                 id=self.id(),
-                engine=ENGINE,
+                engine=self.name,
                 run=self.engine.run,
                 step=step,
                 trainer_epoch=self.engine.trainer_epoch if epoch is None else epoch,
@@ -100,14 +113,16 @@ class CoreHarness:
 
     def load(self, version: int, replica: str = "r1") -> list[AnyEvent]:
         return self.send(
-            inbox.WeightsLoadedFact(id=self.id(), engine=ENGINE, run=self.engine.run, version=version, replica=replica)
+            inbox.WeightsLoadedFact(
+                id=self.id(), engine=self.name, run=self.engine.run, version=version, replica=replica
+            )
         )
 
     def claim_message(self, client: str = "c1", count: int = 1, claim: str = "", **more: object) -> inbox.Claim:
         message_id = self.id()
         return inbox.Claim(
             id=message_id,
-            engine=ENGINE,
+            engine=self.name,
             claim=claim or f"claim-{message_id}",
             client=client,
             count=count,
@@ -129,13 +144,13 @@ class CoreHarness:
             oldest=made,
             newest=made,
         )
-        return self.send(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=noted))
+        return self.send(inbox.CallRecorded(id=self.id(), engine=self.name, run=self.engine.run, call=noted))
 
     def end_message(
         self, episode: str, task: str = "t1", reward: float | None = 1.0, client: str = "c1", **more: object
     ) -> inbox.End:
         result = EpisodeResult(episode=episode, task=task, reward=reward, **more)  # type: ignore[arg-type]
-        return inbox.End(id=self.id(), engine=ENGINE, client=client, results=(result,))
+        return inbox.End(id=self.id(), engine=self.name, client=client, results=(result,))
 
     def end(
         self, episode: str, task: str = "t1", reward: float | None = 1.0, client: str = "c1", **more: object
@@ -154,7 +169,7 @@ class CoreHarness:
         return self.send(
             inbox.StepDone(
                 id=self.id(),
-                engine=ENGINE,
+                engine=self.name,
                 run=self.engine.run,
                 step=step,
                 trainer_epoch=self.engine.trainer_epoch if epoch is None else epoch,

@@ -266,6 +266,24 @@ SWARM: dict[str, list[Tree]] = {
     "/end_episodes": [{"client_uuid": CLIENT, "episodes": [END, {**END, "episode_uuid": "@other@"}]}],
     "/abort_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES, "infra": True, "detail": "d"}],
     "/touch_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
+    "/claim_joint_episodes": [
+        {
+            "client_uuid": CLIENT,
+            "claim_id": "j",
+            "engines": ["main", "other"],
+            "count": 2,
+            "episode_type": "train",
+            "discard_episode_timeout": 30.0,
+            "wait_s": 0.2,
+            "waited_s": 1.0,
+            "task_id": "t",
+        },
+    ],
+    "/end_joint_episodes": [
+        {"client_uuid": CLIENT, "joint_episodes": [[END, {**END, "episode_uuid": "@other@"}]]},
+    ],
+    "/abort_joint_episodes": [{"client_uuid": CLIENT, "episode_uuids": ["@other@"], "infra": True, "detail": "d"}],
+    "/touch_joint_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
     "/read_ended_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
     "/take_ended_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
 }

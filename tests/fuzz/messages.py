@@ -18,7 +18,7 @@ from tests.fuzz.examples import examples
 from tests.fuzz.values import ODD, Tree, damaged, mutated, to_msgpack
 
 OTHER = "other"
-OF_CLIENTS = inbox.Claim | inbox.End | inbox.Abort | inbox.AgreeSync | inbox.Lookup | inbox.Touch
+OF_CLIENTS = inbox.Claim | inbox.End | inbox.JointEnd | inbox.Abort | inbox.AgreeSync | inbox.Lookup | inbox.Touch
 _OF_THE_LEADER = {"storage.seen", "operations.stored"}  # which it sends to itself, about the bus
 TREES: list[Tree] = [each for each in examples(inbox.AnyMessage) if each["kind"] not in _OF_THE_LEADER]
 # Not subjects, and those of others.

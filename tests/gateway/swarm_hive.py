@@ -4,6 +4,7 @@ The trainer and the replica are played: they send the messages of real ones, wit
 """
 
 import asyncio
+import copy
 import json
 import socket
 import uuid
@@ -53,6 +54,7 @@ class PlayedHive:
     """A hive whose trainer, replica and model are played by methods. `http` is a client of the gateway's app."""
 
     def __init__(self, bus: Bus, gateway: Gateway, coordinator: Coordinator) -> None:
+        self.name = ENGINE
         self.bus = bus
         self.gateway = gateway
         self.coordinator = coordinator
@@ -62,9 +64,18 @@ class PlayedHive:
         )
         self.epoch = 0
 
+    def other(self, engine: str) -> "PlayedHive":
+        """Return the same hive, with another of its engines to be started and played."""
+        there = copy.copy(self)
+        there.name = engine
+        there.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app), base_url=f"http://hive.test:10086/e/{engine}", timeout=30
+        )
+        return there
+
     @property
     def engine(self) -> EngineState:
-        return self.gateway.follower.hive.engine(ENGINE)
+        return self.gateway.follower.hive.engine(self.name)
 
     async def phase(self, phase: Phase) -> None:
         await self.gateway.follower.wait_for(lambda _: self.engine.phase == phase, PATIENCE_S)
@@ -83,7 +94,9 @@ class PlayedHive:
     async def boot(self) -> None:
         """Open the run, and report the loaded model as ready and served."""
         run = self.engine.run
-        answer = await self.bus.inbox.request(inbox.TrainerOpens(id=_id(), engine=ENGINE, run=run, trainer="trainer-1"))
+        answer = await self.bus.inbox.request(
+            inbox.TrainerOpens(id=_id(), engine=self.name, run=run, trainer="trainer-1")
+        )
         assert isinstance(answer, inbox.Done)
         self.epoch = answer.epoch
         await self.weights(0)
@@ -93,7 +106,7 @@ class PlayedHive:
         await self.send(
             inbox.WeightsSaved(
                 id=_id(),
-                engine=ENGINE,
+                engine=self.name,
                 run=run,
                 step=step,
                 trainer_epoch=self.epoch,
@@ -101,7 +114,7 @@ class PlayedHive:
             )
         )
         await self.send(
-            inbox.ReplicaAlive(id=_id(), engine=ENGINE, replica=REPLICA, url="http://nowhere", run=run, version=step)
+            inbox.ReplicaAlive(id=_id(), engine=self.name, replica=REPLICA, url="http://nowhere", run=run, version=step)
         )
 
     async def train(self) -> None:
@@ -111,7 +124,7 @@ class PlayedHive:
         await self.send(
             inbox.StepDone(
                 id=_id(),
-                engine=ENGINE,
+                engine=self.name,
                 run=batch.run,
                 step=batch.step,
                 trainer_epoch=self.epoch,
@@ -128,7 +141,7 @@ class PlayedHive:
         episode = without_secret(episode)
         record = CallRecord(
             id=_id(),
-            engine=ENGINE,
+            engine=self.name,
             run=self.engine.run,
             episode=episode,
             parent=parent,
@@ -145,10 +158,10 @@ class PlayedHive:
             messages=messages,
         )
         body = encode_record(record)
-        ack = await self.bus.publisher.publish(self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
+        ack = await self.bus.publisher.publish(self.bus.subjects.call(self.name, episode), body, msg_id=record.id)
         ref = CallRef(ack.seq, record.id, digest(body))
         noted = NotedCall(episode, ref, 2, 1, self.engine.version, self.engine.version, CallStatus.COMPLETE)
-        await self.send(inbox.CallRecorded(id=record.id, engine=ENGINE, run=self.engine.run, call=noted))
+        await self.send(inbox.CallRecorded(id=record.id, engine=self.name, run=self.engine.run, call=noted))
         await self.gateway.follower.wait_for(
             lambda _: any(call.ref.id == ref.id for one in self.engine.open.values() for call in one.calls), 10
         )

@@ -7,11 +7,13 @@ import time
 from collections import Counter
 from datetime import datetime
 
+import msgspec
 import pytest
 
 from bombus.bus import Bus
 from bombus.cli import main
 from bombus.config.job import RunConfig
+from bombus.hive.describe import line_of
 from bombus.hive.events import EpisodeClaimed, EpisodeEnded, EpisodesTaken, Outcome, SamplerWeights, kind_of
 from bombus.replay.logged_run import LoggedRun
 from bombus.replay.moments import moment
@@ -122,6 +124,11 @@ def test_the_part_of_an_event_that_is_about_an_episode() -> None:
     claimed = EpisodeClaimed(run=1, claim="c", client="a", episodes=("e1", "e2"))
     assert about(claimed, "e2") == EpisodeClaimed(run=1, claim="c", client="a", episodes=("e2",))
     assert about(claimed, "e3") is None
+    joint = msgspec.structs.replace(claimed, partners={"small": ("s1", "s2")})
+    assert about(joint, "e2") == EpisodeClaimed(
+        run=1, claim="c", client="a", episodes=("e2",), partners={"small": ("s2",)}
+    )
+    assert line_of(joint) == "a claimed e1 and 1 more (train, together with s1 and 1 more)"
     mine, other = (Outcome(episode=name, task="t", reward=0.0, digest=b"") for name in ("e1", "e2"))
     ended = EpisodeEnded(run=1, client="a", outcomes=(mine, other))
     assert about(ended, "e1") == EpisodeEnded(run=1, client="a", outcomes=(mine,))

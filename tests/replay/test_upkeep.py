@@ -25,7 +25,9 @@ async def append(bus: Bus, event: Event, epoch: int, answers: int) -> None:
     """Append an event as no coordinator would."""
     subject = bus.subjects.event(event.engine, ev.kind_of(event))
     headers = {EPOCH: str(epoch), INBOX: str(answers)}
-    await bus.publisher.publish(subject, ev.encode_event(event), msg_id="forged", headers=headers)
+    await bus.publisher.publish(
+        subject, ev.encode_event(event), msg_id=f"forged {answers} {event.engine}", headers=headers
+    )
 
 
 async def test_a_valid_log_agrees_with_its_snapshots(bus: Bus) -> None:
@@ -46,6 +48,31 @@ async def test_the_bodies_and_results_of_operations_are_read_and_their_loss_is_f
     assert verified.bodies == 2 * OPERATIONS * len(SESSIONS), "each has a body, which no cover has, and a result"
     await bus.purge_below(bus.subjects.ops_stream, 3)
     with pytest.raises(LogCorrupted):
+        await upkeep.verify(bus)
+
+
+async def test_a_joint_episode_that_ends_in_parts_is_found(bus: Bus) -> None:
+    async with leading(bus):
+        pass
+    newest = await bus.last(bus.subjects.events_stream)
+    assert newest is not None
+    epoch, answers = int(newest.headers[EPOCH]), int(newest.headers[INBOX])
+    parts = {"big": "big-1-1", "small": "small-1-1"}
+    for engine, episode in parts.items():
+        partners: dict[str, tuple[str, ...]] = {name: (other,) for name, other in parts.items() if name != engine}
+        claimed = ev.EpisodeClaimed(
+            engine=engine, run=1, claim="c", client="c1", episodes=(episode,), partners=partners
+        )
+        await append(bus, claimed, epoch, answers + 1)
+    await upkeep.verify(bus)
+    aborted = ev.EpisodeAborted(engine="big", run=1, episodes=("big-1-1",), reason=ev.AbortReason.CLIENT)
+    await append(bus, aborted, epoch, answers + 2)
+    with pytest.raises(LogCorrupted, match="small-1-1 was not aborted with the rest of its joint episode"):
+        await upkeep.verify(bus)
+    outcome = ev.Outcome(episode="small-1-1", task="t", reward=1.0, digest=b"d")
+    ended = ev.EpisodeEnded(engine="small", run=1, client="c1", outcomes=(outcome,))
+    await append(bus, ended, epoch, answers + 2)
+    with pytest.raises(LogCorrupted, match="small-1-1 was not aborted with the rest"):
         await upkeep.verify(bus)
 
 

@@ -186,7 +186,9 @@ class Coordinator(Process):
                 seq += 1
                 events.append(self._outgoing(event, seq, {INBOX: str(each.answers), **(more or {})}))
                 self._answered = each.answers
-            if events:
+            if events and self._variant == Variant.ENDED_APART:
+                outgoing += [[each] for each in events]
+            elif events:
                 outgoing.append(events)
         if not outgoing:
             if any(each.decision.replies for each in pending):

@@ -220,6 +220,9 @@ class Gateway(Process):
 
     # ---- activity ----
 
+    def confirm(self, claim: str) -> None:
+        self._confirmed.append(claim)
+
     def touch(self, episode: str) -> None:
         self._seen.add(episode)
 

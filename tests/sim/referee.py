@@ -16,6 +16,7 @@ from bombus.hive.state import EngineState, Hive, Phase, ended_calls, evolve
 from bombus_coordinator.rules.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_replicas, check_stays
 from tests.hive.phases import TRANSITIONS
+from tests.sim.joint_ledger import SIDE, JointLedger
 from tests.sim.scored import SCORED_ENGINE, ScoredLedger
 from tests.sim.server import Message
 from tests.sim.tenants import OPS_ENGINE, Ledger
@@ -67,6 +68,7 @@ class Referee:
         self.position = 0
         self.ledger: Ledger | None = None  # of a hive that serves training operations
         self.scored: ScoredLedger | None = None  # of a hive that takes scored groups
+        self.joint: JointLedger | None = None  # of a hive with a second engine, and joint episodes
         self.disk: dict[str, Checkpoint] = {}
         self.weights: dict[str, Published] = {}
         self.seen: Counter[str] = Counter()
@@ -101,7 +103,9 @@ class Referee:
         for message in messages:
             event = message.event
             self._check_order(message, event)
-            if event.engine in (OPS_ENGINE, SCORED_ENGINE):
+            if self.joint is not None and event.engine == ENGINE:
+                self.joint.check(event, self.hive.engine(ENGINE))
+            if event.engine in (OPS_ENGINE, SCORED_ENGINE, SIDE):
                 self._note_apart(message, event)
                 continue
             engine = self.hive.engine(ENGINE)
@@ -116,10 +120,12 @@ class Referee:
             after = engine.phase
             assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
             self.seen[ev.kind_of(event)] += 1
+        if self.joint is not None:
+            self.joint.check_wholes()
 
     def _note_apart(self, message: Message, event: Event) -> None:
-        """Note an event of an engine that plays no episodes."""
-        ledger = self.ledger if event.engine == OPS_ENGINE else self.scored
+        """Note an event of another engine."""
+        ledger = {OPS_ENGINE: self.ledger, SCORED_ENGINE: self.scored, SIDE: self.joint}[event.engine]
         assert ledger is not None
         engine = self.hive.engine(event.engine)
         before = engine.phase
@@ -246,7 +252,7 @@ class Referee:
             assert outcome.episode in engine.open, "only an open episode ends"
             assert outcome.episode not in self.ended
             calls = {ref.id for ref in ended_calls(outcome, engine.open[outcome.episode])}
-            missing = self.sealed[outcome.episode] - calls
+            missing = self.sealed.get(outcome.episode, frozenset()) - calls
             assert not missing, f"acknowledged calls {sorted(missing)} are not in episode {outcome.episode}"
             self.ended[outcome.episode] = outcome.digest
             if event.type == EpisodeType.TRAIN:

@@ -11,12 +11,13 @@ import pytest
 from bombus.hive import events as ev
 from tests.sim.faults import Fault
 from tests.sim.variants import Variant
-from tests.sim.world import OPERATING, SCORING, simulate, tally
+from tests.sim.world import JOINT, OPERATING, SCORING, simulate, tally
 
 SEEDS = int(os.environ.get("BOMBUS_SIM_SEEDS", "1000"))
 VARIANT_SEEDS = 1000
 SCORING_SEEDS = range(SCORING, 100 * OPERATING, OPERATING)  # those of hives that take scored groups
 OPERATING_SEEDS = range(OPERATING - 1, 100 * OPERATING, OPERATING)  # those of hives with training operations
+JOINT_SEEDS = range(JOINT, 100 * OPERATING, OPERATING)  # those of hives with joint episodes
 # Fault rates that find a variant which the usual ones find only in one of thousands of seeds.
 RATES = {
     Variant.SWEPT_ALL: {Fault.SLOW: 0.2, Fault.ZOMBIE: 0.3},
@@ -105,6 +106,17 @@ def test_r16_acknowledged_groups_are_in_one_batch_each_and_batches_are_repeated_
         assert seen[rare] > 0, rare
     for refused in ("body_gone", "storage_full"):
         assert seen[f"pushes refused: {refused}"] > 0, refused
+
+
+def test_r13_the_episodes_of_a_joint_one_are_open_ended_or_aborted_together_whatever_is_killed() -> None:
+    """The ledger checks it after each append, and that every acknowledged grant and end is on the log as a whole."""
+    seen: Counter[str] = Counter()
+    for seed in JOINT_SEEDS:
+        seen += tally(simulate(seed))
+    hives = len(JOINT_SEEDS)
+    assert seen["joint grants acknowledged"] > 2 * hives
+    assert seen["joint ends acknowledged"] > 2 * hives
+    assert seen["joint episodes aborted"] > hives
 
 
 def test_a_slow_superseded_trainer_removes_nothing_that_the_log_names() -> None:

@@ -17,6 +17,7 @@ class Variant(StrEnum):
     GROUPS_PURGED = "scored groups are purged up to the end of their stream"
     SENT_EARLY = "a batch is said to be delivered before its last byte has left"
     OLD_EXECUTOR = "an operation.done of a superseded trainer epoch is accepted"
+    ENDED_APART = "the events of a decision about several engines are stored one by one"
     SNAPSHOT_EARLY = "a snapshot is taken while an append is in flight"
     OLD_TRAINER = "a step.done of a superseded trainer epoch is accepted"
     TOLD_EARLY = "a call is acknowledged before it was reported to the coordinator"

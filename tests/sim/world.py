@@ -9,6 +9,8 @@ from tests.sim.client import Client, Mood, Operator
 from tests.sim.coordinator import Coordinator
 from tests.sim.faults import SCHEDULED, Fault, Faults
 from tests.sim.gateway import Gateway
+from tests.sim.joint import JointClient, SideEngine
+from tests.sim.joint_ledger import JointLedger
 from tests.sim.link import Net
 from tests.sim.loop import Loop, Process
 from tests.sim.referee import ENGINE, Referee
@@ -26,6 +28,7 @@ QUIET_S = 60.0  # until every command is answered
 REPORTING = 8  # in one of so many hives gateways report how they read the model
 OPERATING = 10  # one of so many hives serves training operations too
 SCORING = 4  # of so many hives as OPERATING says, the one that takes scored groups
+JOINT = 7  # of so many hives as OPERATING says, the one with a second engine and joint episodes
 OVER_S = 240.0  # an end that failed is tried again after a minute, twice
 COMPACTING = 6  # of so many seeds, some compact their logs
 EVENTS_MAX = {1: 60, 4: 150}  # by the rest of the seed: the size of a log that is compacted, in events
@@ -64,7 +67,9 @@ class World:
         self.trainers = [Trainer(f"t{n}", net, referee, variant) for n in range(2)]
         keeps_name = pick.random() < 0.5
         self.replicas = [Replica(f"r{n}", net, referee, keeps_name, variant) for n in range(pick.randint(1, 2))]
-        self.clients = [Client(name, self.gateways, referee, self.mood, pick) for name in ("ann", "bob", "eve")]
+        self.clients: list[Client | JointClient] = [
+            Client(name, self.gateways, referee, self.mood, pick) for name in ("ann", "bob", "eve")
+        ]
         self.operator = Operator(self.gateways, self.mood, pick)
         self._kinds: list[list[Process]] = [
             [*self.coordinators],
@@ -78,6 +83,8 @@ class World:
             self._add_tenants()
         if scores:
             self._add_scored(variant)
+        if seed % OPERATING == JOINT:
+            self._add_joint()
         if trace is not None:
             self.server.streams[EVENTS_STREAM].watchers.append(self._tell)
 
@@ -96,6 +103,14 @@ class World:
         self.referee.scored = ledger
         environments = [ScoredEnvironment(name, self.net, ledger, lambda: self.mood.playing) for name in ("e0", "e1")]
         self._kinds += [[*environments], [ScoredTrainer("s0", self.net, ledger, lambda: self.mood.playing, variant)]]
+
+    def _add_joint(self) -> None:
+        """Add a second engine, and clients that play on both at once."""
+        ledger = JointLedger(lambda: self.referee.hive, self.referee.seen)
+        self.referee.joint = ledger
+        self._kinds.append([SideEngine("side", self.net, self.mood)])
+        joint = [JointClient(name, self.gateways, ledger, self.mood, self.pick) for name in ("lou", "max")]
+        self.clients += joint
 
     def _tell(self, messages: Sequence[Message]) -> None:
         for each in messages:
@@ -137,6 +152,8 @@ class World:
         self.referee.finish()
         if scored is not None:
             scored.finish()
+        if self.referee.joint is not None:
+            self.referee.joint.finish()
         self.referee.refold(self.server.streams[EVENTS_STREAM].messages)
 
     def _all_agree(self) -> bool:

@@ -369,6 +369,33 @@ def test_a_cluster_file_starts_its_engines_and_their_jobs(tmp_path: Path) -> Non
         assert up.interrupt() == []
 
 
+def test_a_planner_and_a_worker_on_two_engines_train_together(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--config", str(ROOT / "examples/server/planner_worker.yaml"))
+    try:
+        told = example(up, "planner_worker.py", "--model", "tiny", "--steps", "2")
+        lines = [rf"step {step}: planner \d\.\d{{3}}, worker \d\.\d{{3}}" for step in range(2)]
+        assert re.fullmatch("\n".join(lines) + "\n", told), told
+        for engine in ("planner", "worker"):
+            with SwarmClient(up.url, engine=engine) as client:
+                wait_until(lambda: client.get_global_step() == 2, READY_S)
+        events = asyncio.run(newest_run(up))
+        claimed = [event for event in events if isinstance(event, ev.EpisodeClaimed)]
+        assert {(event.engine, *event.partners) for event in claimed} == {("planner", "worker"), ("worker", "planner")}
+        ended = {
+            engine: [
+                outcome.digest
+                for event in events
+                if isinstance(event, ev.EpisodeEnded) and event.engine == engine
+                for outcome in event.outcomes
+            ]
+            for engine in ("planner", "worker")
+        }
+        assert ended["planner"] == ended["worker"], "each report is the end of an episode on both engines"
+        assert len(ended["planner"]) == 16
+    finally:
+        assert up.interrupt() == []
+
+
 def test_a_trainer_that_is_stopped_is_killed_and_its_successor_trains_the_batch_once(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(json.dumps({"engines": {"main": {"trainer": {"stall_s": 12.0}, "inference": [{}]}}}))

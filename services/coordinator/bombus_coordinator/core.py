@@ -29,6 +29,8 @@ from bombus_coordinator.rules import (
     transitions,
 )
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
+from bombus_coordinator.rules.joint import claims as joint_claims
+from bombus_coordinator.rules.joint import outcomes as joint_outcomes
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.trajectories import batches, registering
 from bombus_coordinator.rules.waiting import share_of
@@ -125,7 +127,11 @@ class Core:
                 yield pending.decision
 
     def _fold(self, decision: Decision, answers: int) -> PendingDecision:
-        """Fold a decision. Raises `Refused`, having folded nothing, when one of its events is too large."""
+        """Fold a decision, in which joint episodes are aborted as wholes.
+
+        Raises `Refused`, having folded nothing, when one of its events is too large.
+        """
+        decision = joint_outcomes.completed(self.hive, decision)
         bodies = tuple(map(ev.encode_event, decision.events))
         largest = max(map(len, bodies), default=0)
         if largest > self.live.event_bytes_max:
@@ -192,8 +198,7 @@ class Core:
         if isinstance(message, inbox.Tick):
             if message.answered is not None:
                 self.live.tick(message.answered)
-            for engine in list(self.hive.engines.values()):
-                yield from self._safely(engine, self._tick(engine))
+            yield from self._pass_time()
             return
         if (rule := _HIVE_RULES.get(type(message))) is not None:
             yield from self._folded(rule(self.hive, self.live, message))
@@ -208,24 +213,57 @@ class Core:
         if answered is not None:
             yield PendingDecision(Decision(replies=(CommandReply(message.id, answered),)), self.live.seq)
             return
+        changed = [message.engine]
         try:
-            yield from self._folded(self._command(engine, message))
+            for pending in self._folded(self._command(engine, message)):
+                changed += _engines_of(pending)
+                yield pending
         except Refused as error:
             yield from self._folded([_refused(engine, self.live, message, error)])
             return
-        engine = self.hive.engine(message.engine)
-        yield from self._safely(engine, self._follow_up(engine))
+        yield from self._follow(changed)
 
     def _command(self, engine: EngineState, message: inbox.AnyMessage) -> Decisions:
+        if (rule := _COMMANDS_OF_SEVERAL.get(type(message))) is not None:
+            return rule(self.hive, self.live, message)
         return _RULES[type(message)](engine, self.live, message)
+
+    def _follow(self, changed: Iterable[str]) -> Iterator[PendingDecision]:
+        """Make what follows in the engines that have changed, and in those that change with them by joint episodes."""
+        left = dict.fromkeys(self._with_neighbours(changed))
+        while left:
+            name = next(iter(left))
+            del left[name]
+            engine = self.hive.engine(name)
+            for pending in self._safely(engine, self._follow_up(engine)):
+                others = [each for each in self._with_neighbours(_engines_of(pending)) if each != name]
+                left |= dict.fromkeys(others)
+                yield pending
+
+    def _with_neighbours(self, engines: Iterable[str]) -> list[str]:
+        """Return engines, with those of joint claims that wait for one of them: such a claim may wait no more."""
+        names = [name for name in engines if name != ev.HIVE]
+        sets = [each for each in self.live.joint if not set(names).isdisjoint(each)]
+        return [*names, *(name for each in sets for name in each)]
+
+    def _pass_time(self) -> Iterator[PendingDecision]:
+        changed: list[str] = []
+        for engine in list(self.hive.engines.values()):
+            for pending in self._safely(engine, self._tick(engine)):
+                changed += (name for name in _engines_of(pending) if name != engine.name)
+                yield pending
+        if self.live.joint:
+            changed += self.hive.engines
+            yield from self._folded(joint_claims.lapse(self.hive, self.live))
+        yield from self._follow(changed)
 
     def _follow_up(self, engine: EngineState) -> Decisions:
         """Make the transitions that are due, then grant claims for which there is room now."""
         yield from transitions.settle(engine, self.live)
-        yield from claims.grant(engine, self.live)
+        yield from claims.grant(self.hive, engine, self.live)
 
     def _tick(self, engine: EngineState) -> Decisions:
-        yield from episodes.expire(engine, self.live)
+        yield from episodes.expire(self.hive, engine, self.live)
         yield from replicas.lapse_replicas(engine, self.live)
         yield from trainers.lapse(engine, self.live)
         yield from sessions.expire(engine, self.live)
@@ -249,6 +287,10 @@ class Core:
                 self.live.environment_seen[engine.name, environment] = self.live.now_ns
 
 
+def _engines_of(pending: PendingDecision) -> list[str]:
+    return [event.engine for event in pending.decision.events]
+
+
 def _refused(engine: EngineState, live: Live, message: inbox.AnyMessage, error: Refused) -> Decision:
     reply = CommandReply(message.id, refusal(error))
     if not isinstance(message, engines.CONTROL):
@@ -268,8 +310,12 @@ _HIVE_RULES: dict[type[inbox.Message], Callable[[Hive, Live, Any], Decisions]] =
     inbox.OperationsStored: serving.release,
     inbox.TrajectoriesStored: batches.release,
 }
-_RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]] = {
+_COMMANDS_OF_SEVERAL: dict[type[inbox.Message], Callable[[Hive, Live, Any], Decisions]] = {
     inbox.Claim: claims.claim,
+    inbox.JointClaim: joint_claims.claim,
+    inbox.JointEnd: joint_outcomes.end,
+}
+_RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]] = {
     inbox.End: episodes.end,
     inbox.Abort: episodes.abort,
     inbox.Take: episodes.take,

@@ -27,7 +27,7 @@ from bombus_gateway.refusals import ERROR_HEADERS, RETRY_AFTER
 from bombus_gateway.responses.docs import add_responses_paths
 from bombus_gateway.responses.routes import ResponsesDoor
 from bombus_gateway.scored.routes import scored_router
-from bombus_gateway.swarm.routes import swarm_router
+from bombus_gateway.swarm.routes import joint_router, swarm_router
 from bombus_gateway.tenants.routes import training_router
 
 log = logging.getLogger(__name__)
@@ -148,6 +148,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         scored, direct = scored_router(gateway, engine, app.routed)
         app.include_router(scored, prefix=prefix)
         app.hot |= {f"{prefix}{path}": route for path, route in direct.items()}
+    app.include_router(joint_router(gateway))
     return app
 
 

@@ -144,7 +144,8 @@ def _(event: ev.SyncAgreed) -> str:
 def _(event: ev.EpisodeClaimed) -> str:
     task = f", task {event.task_hint}" if event.task_hint else ""
     weights = "" if event.sampler is None else f", from {event.sampler.checkpoint or 'the base'}"
-    return f"{event.client} claimed {_some(event.episodes)} ({event.type}{task}{weights})"
+    joint = f", together with {' and '.join(map(_some, event.partners.values()))}" if event.partners else ""
+    return f"{event.client} claimed {_some(event.episodes)} ({event.type}{task}{weights}{joint})"
 
 
 @_text.register

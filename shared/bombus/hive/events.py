@@ -29,6 +29,7 @@ class AbortReason(StrEnum):
     ENGINE_STOPPED = "engine_stopped"
     SUPERSEDED = "superseded"  # the drain deadline passed
     INFRA = "infra"  # an infrastructure failure: no reward, not in its group's statistics
+    JOINT = "joint"  # another episode of its joint episode was aborted
 
 
 class DropReason(StrEnum):
@@ -289,6 +290,8 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     """One claim was granted: one episode or a whole group. `version` is the policy version at the claim.
 
     `owner` is the name of the client's key, "" where it has none. Only in a run of operations is there a `sampler`.
+    Those of joint episodes have `partners` on other engines, which are claimed in the same decision: by engine, in the
+    order of `episodes`.
     """
 
     run: int
@@ -301,6 +304,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     task_hint: str = ""
     owner: str = ""
     sampler: SamplerWeights | None = None
+    partners: dict[str, tuple[str, ...]] = {}
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -328,7 +332,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     On the log it has no `calls`: they are those that were noted before it as complete, which the fold has. Events of
     older versions list them. `call_rewards`, when given, has a reward for each that is not masked, in order, and
-    `reward` is their mean.
+    `reward` is their mean. `digest` is that of the report: for a joint episode, of the results of all its episodes.
     """
 
     episode: str

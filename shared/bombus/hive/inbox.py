@@ -82,6 +82,12 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     sampler: str = ""
 
 
+class JointClaim(Claim, frozen=True, kw_only=True, omit_defaults=True, tag="claim_joint"):
+    """Claim `count` joint episodes, of one episode on each of `engines`, all or none. It is about the hive."""
+
+    engines: tuple[str, ...]
+
+
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The outcome of one episode as a client reports it: with `reward`, `call_rewards` in the order of the calls, or
     `rewards_by_call`, by the calls' ids."""
@@ -104,7 +110,16 @@ class End(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
     client_active: bool = True
 
 
+class JointEnd(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end_joint"):
+    """End joint episodes, all or none: each with a result for every one of its engines. It is about the hive."""
+
+    client: str
+    results: tuple[dict[str, EpisodeResult], ...]
+
+
 class Abort(Message, frozen=True, kw_only=True, omit_defaults=True, tag="abort"):
+    """Abort episodes. With one of a joint episode, its partners are aborted too."""
+
     client: str
     episodes: tuple[str, ...]
     infra: bool = False
@@ -600,7 +615,9 @@ AnyMessage = (
     | Stop
     | Resume
     | Claim
+    | JointClaim
     | End
+    | JointEnd
     | Abort
     | Take
     | AgreeSync
@@ -678,6 +695,23 @@ class Granted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="grante
     version: int
 
 
+class EngineGrant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The part of one engine in the grant of a joint claim."""
+
+    engine: str
+    run: int
+    episodes: tuple[str, ...]
+    version: int
+
+
+class JointGranted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="granted_joint"):
+    """The grant of a joint claim: joint episode n consists of the n-th episode of each engine."""
+
+    grants: tuple[EngineGrant, ...]
+    claimed_ns: int
+    discard_timeout_s: float
+
+
 class Found(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="found"):
     run: int
     open: bool
@@ -720,7 +754,7 @@ class Refusal(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="refusa
     why: str
 
 
-AnyAnswer = Done | Granted | Found | Accepted | Joined | Pushed | BatchTaken | Refusal
+AnyAnswer = Done | Granted | JointGranted | Found | Accepted | Joined | Pushed | BatchTaken | Refusal
 
 _encoder = msgspec.msgpack.Encoder()
 _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -744,6 +778,10 @@ def decode_message(body: bytes) -> AnyMessage:
         raise msgspec.DecodeError(f"{message.engine[:40]!r} is not the name of an engine")
     if isinstance(message, End) and not all(_is_plain(result.metadata) for result in message.results):
         raise msgspec.DecodeError(_NOT_PLAIN)
+    if isinstance(message, JointEnd):
+        reported = [result for results in message.results for result in results.values()]
+        if not all(_is_plain(result.metadata) for result in reported):
+            raise msgspec.DecodeError(_NOT_PLAIN)
     if isinstance(message, OpenSession) and not _is_plain(message.metadata):
         raise msgspec.DecodeError(_NOT_PLAIN)
     return message

@@ -59,6 +59,7 @@ class Episode(msgspec.Struct, kw_only=True):
     last_call_ns: int = 0
     owner: str = ""  # the name of its client's key
     sampler: ev.SamplerWeights | None = None  # what its calls sample from, in a run of operations
+    partners: dict[str, str] = {}  # by engine: the other episodes of its joint episode, open for as long as it is
 
     def complete_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
@@ -310,6 +311,11 @@ def episode_id(engine: str, run: int, number: int) -> str:
     return f"{engine}-{run}-{number}"
 
 
+def engine_of(episode: str) -> str:
+    """Return the engine in an episode id; what it returns for any other text is the name of no engine with it."""
+    return episode.rpartition("-")[0].rpartition("-")[0]
+
+
 SCORED_GROUPS = "trajectories"  # the stream that only scored groups need
 
 
@@ -340,6 +346,13 @@ class Hive(msgspec.Struct, kw_only=True):
     def engine(self, name: str) -> EngineState:
         """Return the state of an engine; an empty one, which is not kept, when no event has named it yet."""
         return self.engines.get(name) or EngineState(name=name)
+
+    def partners(self, episode: Episode) -> Iterator[Episode]:
+        """Yield the other episodes of an open joint episode, none for an episode of its own."""
+        for engine, name in episode.partners.items():
+            partner = self.engine(engine).open.get(name)
+            if partner is not None:  # in a fold that has not reached the end of a decision, one may be over
+                yield partner
 
 
 _EventT = TypeVar("_EventT", bound=Event)
@@ -582,7 +595,7 @@ def _sync_agreed(engine: EngineState, event: ev.SyncAgreed) -> None:
 
 @_on(ev.EpisodeClaimed)
 def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
-    for episode in event.episodes:
+    for number, episode in enumerate(event.episodes):
         engine.open[episode] = Episode(
             id=episode,
             claim=event.claim,
@@ -595,6 +608,7 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
             owner=event.owner,
             calls_from=engine.newest_call,
             sampler=event.sampler,
+            partners={name: ids[number] for name, ids in event.partners.items() if number < len(ids)},
         )
     engine.claims[event.claim] = event.episodes
     engine.next_episode += len(event.episodes)

@@ -70,7 +70,9 @@ def about(event: AnyEvent, episode: str) -> AnyEvent | None:
     """Return the part of an event that is about one episode, None when no part is."""
     match event:
         case ev.EpisodeClaimed() if episode in event.episodes:
-            return msgspec.structs.replace(event, episodes=(episode,))
+            number = event.episodes.index(episode)
+            partners = {engine: names[number : number + 1] for engine, names in event.partners.items()}
+            return msgspec.structs.replace(event, episodes=(episode,), partners=partners)
         case ev.CallsNoted():
             calls = tuple(call for call in event.calls if call.episode == episode)
             return msgspec.structs.replace(event, calls=calls) if calls else None

@@ -1,5 +1,7 @@
 """Check a log, and remove its oldest events: what `bombus log verify` and `bombus log compact` do."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from bombus.bus import EPOCH, INBOX, BlobMissing, Bus, Reader, Stored, snapshots
@@ -7,8 +9,9 @@ from bombus.bus.follow import read_event
 from bombus.bus.large.parts import Parts
 from bombus.bus.snapshots import KEPT, Snapshot
 from bombus.errors import Code, LogCorrupted, Refused
+from bombus.hive import events as ev
 from bombus.hive.records import decode_record
-from bombus.hive.state import FOLD, Hive, evolve
+from bombus.hive.state import FOLD, EngineState, Hive, evolve
 from bombus.hive.tenants import order as operations
 from bombus.hive.trajectories import order as scored
 from bombus.replay.export import calls_held_by
@@ -38,10 +41,10 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
     """Fold from the first event that is kept, compare each snapshot on the way, and read the calls still needed.
 
     Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch or an inbox position that
-    goes backwards, an operation or a batch out of its order, a snapshot that cannot be read or is not the fold of the
-    events before it, or a call of an open episode, the pool or the outstanding batch, or the body or the result of an
-    operation, that does not match its reference. Scored groups that are gone are no fault of the log: they are counted.
-    Raises `NotOnLog` when the log was compacted meanwhile.
+    goes backwards, an operation or a batch out of its order, a joint episode that begins or ends in parts, a snapshot
+    that cannot be read or is not the fold of the events before it, or a call of an open episode, the pool or the
+    outstanding batch, or the body or the result of an operation, that does not match its reference. Scored groups that
+    are gone are no fault of the log: they are counted. Raises `NotOnLog` when the log was compacted meanwhile.
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
@@ -61,6 +64,7 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
                 if stored.seq in waiting:
                     check.compare(waiting[stored.seq])
             progress(check.position, end)
+    check.check_joint()
     refs = sorted(set(calls_held_by(check.hive)), key=lambda ref: ref.seq)
     for start in range(0, len(refs), CALLS_AT_ONCE):
         some = refs[start : start + CALLS_AT_ONCE]
@@ -122,6 +126,37 @@ async def _kept_snapshots(bus: Bus, begins_at: int) -> list[Snapshot]:
     return kept
 
 
+class _Wholes:
+    """Finds joint episodes of which one decision has claimed, ended or aborted a part alone."""
+
+    def __init__(self) -> None:
+        self._done: set[tuple[str, str]] = set()  # what happened to an episode, and its name
+        self._owed: set[tuple[str, str]] = set()  # what has to happen to its partners in the same decision
+
+    def note(self, hive: Hive, event: ev.Event) -> None:
+        """Note an event before it is folded."""
+        match event:
+            case ev.EpisodeClaimed():
+                self._done.update(("claimed", name) for name in event.episodes)
+                self._owed.update(("claimed", name) for names in event.partners.values() for name in names)
+            case ev.EpisodeEnded():
+                self._close(hive.engine(event.engine), "ended", [outcome.episode for outcome in event.outcomes])
+            case ev.EpisodeAborted():
+                self._close(hive.engine(event.engine), "aborted", event.episodes)
+
+    def _close(self, engine: EngineState, how: str, names: Sequence[str]) -> None:
+        for episode in (engine.open[name] for name in names if name in engine.open):
+            self._done.add((how, episode.id))
+            self._owed.update((how, partner) for partner in episode.partners.values())
+
+    def why_not(self) -> str:
+        """Return what the events since the last time lack, "" for nothing. Call it between decisions."""
+        lacking = sorted(self._owed - self._done)
+        self._done.clear()
+        self._owed.clear()
+        return f"{lacking[0][1]} was not {lacking[0][0]} with the rest of its joint episode" if lacking else ""
+
+
 class LogCheck:
     """Folds a log from `start` on, and checks each event against the one before."""
 
@@ -131,23 +166,32 @@ class LogCheck:
         self.epochs = 0
         self._epoch = start.hive.epoch
         self._answered = start.answered
+        self._wholes = _Wholes()
 
     def take(self, stored: Stored) -> None:
         """Fold the next event. Raises `LogCorrupted` when it is not the next one, or no leader can have written it."""
         if stored.seq != self.position + 1:
             raise LogCorrupted(f"event {self.position + 1} is missing: the next one is {stored.seq}")
         event = read_event(stored)
+        epoch, answered = int(stored.headers[EPOCH]), int(stored.headers[INBOX])
+        if answered != self._answered:
+            self.check_joint()
         if why := operations.why_out_of_order(self.hive, event) or scored.why_out_of_order(self.hive, event):
             raise LogCorrupted(f"event {stored.seq} cannot be: {why}")
+        self._wholes.note(self.hive, event)
         evolve(self.hive, event)
         self.position = stored.seq
-        epoch, answered = int(stored.headers[EPOCH]), int(stored.headers[INBOX])
         if epoch < self._epoch or epoch != self.hive.epoch:
             raise LogCorrupted(f"event {stored.seq} is of epoch {epoch}, inside epoch {self.hive.epoch}")
         if answered < self._answered:
             raise LogCorrupted(f"event {stored.seq} answers inbox message {answered}, after {self._answered}")
         self.epochs += epoch > self._epoch
         self._epoch, self._answered = epoch, answered
+
+    def check_joint(self) -> None:
+        """Raises `LogCorrupted` when the events so far end, abort or claim a part of a joint episode."""
+        if why := self._wholes.why_not():
+            raise LogCorrupted(f"up to event {self.position}, {why}")
 
     def compare(self, snapshot: Snapshot) -> None:
         """Raises `LogCorrupted` when this version made the snapshot, and it is not the fold up to here."""

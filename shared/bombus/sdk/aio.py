@@ -5,7 +5,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -15,14 +15,16 @@ from bombus import telemetry
 from bombus.config.algorithms import Estimator
 from bombus.datums.episodes import EpisodeDatum
 from bombus.sdk import running, transport
-from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
+from bombus.sdk.core import ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.job import JobLike, job_document
+from bombus.sdk.joint import AsyncJointAgent, HiveCore, JointGroup, JointReport, JointResult
 from bombus.sdk.progress import ProgressBar
 from bombus.sdk.types import (
     Credentials,
     EpisodeKind,
     EpisodeUsage,
+    JointEpisode,
     PoolInformation,
     Task,
     ThrottlePolicy,
@@ -51,7 +53,7 @@ class AsyncSwarmClient:
         telemetry.configure("client")
         self.server_url, key = transport.address(server_url, api_key)
         self.verbose = verbose
-        self._core = ClientCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
+        self._core = HiveCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
         self._http = httpx.AsyncClient(transport=transport_, **transport.client_options(self.server_url, engine, key))
         self._sleep = sleep
         self.lost_episodes: Counter[str] = Counter()  # of groups, by the kind of the error
@@ -168,19 +170,16 @@ class AsyncSwarmClient:
 
     @asynccontextmanager
     async def keep_alive(self, *episode_uuids: str, every_s: float = 30.0) -> AsyncIterator[None]:
-        async with self._kept_alive(lambda: episode_uuids, every_s):
+        async with self._beating(lambda: self.touch_episodes(episode_uuids), every_s):
             yield
 
     @asynccontextmanager
-    async def _kept_alive(self, episodes: Callable[[], Sequence[str]], every_s: float) -> AsyncIterator[None]:
-        """Keep those episodes from going idle that there are each time."""
-
+    async def _beating(self, touch: Callable[[], Awaitable[object]], every_s: float) -> AsyncIterator[None]:
         async def beat() -> None:
             while True:
                 await asyncio.sleep(every_s)
                 try:
-                    if now := episodes():
-                        await self.touch_episodes(now)
+                    await touch()
                 except SwarmError as error:
                     log.warning("could not keep the episodes alive: %s", error)
 
@@ -189,6 +188,63 @@ class AsyncSwarmClient:
             yield
         finally:
             heartbeat.cancel()
+
+    # ---- joint episodes, on several engines -------------------------------------------------------------------
+
+    async def begin_joint_episode(  # noqa: PLR0913 - those of `begin_episode`
+        self,
+        engines: Mapping[str, str],
+        discard_episode_timeout: float | None = None,
+        episode_type: EpisodeKind = "train",
+        *,
+        task_id: str = "",
+        max_wait_s: float | None = None,
+        max_episode_time: float | None = None,
+    ) -> JointEpisode:
+        (joint,) = await self.begin_joint_episodes(
+            1,
+            engines,
+            discard_episode_timeout,
+            episode_type,
+            task_id=task_id,
+            max_wait_s=max_wait_s,
+            max_episode_time=max_episode_time,
+        )
+        return joint
+
+    async def begin_joint_episodes(  # noqa: PLR0913 - those of `begin_episodes`
+        self,
+        n: int,
+        engines: Mapping[str, str],
+        discard_episode_timeout: float | None = None,
+        episode_type: EpisodeKind = "train",
+        *,
+        task_id: str = "",
+        max_wait_s: float | None = None,
+        max_episode_time: float | None = None,
+    ) -> list[JointEpisode]:
+        return await self._run(
+            self._core.begin_joint_episodes(
+                n, engines, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time
+            )
+        )
+
+    async def end_joint_episode(self, task: Task, joint: JointEpisode, results: JointResult) -> None:
+        await self._run(self._core.end_joint_episodes([(task, joint, results)]))
+
+    async def end_joint_episodes(self, ends: Sequence[JointReport]) -> None:
+        await self._run(self._core.end_joint_episodes(ends))
+
+    async def abort_joint_episode(self, joint: JointEpisode, *, infra: bool = False, detail: str = "") -> None:
+        await self._run(self._core.abort_joint_episodes([joint], infra, detail))
+
+    async def touch_joint_episodes(self, joints: Sequence[JointEpisode]) -> list[JointEpisode]:
+        return await self._run(self._core.touch_joint_episodes(joints))
+
+    @asynccontextmanager
+    async def keep_joint_alive(self, *joints: JointEpisode, every_s: float = 30.0) -> AsyncIterator[None]:
+        async with self._beating(lambda: self.touch_joint_episodes(joints), every_s):
+            yield
 
     # ---- the engine -------------------------------------------------------------------------------------------
 
@@ -302,7 +358,8 @@ class AsyncSwarmClient:
                 await attempt(index)
 
         try:
-            async with self._kept_alive(outcome.finished, running.KEEP_FINISHED_S), asyncio.TaskGroup() as group:
+            keeping = self._beating(lambda: self.touch_episodes(outcome.finished()), running.KEEP_FINISHED_S)
+            async with keeping, asyncio.TaskGroup() as group:
                 for index in range(n):
                     group.create_task(fill(index))
         except BaseException:
@@ -317,3 +374,39 @@ class AsyncSwarmClient:
     def _note(self, outcome: running.GroupOutcome) -> None:
         outcome.tell()
         self.lost_episodes += outcome.lost
+
+    async def run_joint_group(  # noqa: PLR0913 - the public signature
+        self,
+        task: Task,
+        func: AsyncJointAgent,
+        n: int,
+        engines: Mapping[str, str],
+        *,
+        discard_episode_timeout: float | None = None,
+        episode_type: EpisodeKind = "train",
+    ) -> list[JointResult | None]:
+        claimed = await self.begin_joint_episodes(
+            n, engines, discard_episode_timeout, episode_type, task_id=task.task_id
+        )
+        outcome = JointGroup(task, claimed)
+
+        async def attempt(index: int) -> None:
+            try:
+                outcome.succeeded(index, await func(task, claimed[index]))
+                for episode in claimed[index].episode_uuids:
+                    self._core.finished(episode)
+            except Exception as error:  # the caller's code: the rest of the group goes on
+                outcome.failed(index, error)
+
+        try:
+            keeping = self._beating(lambda: self.touch_joint_episodes(outcome.finished()), running.KEEP_FINISHED_S)
+            async with keeping, asyncio.TaskGroup() as group:
+                for index in range(n):
+                    group.create_task(attempt(index))
+        except BaseException:
+            await self._run(self._core.give_up(outcome.episode_uuids))
+            raise
+        for joint, infra, detail in outcome.aborts():
+            await self.abort_joint_episode(joint, infra=infra, detail=detail)
+        await self.end_joint_episodes(outcome.ends())
+        return outcome.outcome()

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,14 +16,16 @@ from bombus import telemetry
 from bombus.config.algorithms import Estimator
 from bombus.datums.episodes import EpisodeDatum
 from bombus.sdk import running, threads, transport
-from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
+from bombus.sdk.core import ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.job import JobLike, job_document
+from bombus.sdk.joint import HiveCore, JointAgent, JointGroup, JointReport, JointResult
 from bombus.sdk.progress import ProgressBar
 from bombus.sdk.types import (
     Credentials,
     EpisodeKind,
     EpisodeUsage,
+    JointEpisode,
     PoolInformation,
     Task,
     ThrottlePolicy,
@@ -61,7 +63,7 @@ class SwarmClient:
         telemetry.configure("client")
         self.server_url, key = transport.address(server_url, api_key)
         self.verbose = verbose
-        self._core = ClientCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
+        self._core = HiveCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
         self._http = httpx.Client(transport=transport_, **transport.client_options(self.server_url, engine, key))
         self._sleep = sleep
         self._lost_lock = threading.Lock()
@@ -213,19 +215,17 @@ class SwarmClient:
     @contextmanager
     def keep_alive(self, *episode_uuids: str, every_s: float = 30.0) -> Iterator[None]:
         """Keep episodes from going idle while the block runs: for tools that take long."""
-        with self._kept_alive(lambda: episode_uuids, every_s):
+        with self._beating(lambda: self.touch_episodes(episode_uuids), every_s):
             yield
 
     @contextmanager
-    def _kept_alive(self, episodes: Callable[[], Sequence[str]], every_s: float) -> Iterator[None]:
-        """Keep those episodes from going idle that there are each time."""
+    def _beating(self, touch: Callable[[], object], every_s: float) -> Iterator[None]:
         over = threading.Event()
 
         def beat() -> None:
             while not over.wait(every_s):
                 try:
-                    if now := episodes():
-                        self.touch_episodes(now)
+                    touch()
                 except SwarmError as error:
                     log.warning("could not keep the episodes alive: %s", error)
 
@@ -236,6 +236,80 @@ class SwarmClient:
         finally:
             over.set()
             thread.join(KEPT_ALIVE_S)
+
+    # ---- joint episodes, on several engines -------------------------------------------------------------------
+
+    def begin_joint_episode(  # noqa: PLR0913 - those of `begin_episode`
+        self,
+        engines: Mapping[str, str],
+        discard_episode_timeout: float | None = None,
+        episode_type: EpisodeKind = "train",
+        *,
+        task_id: str = "",
+        max_wait_s: float | None = None,
+        max_episode_time: float | None = None,
+    ) -> JointEpisode:
+        """Claim one episode on each of several engines at once, waiting until all of them have one.
+
+        `engines` names the engine of each role, such as `{"planner": "big", "worker": "small"}`, and the result has the
+        credentials of each: `joint["planner"]`. The episodes have one outcome: they are ended together, by
+        `end_joint_episode`, or aborted together, and activity of one keeps all of them. See `begin_episode`.
+        """
+        (joint,) = self.begin_joint_episodes(
+            1,
+            engines,
+            discard_episode_timeout,
+            episode_type,
+            task_id=task_id,
+            max_wait_s=max_wait_s,
+            max_episode_time=max_episode_time,
+        )
+        return joint
+
+    def begin_joint_episodes(  # noqa: PLR0913 - those of `begin_episodes`
+        self,
+        n: int,
+        engines: Mapping[str, str],
+        discard_episode_timeout: float | None = None,
+        episode_type: EpisodeKind = "train",
+        *,
+        task_id: str = "",
+        max_wait_s: float | None = None,
+        max_episode_time: float | None = None,
+    ) -> list[JointEpisode]:
+        """Claim `n` joint episodes in one request, all or none. See `begin_joint_episode`."""
+        claimed = self._run(
+            self._core.begin_joint_episodes(
+                n, engines, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time
+            )
+        )
+        threads.note_claimed([episode for joint in claimed for episode in joint.episode_uuids])
+        return claimed
+
+    def end_joint_episode(self, task: Task, joint: JointEpisode, results: JointResult) -> None:
+        """Report how a joint episode went: for each role an output, or just a reward.
+
+        Repeating a report is harmless; a different one raises `OtherOutcome`.
+        """
+        self._run(self._core.end_joint_episodes([(task, joint, results)]))
+
+    def end_joint_episodes(self, ends: Sequence[JointReport]) -> None:
+        """Report (task, joint episode, results by role) of several in one request, all or none."""
+        self._run(self._core.end_joint_episodes(ends))
+
+    def abort_joint_episode(self, joint: JointEpisode, *, infra: bool = False, detail: str = "") -> None:
+        """Abort a joint episode on all of its engines. `infra` says that no model is to blame."""
+        self._run(self._core.abort_joint_episodes([joint], infra, detail))
+
+    def touch_joint_episodes(self, joints: Sequence[JointEpisode]) -> list[JointEpisode]:
+        """Keep these joint episodes from going idle. Returns those that are over."""
+        return self._run(self._core.touch_joint_episodes(joints))
+
+    @contextmanager
+    def keep_joint_alive(self, *joints: JointEpisode, every_s: float = 30.0) -> Iterator[None]:
+        """Keep joint episodes from going idle while the block runs: for tools that take long."""
+        with self._beating(lambda: self.touch_joint_episodes(joints), every_s):
+            yield
 
     # ---- the engine -------------------------------------------------------------------------------------------
 
@@ -381,7 +455,7 @@ class SwarmClient:
                 attempt(index)
 
         try:
-            with self._kept_alive(outcome.finished, running.KEEP_FINISHED_S):
+            with self._beating(lambda: self.touch_episodes(outcome.finished()), running.KEEP_FINISHED_S):
                 self._each(range(n), fill, running.workers_for(n, max_workers or n))
         except BaseException:
             self._run(self._core.give_up(outcome.episodes()))
@@ -396,6 +470,44 @@ class SwarmClient:
         outcome.tell()
         with self._lost_lock:
             self.lost_episodes += outcome.lost
+
+    def run_joint_group(  # noqa: PLR0913 - those of `run_group`
+        self,
+        task: Task,
+        func: JointAgent,
+        n: int,
+        engines: Mapping[str, str],
+        *,
+        discard_episode_timeout: float | None = None,
+        episode_type: EpisodeKind = "train",
+        max_workers: int | None = None,
+    ) -> list[JointResult | None]:
+        """Run `n` joint episodes of one task, as `run_group` runs episodes.
+
+        `func(task, joint)` returns the outcome or the reward of each role; it may be a coroutine function.
+        """
+        claimed = self.begin_joint_episodes(n, engines, discard_episode_timeout, episode_type, task_id=task.task_id)
+        group = JointGroup(task, claimed)
+
+        def attempt(index: int) -> None:
+            try:
+                group.succeeded(index, threads.result_of(func(task, claimed[index])))
+                for episode in claimed[index].episode_uuids:
+                    self._core.finished(episode)
+            except Exception as error:  # the caller's code: the rest of the group goes on
+                threads.check()
+                group.failed(index, error)
+
+        try:
+            with self._beating(lambda: self.touch_joint_episodes(group.finished()), running.KEEP_FINISHED_S):
+                self._each(range(n), attempt, running.workers_for(n, max_workers or n))
+        except BaseException:
+            self._run(self._core.give_up(group.episode_uuids))
+            raise
+        for joint, infra, detail in group.aborts():
+            self.abort_joint_episode(joint, infra=infra, detail=detail)
+        self.end_joint_episodes(group.ends())
+        return group.outcome()
 
     def _each(self, indices: Sequence[int], attempt: Callable[[int], None], workers: int) -> None:
         """Call `attempt` for each index in threads. When this is interrupted, their episodes are given up, and agents'

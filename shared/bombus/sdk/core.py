@@ -135,6 +135,7 @@ class ClientCore:
         self._begun: dict[str, float] = {}  # by episode: when its time is over
         self._sampled: dict[str, bool] = {}  # whether this client has ended them: episodes begun with a sampler
         self._taking: set[str] = set()  # of these, those that a call of `take_datums` reads now
+        self._joint: dict[str, None] = {}  # episodes begun as parts of joint ones
         self._started_tasks: list[str] = []  # that this client has begun, for throttling
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class ClientCore:
         """Send until there is a reply, backing off while there is none. All attempts have one id, so that a command
         whose reply was lost is not carried out twice."""
         if method == "POST":
-            request = _posted(path, body or {}, timeout_s)
+            request = posted(path, body or {}, timeout_s)
         else:
             request = ServerRequest(method=method, path=path, headers=JSON_HEADERS, timeout_s=timeout_s)
         began = self._clock()
@@ -155,7 +156,7 @@ class ClientCore:
             if isinstance(reply, ServerReply):
                 self._reached, self._waiting = True, False
             if isinstance(reply, ServerReply) and reply.status < 400:
-                return _object(reply)
+                return object_of(reply)
             error = _error_of(reply, path)
             is_away = _is_away(reply, error)
             if is_away:
@@ -212,15 +213,10 @@ class ClientCore:
             body["sampler"] = sampler
         if discard_episode_timeout is not None:
             body["discard_episode_timeout"] = float(discard_episode_timeout)
-        try:
-            reply = yield from self._granted(body, max_wait_s)
-        except (SwarmError, GeneratorExit):
-            raise
-        except BaseException:
-            yield from self._give_back(body)
-            raise
-        idle_s = discard_episode_timeout or float(reply.get("discard_episode_timeout", IDLE_S))
-        claimed = self._credentials(reply, max_episode_time or LIFETIMES * idle_s)
+        reply = yield from self._claimed("/claim_episodes", body, max_wait_s, self._give_back)
+        model = str(reply.get("model", ""))
+        claimed = [self._credentials(episode, model) for episode in reply["episodes"]]
+        self._note_begun(claimed, reply, discard_episode_timeout, max_episode_time)
         if sampler and episode_type == "train":
             with self._lock:
                 self._sampled.update(dict.fromkeys((one.episode_uuid for one in claimed), False))
@@ -243,7 +239,23 @@ class ClientCore:
         )
         return claimed
 
-    def _granted(self, body: dict[str, Any], max_wait_s: float | None) -> ClientOperation[dict[str, Any]]:
+    def _claimed(
+        self,
+        path: str,
+        body: dict[str, Any],
+        max_wait_s: float | None,
+        give_back: Callable[[dict[str, Any]], ClientOperation[None]],
+    ) -> ClientOperation[dict[str, Any]]:
+        """Send a claim until it is granted, and return the reply. When it is interrupted, `give_back` its episodes."""
+        try:
+            return (yield from self._granted(path, body, max_wait_s))
+        except (SwarmError, GeneratorExit):
+            raise
+        except BaseException:
+            yield from give_back(body)
+            raise
+
+    def _granted(self, path: str, body: dict[str, Any], max_wait_s: float | None) -> ClientOperation[dict[str, Any]]:
         """Send a claim until it is granted, and return the reply. `body` has the id and the waits of the last one."""
         began = self._clock()
         while True:
@@ -252,7 +264,7 @@ class ClientCore:
             wait_s = max(0.0, min(CLAIM_WAIT_S, left))
             body |= {"wait_s": wait_s, "waited_s": attempt_at - began}
             try:
-                reply = yield from self._request("POST", "/claim_episodes", body, wait_s + GENERAL_TIMEOUT_S)
+                reply = yield from self._request("POST", path, body, wait_s + GENERAL_TIMEOUT_S)
             except SwarmError as error:
                 if error.code != Code.OTHER_CLAIM:
                     raise
@@ -276,28 +288,30 @@ class ClientCore:
         The server grants a claim id once, so that asking again tells what the lost reply said. Each request is tried
         once: an interrupted program wants to end, and what it leaves is aborted when it is idle.
         """
-        reply = yield _posted("/claim_episodes", body | {"wait_s": 0.0, "waited_s": 0.0}, GIVE_BACK_S)
+        reply = yield posted("/claim_episodes", body | {"wait_s": 0.0, "waited_s": 0.0}, GIVE_BACK_S)
         if isinstance(reply, ServerReply) and reply.status < 400 and (episodes := _granted_ids(reply)):
-            yield _posted("/abort_episodes", self._abort_body(episodes, False, "interrupted in its claim"), GIVE_BACK_S)
+            yield posted("/abort_episodes", self._abort_body(episodes, False, "interrupted in its claim"), GIVE_BACK_S)
 
-    def _credentials(self, reply: dict[str, Any], lifetime_s: float) -> list[Credentials]:
-        model = str(reply.get("model", ""))
-        claimed = [
-            Credentials(
-                base_url=self.server_url + urlsplit(episode["openai_base_url"]).path,
-                api_key=episode["openai_api_key"],
-                model=model,
-                episode_uuid=episode["episode_uuid"],
-            )
-            for episode in reply["episodes"]
-        ]
-        over_at = self._clock() + lifetime_s
+    def _credentials(self, episode: Mapping[str, str], model: str, at: str = "") -> Credentials:
+        """Return what an agent needs; `at` is the address of the hive where that is not the client's own."""
+        return Credentials(
+            base_url=(at or self.server_url) + urlsplit(episode["openai_base_url"]).path,
+            api_key=episode["openai_api_key"],
+            model=model,
+            episode_uuid=episode["episode_uuid"],
+        )
+
+    def _note_begun(
+        self, claimed: Sequence[Credentials], reply: Mapping[str, Any], idle_s: float | None, lifetime_s: float | None
+    ) -> None:
+        """Note until when these episodes may last."""
+        idle_s = idle_s or float(reply.get("discard_episode_timeout", IDLE_S))
+        over_at = self._clock() + (lifetime_s or LIFETIMES * idle_s)
         with self._lock:
             for one in claimed:
                 self._begun[one.episode_uuid] = over_at
             while len(self._begun) > BEGUN_MAX:
                 del self._begun[next(iter(self._begun))]
-        return claimed
 
     def begin_episode(  # noqa: PLR0913 - those of `SwarmClient.begin_episode`
         self,
@@ -342,7 +356,7 @@ class ClientCore:
                 ", ".join(map(without_secret, late)),
             )
             yield from self.abort_episodes(late, detail="over max_episode_time")
-        body = [_end_body(task, episode, output) for task, episode, output in ends if episode not in late]
+        body = [end_body(task, episode, output) for task, episode, output in ends if episode not in late]
         if body:
             yield from self._request("POST", "/end_episodes", {"client_uuid": self.client_uuid, "episodes": body})
         with self._lock:
@@ -367,6 +381,9 @@ class ClientCore:
         if not episodes:
             return
         yield from self._request("POST", "/abort_episodes", self._abort_body(episodes, infra, detail))
+        self._note_over(episodes)
+
+    def _note_over(self, episodes: Sequence[str]) -> None:
         with self._lock:
             for episode in episodes:
                 self._begun.pop(episode, None)
@@ -374,8 +391,10 @@ class ClientCore:
     def give_up(self, episodes: Sequence[str]) -> ClientOperation[None]:
         """Abort the episodes of an interrupted program, which wants to end: there is one attempt, and a warning when it
         fails."""
-        detail = "the client was interrupted"
-        reply = yield _posted("/abort_episodes", self._abort_body(episodes, False, detail), GIVE_BACK_S)
+        yield from self._give_up("/abort_episodes", episodes)
+
+    def _give_up(self, path: str, episodes: Sequence[str]) -> ClientOperation[None]:
+        reply = yield posted(path, self._abort_body(episodes, False, "the client was interrupted"), GIVE_BACK_S)
         if not isinstance(reply, ServerReply) or reply.status >= 400:
             log.warning("%d open episodes could not be aborted, and will end when they are idle", len(episodes))
 
@@ -452,6 +471,8 @@ class ClientCore:
 
     def touch_episodes(self, episodes: Sequence[str]) -> ClientOperation[list[str]]:
         """Keep episodes from going idle. Returns those that are over."""
+        if not episodes:
+            return []
         body = {"client_uuid": self.client_uuid, "episode_uuids": list(episodes)}
         reply = yield from self._request("POST", "/touch_episodes", body)
         return list(reply["over"])
@@ -618,7 +639,8 @@ def _describe_differences(url: str, differences: dict[str, Any]) -> str:
     )
 
 
-def _end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
+def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
+    """Return how the server is told of an episode's end. Raises `ValueError` for a task without an id."""
     if not task.task_id:
         raise ValueError("task.task_id is empty: episodes are compared within a task, so it needs an id")
     dumped = output.model_dump()
@@ -626,7 +648,8 @@ def _end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> d
     return {"episode_uuid": episode, "task_id": task.task_id, "workflow_output": dumped}
 
 
-def _object(reply: ServerReply) -> dict[str, Any]:
+def object_of(reply: ServerReply) -> dict[str, Any]:
+    """Return a reply's JSON object. Raises `ServerFault` where it is none."""
     try:
         return msgspec.json.decode(reply.body, type=dict[str, Any])
     except msgspec.MsgspecError as error:
@@ -636,12 +659,12 @@ def _object(reply: ServerReply) -> dict[str, Any]:
 def _granted_ids(reply: ServerReply) -> list[str]:
     """Return the episodes that a claim's reply grants, none where it cannot be read."""
     try:
-        return [episode["episode_uuid"] for episode in _object(reply)["episodes"]]
+        return [episode["episode_uuid"] for episode in object_of(reply)["episodes"]]
     except (ServerFault, KeyError):
         return []
 
 
-def _posted(path: str, body: Mapping[str, Any], timeout_s: float) -> ServerRequest:
+def posted(path: str, body: Mapping[str, Any], timeout_s: float) -> ServerRequest:
     """Return a command with an id of its own, by which the server knows it again."""
     headers = JSON_HEADERS | {"Idempotency-Key": uuid.uuid4().hex}
     encoded = msgspec.json.encode(body)

@@ -23,6 +23,10 @@ Agent = Callable[[Task, Credentials], AgentResult | Awaitable[AgentResult]]
 AsyncAgent = Callable[[Task, Credentials], Awaitable[AgentResult]]
 
 
+def output_of(result: AgentResult) -> WorkflowOutput:
+    return result if isinstance(result, WorkflowOutput) else WorkflowOutput(reward=result)
+
+
 def retry_delays(auto_retry: bool) -> Iterator[float]:
     """Yield the seconds to wait before each further attempt: growing, a little random, and only so many."""
     for attempt in range(ATTEMPTS_MAX - 1 if auto_retry else 0):
@@ -68,7 +72,7 @@ class GroupOutcome:
         return [one.episode_uuid for one in self._claimed]
 
     def succeeded(self, index: int, result: AgentResult) -> None:
-        self.outputs[index] = result if isinstance(result, WorkflowOutput) else WorkflowOutput(reward=result)
+        self.outputs[index] = output_of(result)
 
     def failed(self, index: int, error: Exception) -> None:
         episode = self._claimed[index].episode

@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar, overload
 
 from bombus.sdk.core import BEGUN_MAX
-from bombus.sdk.running import AgentResult
+
+T = TypeVar("T")
 
 LEAVE_S = 5.0  # for agents' own code, once the program is interrupted
 
@@ -91,7 +93,11 @@ def note_claimed(episodes: Sequence[str]) -> None:
         _here.interruption.claimed(episodes)
 
 
-def result_of(found: AgentResult | Awaitable[AgentResult]) -> AgentResult:
+@overload
+def result_of(found: Awaitable[T]) -> T: ...
+@overload
+def result_of(found: T) -> T: ...
+def result_of(found: object) -> object:
     """Return what an agent has returned, and where that is awaitable, its result from a loop of this thread.
 
     When the program is interrupted, what is awaited is cancelled.
@@ -101,7 +107,7 @@ def result_of(found: AgentResult | Awaitable[AgentResult]) -> AgentResult:
     return found
 
 
-async def _awaited(found: Awaitable[AgentResult]) -> AgentResult:
+async def _awaited(found: Awaitable[T]) -> T:
     interruption = _here.interruption
     if interruption is None:
         return await found

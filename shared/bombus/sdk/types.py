@@ -51,6 +51,30 @@ class Credentials(BaseModel):
         return without_secret(self.episode_uuid)
 
 
+class JointEpisode(BaseModel):
+    """One episode on each of several engines, with one outcome: `credentials` are what the agent of each role needs.
+
+    `engines` says which engine's model plays a role.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    engines: dict[str, str]
+    credentials: dict[str, Credentials]
+
+    def __getitem__(self, role: str) -> Credentials:
+        return self.credentials[role]
+
+    @property
+    def episode_uuids(self) -> list[str]:
+        return [one.episode_uuid for one in self.credentials.values()]
+
+    @property
+    def episode(self) -> str:
+        """The names of its episodes on the log, safe to show."""
+        return " + ".join(one.episode for one in self.credentials.values())
+
+
 class EpisodeUsage(BaseModel):
     """What the model calls of an episode have taken so far; tokens are summed over its calls."""
 

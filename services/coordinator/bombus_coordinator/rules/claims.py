@@ -4,18 +4,19 @@ from collections.abc import Sequence
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
-from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import BASE_SAMPLER, Claim, Granted
-from bombus.hive.pacing import pace, served
-from bombus.hive.state import EngineState, Phase, episode_id
+from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.tenants.owners import may_read
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Decision, Decisions, refusal
-from bombus_coordinator.rules.live import CONFIRM_S, Live, Unconfirmed, ns
-from bombus_coordinator.rules.waiting import Waiting, over_cap, share_of
+from bombus_coordinator.rules.joint.granting import episodes_claimed, granted_jointly, next_joint
+from bombus_coordinator.rules.live import Live, ns
+from bombus_coordinator.rules.waiting import has_room, next_of, over_cap, share_of, why_paced
 
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
 WAIT_S_MAX = 60.0
 NAME_SHOWN = 300
+CLAIM_OVER = "The episodes of this claim are over; use a fresh id for each claim."
+USED_BY_OTHERS = "This claim id was used by another client, or for other engines; use a fresh one for each claim."
 NONE_AVAILABLE = "No available episodes to claim."
 
 
@@ -34,7 +35,7 @@ def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:
     status = f"Engine not ready. Current status: [{engine.phase}]."
     match engine.phase:
         case Phase.ROLLING:
-            if claim is not None and (why := _paced(engine, claim)):
+            if claim is not None and (why := why_paced(engine, claim)):
                 return Refused(Code.NO_EPISODES, f"{NONE_AVAILABLE} Wait: {why}.")
             limit = engine.collection.max_open_claims
             return Refused(
@@ -55,14 +56,6 @@ def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:
     )
 
 
-def _paced(engine: EngineState, claim: Claim) -> str:
-    """Return why a training episode has to wait for training; "" when it does not, and for evaluation (R14)."""
-    if claim.type == EpisodeType.EVAL:
-        return ""
-    found = pace(engine, claim.count, claim.task_hint)
-    return found.waits if found is not None else ""
-
-
 def no_room(live: Live) -> Refused:
     """Return the refusal of new work: the storage that is left is kept for work in progress."""
     return Refused(Code.STORAGE_FULL, f"{live.refusing} Try again when there is room.")
@@ -70,7 +63,7 @@ def no_room(live: Live) -> Refused:
 
 def capped(live: Live, engine: EngineState, claim: Claim) -> Refused | None:
     """Return why a claim has to wait for its own key's open episodes, or None if it does not."""
-    held = live.queue(engine).open_of(share_of(claim))
+    held = live.queue(engine).held_by(share_of(claim)).most
     if not over_cap(claim, held) or engine.phase != Phase.ROLLING:
         return None
     return Refused(
@@ -176,11 +169,11 @@ def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
     episodes = engine.claims.get(claim.claim)
     if episodes is None:
         if claim.claim in live.granted:
-            raise Refused(Code.OTHER_CLAIM, "The episodes of this claim are over; use a fresh id for each claim.")
+            raise Refused(Code.OTHER_CLAIM, CLAIM_OVER)
         return None
     first = next(engine.open[episode] for episode in episodes if episode in engine.open)
-    if first.client != claim.client:
-        raise Refused(Code.OTHER_CLAIM, "This claim id was used by another client; use a fresh one for each claim.")
+    if first.client != claim.client or first.partners:
+        raise Refused(Code.OTHER_CLAIM, USED_BY_OTHERS)
     return Granted(
         run=engine.run,
         episodes=episodes,
@@ -190,8 +183,9 @@ def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
     )
 
 
-def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
+def claim(hive: Hive, live: Live, message: Claim) -> Decisions:
     """Grant now, wait for room until the slice is over, or refuse."""
+    engine = hive.engine(message.engine)
     check(engine, message)
     granted = repeated(engine, live, message)
     if granted is not None:
@@ -203,11 +197,14 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
     if engine.phase == Phase.OFFLINE:
         raise why_none(engine)
     queue = live.queue(engine)
-    if not queue and _is_granting(engine, live) and _fits(engine, live, message):
+    if not queue and not live.joint and _is_granting(engine, live) and _fits(engine, live, message):
         yield _granted(engine, live, message, [message.id])
         return
-    queue.add(message, live.now_ns, live.now_ns + ns(message.wait_s))
-    yield from grant(engine, live)
+    if live.waits_otherwise(message.claim, (engine.name,)):
+        raise Refused(Code.OTHER_CLAIM, USED_BY_OTHERS)
+    elsewhere = live.jointly_waiting(engine.name, share_of(message))
+    queue.add(message, live.now_ns, live.now_ns + ns(message.wait_s), elsewhere)
+    yield from grant(hive, engine, live)
     yield from lapse(engine, live)
 
 
@@ -217,28 +214,20 @@ def _is_granting(engine: EngineState, live: Live) -> bool:
 
 def _fits(engine: EngineState, live: Live, claim: Claim) -> bool:
     """Return whether a claim, when no other waits, can be granted at once."""
-    held = live.queue(engine).open_of(share_of(claim))
-    return _has_room(engine, claim) and not over_cap(claim, held) and not _paced(engine, claim)
+    held = live.queue(engine).held_by(share_of(claim)).most
+    return has_room(engine, claim) and not over_cap(claim, held) and not why_paced(engine, claim)
 
 
-def _has_room(engine: EngineState, claim: Claim) -> bool:
-    return len(engine.open) + claim.count <= engine.collection.max_open_claims
-
-
-def _next(engine: EngineState, live: Live) -> Waiting | None:
-    """Return the claim that is next. While training episodes have to wait, only evaluation is considered."""
-    queue = live.queue(engine)
-    waiting = queue.first()
-    if waiting is not None and _paced(engine, waiting.claim):
-        return queue.first(EpisodeType.EVAL)
-    return waiting
-
-
-def grant(engine: EngineState, live: Live) -> Decisions:
-    """Grant what there is room for. No claim overtakes one of a whole group that waits for room in the engine."""
+def grant(hive: Hive, engine: EngineState, live: Live) -> Decisions:
+    """Grant what there is room for, joint claims too. No claim overtakes one of a whole group that waits for room."""
     while _is_granting(engine, live):
-        waiting = _next(engine, live)
-        if waiting is None or not _has_room(engine, waiting.claim):
+        due = next_joint(hive, live, engine)
+        if due is not None and due.has_room:
+            yield granted_jointly(due, live)
+            continue
+        kept = 0 if due is None else due.waiting.claim.count
+        waiting = next_of(live.queue(engine), (engine,))
+        if waiting is None or not has_room(engine, waiting.claim, kept):
             return
         live.queue(engine).remove(waiting)
         yield _granted(engine, live, waiting.claim, waiting.commands)
@@ -250,33 +239,15 @@ def _granted(engine: EngineState, live: Live, claim: Claim, commands: Sequence[s
         sampler = sampler_of(engine, claim)
     except Refused as refused:
         return Decision(replies=tuple(CommandReply(command, refusal(refused)) for command in commands))
-    version = served(engine)
-    if version is None:  # its calls will wait for a replica
-        version = max(engine.version, 0)
-    episodes = tuple(episode_id(engine.name, engine.run, engine.next_episode + index) for index in range(claim.count))
+    claimed = episodes_claimed(engine, live, claim, sampler=sampler)
     granted = Granted(
         run=engine.run,
-        episodes=episodes,
+        episodes=claimed.episodes,
         claimed_ns=live.now_ns,
         discard_timeout_s=claim.discard_timeout_s,
-        version=version,
+        version=claimed.version,
     )
-    live.unconfirmed[claim.claim] = Unconfirmed(engine.name, live.seq, live.now_ns + ns(CONFIRM_S))
-    live.remember_grant(claim.claim)
-    claimed = ev.EpisodeClaimed(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        claim=claim.claim,
-        client=claim.client,
-        episodes=episodes,
-        type=claim.type,
-        discard_timeout_s=claim.discard_timeout_s,
-        version=version,
-        task_hint=claim.task_hint,
-        owner=claim.owner,
-        sampler=sampler,
-    )
+    live.remember_grant(claim.claim, engine)
     return Decision(events=(claimed,), replies=tuple(CommandReply(command, granted) for command in commands))
 
 

@@ -1,6 +1,6 @@
 """End and abort episodes, and look after the calls that belong to them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -11,7 +11,7 @@ from bombus.hive.episodes import REWARD_MAX
 from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome, RunKind
 from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup, Take
 from bombus.hive.records import digest
-from bombus.hive.state import EngineState, Episode
+from bombus.hive.state import EngineState, Episode, Hive
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live
 
@@ -22,8 +22,8 @@ OUTCOMES_BYTES = 256 << 10  # of one event, roughly: those that end more episode
 _deterministic = msgspec.msgpack.Encoder(order="deterministic")
 
 
-def outcome_digest(result: EpisodeResult) -> bytes:
-    """Return a digest that is equal for equal reports of an episode's end."""
+def outcome_digest(result: EpisodeResult | Mapping[str, EpisodeResult]) -> bytes:
+    """Return a digest that is equal for equal reports of the end of an episode, or of a joint one."""
     return digest(_deterministic.encode(result))
 
 
@@ -36,6 +36,8 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
             return "it was idle for too long. Claim with a longer discard_episode_timeout, or send a heartbeat."
         case AbortReason.SUPERSEDED:
             return f"its batch was closed while it was running. Current status: [{engine.phase}]. Claim another one."
+        case AbortReason.JOINT:
+            return "another episode of its joint episode was aborted. Claim another one."
     return f"it was taken away ({reason}). Claim another one."
 
 
@@ -95,22 +97,25 @@ def _aside(episode: Episode) -> str:
     return f" (side calls of its harness, {masked} here, have none)" if masked else ""
 
 
-def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome | None:
-    """Return how this episode ends; None if it has ended in the same way before. Raises `Refused`."""
-    outcome = outcome_digest(result)
-    closed = engine.closed.get(result.episode)
-    if closed is not None:
-        if closed.client and closed.client != client:
-            raise Refused(Code.NOT_YOUR_EPISODE, f"Episode {result.episode} was claimed by a different client.")
-        if closed.aborted is not None:
-            why = _why_aborted(engine, closed.aborted)
-            raise Refused(Code.UNKNOWN_EPISODE, f"Episode {result.episode} is not in claimed status: {why}")
-        if closed.outcome == outcome:
-            return None
-        raise Refused(
-            Code.OTHER_OUTCOME,
-            f"Episode {result.episode} has ended already with another outcome; that one stands.",
-        )
+def is_repeat(engine: EngineState, client: str, episode: str, report: bytes) -> bool:
+    """Return whether an episode has ended by this report before. Raises `Refused` where it is over in another way."""
+    closed = engine.closed.get(episode)
+    if closed is None:
+        return False
+    if closed.client and closed.client != client:
+        raise Refused(Code.NOT_YOUR_EPISODE, f"Episode {episode} was claimed by a different client.")
+    if closed.aborted is not None:
+        why = _why_aborted(engine, closed.aborted)
+        raise Refused(Code.UNKNOWN_EPISODE, f"Episode {episode} is not in claimed status: {why}")
+    if closed.outcome != report:
+        raise Refused(Code.OTHER_OUTCOME, f"Episode {episode} has ended already with another outcome; that one stands.")
+    return True
+
+
+def outcome_of(
+    engine: EngineState, client: str, result: EpisodeResult, report: bytes, partners: Mapping[str, str]
+) -> Outcome:
+    """Return how an open episode ends by a report, in which it has these partners. Raises `Refused`."""
     if not engine.rolling:
         raise Refused(
             Code.WRONG_PHASE,
@@ -121,6 +126,8 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
         raise Refused(Code.UNKNOWN_EPISODE, f"Episode {result.episode} not found: claim one first.")
     if episode.client != client:
         raise Refused(Code.NOT_YOUR_EPISODE, f"Episode {result.episode} is claimed by a different client.")
+    if episode.partners != partners:
+        raise Refused(Code.MALFORMED, why_incomplete(episode))
     if not result.task and episode.type == EpisodeType.TRAIN:
         raise Refused(Code.MALFORMED, f"Episode {result.episode} needs a task_id: its group is found by it.")
     if len(_deterministic.encode((result.metadata, result.log_metrics))) > METADATA_BYTES_MAX:
@@ -131,13 +138,24 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
         episode=result.episode,
         task=result.task,
         reward=reward,
-        digest=outcome,
+        digest=report,
         call_rewards=call_rewards,
         is_success=result.is_success,
         metadata=result.metadata,
         log_metrics=result.log_metrics,
         completion_tokens=sum(call.completion_tokens for call in episode.complete_calls()),
         oldest=min((call.oldest for call in episode.trainable_calls()), default=episode.version),
+    )
+
+
+def why_incomplete(episode: Episode) -> str:
+    """Return why a report does not end an episode: it lacks partners, or has some that are not the episode's."""
+    if not episode.partners:
+        return f"Episode {episode.id} is not part of a joint episode: end it on its own."
+    others = " and ".join(episode.partners.values())
+    return (
+        f"Episode {episode.id} is part of a joint episode, with {others}: report all of them at once, with "
+        "end_joint_episode of the SDK or POST /end_joint_episodes."
     )
 
 
@@ -161,27 +179,35 @@ def end(engine: EngineState, live: Live, message: End) -> Decisions:
         raise Refused(Code.MALFORMED, f"Between 1 and {EPISODES_PER_COMMAND_MAX} episodes can be ended at once.")
     if len({result.episode for result in message.results}) != len(message.results):
         raise Refused(Code.MALFORMED, "The same episode is listed twice.")
-    outcomes: dict[tuple[EpisodeType, int], list[Outcome]] = {}
+    outcomes: list[tuple[Episode, Outcome]] = []
     for result in message.results:
-        outcome = _outcome(engine, message.client, result)
-        if outcome is not None:
-            episode = engine.open[result.episode]
-            outcomes.setdefault((episode.type, episode.version), []).append(outcome)
-    yield Decision(
-        events=tuple(
-            ev.EpisodeEnded(
-                at_ns=live.now_ns,
-                engine=engine.name,
-                run=engine.run,
-                client=message.client,
-                type=kind,
-                version=version,
-                outcomes=some,
-            )
-            for (kind, version), ended in outcomes.items()
-            for some in _fitting(ended)
-        ),
-        replies=(CommandReply(message.id, Done(run=engine.run)),),
+        report = outcome_digest(result)
+        if not is_repeat(engine, message.client, result.episode, report):
+            outcome = outcome_of(engine, message.client, result, report, partners={})
+            outcomes.append((engine.open[result.episode], outcome))
+    events = ended(engine, live, message.client, outcomes)
+    yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
+
+
+def ended(
+    engine: EngineState, live: Live, client: str, outcomes: Sequence[tuple[Episode, Outcome]]
+) -> tuple[ev.EpisodeEnded, ...]:
+    """Return the events that end episodes: one for each type and version, several where they do not fit into one."""
+    alike: dict[tuple[EpisodeType, int], list[Outcome]] = {}
+    for episode, outcome in outcomes:
+        alike.setdefault((episode.type, episode.version), []).append(outcome)
+    return tuple(
+        ev.EpisodeEnded(
+            at_ns=live.now_ns,
+            engine=engine.name,
+            run=engine.run,
+            client=client,
+            type=kind,
+            version=version,
+            outcomes=some,
+        )
+        for (kind, version), those in alike.items()
+        for some in _fitting(those)
     )
 
 
@@ -256,16 +282,23 @@ def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
     return call
 
 
-def expire(engine: EngineState, live: Live) -> Decisions:
+def _idle_deadline_ns(hive: Hive, live: Live, episode: Episode) -> int:
+    """Return when an episode is idle for too long. Activity of a joint episode is activity of all of its episodes."""
+    deadlines = (live.idle_deadline_ns(partner) for partner in hive.partners(episode))
+    return max(live.idle_deadline_ns(episode), *deadlines) if episode.partners else live.idle_deadline_ns(episode)
+
+
+def expire(hive: Hive, engine: EngineState, live: Live) -> Decisions:
     """Abort episodes that have been idle for too long, and those of claims whose answer reached nobody."""
     now = live.now_ns
-    idle = tuple(e.id for e in engine.open.values() if live.idle_deadline_ns(e) <= now)
+    idle = tuple(e.id for e in engine.open.values() if _idle_deadline_ns(hive, live, e) <= now)
     if idle:
         yield Decision(events=aborted(engine, live, idle, AbortReason.IDLE))
     for claim, grant in list(live.unconfirmed.items()):
         if grant.engine != engine.name or grant.until_ns > now:
             continue
         del live.unconfirmed[claim]
-        lost = tuple(e for e in engine.claims.get(claim, ()) if e in engine.open)
-        if lost and not any(engine.open[e].calls or e in live.activity for e in lost):
-            yield Decision(events=aborted(engine, live, lost, AbortReason.UNCONFIRMED))
+        lost = [engine.open[e] for e in engine.claims.get(claim, ()) if e in engine.open]
+        claimed = [*lost, *(partner for episode in lost for partner in hive.partners(episode))]
+        if lost and not any(e.calls or e.id in live.activity for e in claimed):
+            yield Decision(events=aborted(engine, live, [e.id for e in lost], AbortReason.UNCONFIRMED))

@@ -4,6 +4,8 @@ None of it is on the log and all of it may be lost: after a crash deadlines star
 clients that wait for a claim send it again (R13).
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from bombus.hive.bounded import trim
@@ -57,6 +59,7 @@ class Live(msgspec.Struct, kw_only=True):
     activity: dict[str, int] = {}  # episode: its last activity, in ns
     unconfirmed: dict[str, Unconfirmed] = {}  # by claim
     queues: dict[str, Queue] = {}  # of waiting claims, by engine
+    joint: dict[tuple[str, ...], Queue] = {}  # of waiting joint claims, by their engines; none is empty
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): its last heartbeat, in ns
     trainers: dict[str, Heard] = {}  # by engine
     session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was heard from, in ns
@@ -87,12 +90,40 @@ class Live(msgspec.Struct, kw_only=True):
         """Note that a share has so many open episodes more, or fewer if the number is negative."""
         if engine in self.queues:
             self.queues[engine].opened(share, episodes)
+        for engines, queue in self.joint.items():
+            if engine in engines:
+                queue.opened(share, episodes, engine)
+
+    def joint_queue(self, engines: Sequence[EngineState]) -> Queue:
+        """Return the queue of waiting joint claims of these engines, made from the state as `queue` does."""
+        names = tuple(engine.name for engine in engines)
+        queue = self.joint.get(names)
+        if queue is None:
+            queue = self.joint[names] = Queue(names)
+            for engine in engines:
+                for episode in engine.open.values():
+                    queue.opened(share_of(episode), 1, engine.name)
+        return queue
+
+    def waits_otherwise(self, claim: str, engines: tuple[str, ...]) -> bool:
+        """Return whether this claim id waits for one of these engines as a single claim, or with other engines."""
+        single = len(engines) > 1 and any(claim in self.queues[name] for name in engines if name in self.queues)
+        others = (
+            queue for names, queue in self.joint.items() if names != engines and not set(names).isdisjoint(engines)
+        )
+        return single or any(claim in queue for queue in others)
+
+    def jointly_waiting(self, engine: str, share: Share) -> int:
+        """Return how many joint claims of a share wait for an engine."""
+        return sum(queue.waiting_of(share) for engines, queue in self.joint.items() if engine in engines)
 
     def remember(self, command: str, answer: Answer) -> None:
         self.answers[command] = answer
         trim(self.answers, ANSWERS_KEPT)
 
-    def remember_grant(self, claim: str) -> None:
+    def remember_grant(self, claim: str, engine: EngineState) -> None:
+        """Remember a grant, which `engine` takes back unless it is confirmed."""
+        self.unconfirmed[claim] = Unconfirmed(engine.name, self.seq, self.now_ns + ns(CONFIRM_S))
         self.granted[claim] = None
         trim(self.granted, ANSWERS_KEPT)
 

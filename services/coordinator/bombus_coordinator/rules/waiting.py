@@ -1,11 +1,11 @@
-"""The claims that wait for room in an engine: which of them is next, and which have waited long enough (R13).
+"""The claims that wait for room in an engine, or in several: which is next, and which have waited long enough (R13).
 
 Every command asks for the next claim, and ten thousand may wait, so nothing here looks at all of them.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 from sortedcontainers import SortedList
@@ -13,6 +13,8 @@ from sortedcontainers import SortedList
 from bombus.errors import Code, Refused
 from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Claim
+from bombus.hive.pacing import pace
+from bombus.hive.state import EngineState
 
 WAITING_MAX = 10_000
 
@@ -52,6 +54,21 @@ class Waiting(msgspec.Struct, kw_only=True):
     until_ns: int
 
 
+class Held(NamedTuple):
+    """The open episodes of a share: on all engines of a queue, and on the one where it has most."""
+
+    total: int = 0
+    most: int = 0
+
+
+class Place(NamedTuple):
+    """The place of a claim among others: the smallest is next."""
+
+    open_episodes: int
+    first_asked_ns: int
+    claim: str
+
+
 class _Line:
     """The waiting claims of one type of episode, in the order (open episodes of the share, first request, claim id).
 
@@ -62,24 +79,24 @@ class _Line:
     def __init__(self, waiting: Mapping[str, Waiting]) -> None:
         self._waiting = waiting  # by claim
         self._of_share: dict[Share, SortedList[tuple[int, str]]] = {}
-        self._firsts: SortedList[tuple[int, int, str]] = SortedList()
-        self._places: dict[Share, tuple[int, int, str]] = {}
+        self._firsts: SortedList[Place] = SortedList()
+        self._places: dict[Share, Place] = {}
 
-    def add(self, waiting: Waiting, open_episodes: int) -> None:
+    def add(self, waiting: Waiting, held: Held) -> None:
         claims = self._of_share.get(waiting.share)
         if claims is None:
             claims = self._of_share[waiting.share] = SortedList()
         claims.add((waiting.first_asked_ns, waiting.claim.claim))
-        self.place(waiting.share, open_episodes)
+        self.place(waiting.share, held)
 
-    def remove(self, waiting: Waiting, open_episodes: int) -> None:
+    def remove(self, waiting: Waiting, held: Held) -> None:
         claims = self._of_share[waiting.share]
         claims.remove((waiting.first_asked_ns, waiting.claim.claim))
         if not claims:
             del self._of_share[waiting.share]
-        self.place(waiting.share, open_episodes)
+        self.place(waiting.share, held)
 
-    def place(self, share: Share, open_episodes: int) -> None:
+    def place(self, share: Share, held: Held) -> None:
         """Put the first claim of a share, if it has one and may open more episodes, into its place."""
         before = self._places.pop(share, None)
         if before is not None:
@@ -88,11 +105,11 @@ class _Line:
         if claims is None:
             return
         asked_ns, claim = claims[0]
-        if not over_cap(self._waiting[claim].claim, open_episodes):
-            place = self._places[share] = (open_episodes, asked_ns, claim)
+        if not over_cap(self._waiting[claim].claim, held.most):
+            place = self._places[share] = Place(held.total, asked_ns, claim)
             self._firsts.add(place)
 
-    def first(self) -> tuple[int, int, str] | None:
+    def first(self) -> Place | None:
         return self._firsts[0] if self._firsts else None
 
     def waiting_of(self, share: Share) -> int:
@@ -100,38 +117,59 @@ class _Line:
 
 
 class Queue:
-    """The waiting claims of one engine. It counts the open episodes of each share, which its user reports."""
+    """The waiting claims of one engine, or the joint ones of a set of `engines`.
 
-    def __init__(self) -> None:
+    It counts the open episodes of each share, which its user reports.
+    """
+
+    def __init__(self, engines: tuple[str, ...] = ("",)) -> None:
         self._waiting: dict[str, Waiting] = {}  # by claim
         self._lines = {kind: _Line(self._waiting) for kind in EpisodeType}
         self._ends: SortedList[tuple[int, str]] = SortedList()  # when each claim has waited long enough
-        self._open: Counter[Share] = Counter()
+        self._open: dict[str, Counter[Share]] = {engine: Counter() for engine in engines}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def opened(self, share: Share, episodes: int) -> None:
-        """Note that a share has so many open episodes more, or fewer if the number is negative."""
-        now = self._open[share] = self._open[share] + episodes
-        if not now:
-            del self._open[share]
+    def __contains__(self, claim: str) -> bool:
+        return claim in self._waiting
+
+    def opened(self, share: Share, episodes: int, engine: str = "") -> None:
+        """Note that a share has so many open episodes more on an engine, or fewer if the number is negative."""
+        counted = self._open[engine]
+        counted[share] += episodes
+        if not counted[share]:
+            del counted[share]
         if self._waiting:
+            held = self.held_by(share)
             for line in self._lines.values():
-                line.place(share, now)
+                line.place(share, held)
 
-    def open_of(self, share: Share) -> int:
-        return self._open.get(share, 0)
+    def held_by(self, share: Share) -> Held:
+        """Return how many open episodes a share has."""
+        found = [counted.get(share, 0) for counted in self._open.values()]
+        return Held(sum(found), max(found))
 
-    def add(self, claim: Claim, now_ns: int, until_ns: int) -> None:
-        """Let a claim wait until a time. One that waits already goes on waiting. Raises `Refused` for one too many."""
+    def waiting_of(self, share: Share) -> int:
+        """Return how many claims of a share wait."""
+        return sum(line.waiting_of(share) for line in self._lines.values())
+
+    def place_of(self, waiting: Waiting) -> Place:
+        """Return the place of a claim among those of other queues."""
+        return Place(self.held_by(waiting.share).total, waiting.first_asked_ns, waiting.claim.claim)
+
+    def add(self, claim: Claim, now_ns: int, until_ns: int, elsewhere: int = 0) -> None:
+        """Let a claim wait until a time. One that waits already goes on waiting. Raises `Refused` for one too many.
+
+        `elsewhere` is how many claims of its share wait for the same engine in other queues.
+        """
         waiting = self._waiting.get(claim.claim)
         if waiting is not None:
             waiting.commands.append(claim.id)
             self._ends.remove((waiting.until_ns, claim.claim))
             waiting.until_ns = max(waiting.until_ns, until_ns)
         else:
-            self._check_room(claim)
+            self._check_room(claim, elsewhere)
             waiting = Waiting(
                 claim=claim,
                 share=share_of(claim),
@@ -140,15 +178,15 @@ class Queue:
                 until_ns=until_ns,
             )
             self._waiting[claim.claim] = waiting
-            self._lines[claim.type].add(waiting, self._open.get(waiting.share, 0))
+            self._lines[claim.type].add(waiting, self.held_by(waiting.share))
         self._ends.add((waiting.until_ns, claim.claim))
 
-    def _check_room(self, claim: Claim) -> None:
+    def _check_room(self, claim: Claim, elsewhere: int) -> None:
         if len(self._waiting) >= WAITING_MAX:
             raise Refused(Code.OVERLOADED, f"{WAITING_MAX} claims are waiting already; try again later.")
         if not claim.waiting_max:
             return
-        waiting = sum(line.waiting_of(share_of(claim)) for line in self._lines.values())
+        waiting = self.waiting_of(share_of(claim)) + elsewhere
         if waiting >= claim.waiting_max:
             raise Refused(
                 Code.NO_EPISODES,
@@ -159,7 +197,7 @@ class Queue:
     def remove(self, waiting: Waiting) -> None:
         claim = waiting.claim
         del self._waiting[claim.claim]
-        self._lines[claim.type].remove(waiting, self._open.get(waiting.share, 0))
+        self._lines[claim.type].remove(waiting, self.held_by(waiting.share))
         self._ends.remove((waiting.until_ns, claim.claim))
 
     def first(self, kind: EpisodeType | None = None) -> Waiting | None:
@@ -168,7 +206,7 @@ class Queue:
             return None
         lines = self._lines.values() if kind is None else (self._lines[kind],)
         found = min((place for line in lines if (place := line.first()) is not None), default=None)
-        return None if found is None else self._waiting[found[2]]
+        return None if found is None else self._waiting[found.claim]
 
     def over(self, now_ns: int) -> Iterator[Waiting]:
         """Remove the claims that have waited long enough, and yield them."""
@@ -182,3 +220,24 @@ class Queue:
         for waiting in list(self._waiting.values()):
             self.remove(waiting)
             yield waiting
+
+
+def why_paced(engine: EngineState, claim: Claim) -> str:
+    """Return why a training episode has to wait for training; "" when it does not, and for evaluation (R14)."""
+    if claim.type == EpisodeType.EVAL:
+        return ""
+    found = pace(engine, claim.count, claim.task_hint)
+    return found.waits if found is not None else ""
+
+
+def has_room(engine: EngineState, claim: Claim, kept: int = 0) -> bool:
+    """Return whether an engine has room for a claim, beside `kept` episodes for another one."""
+    return len(engine.open) + claim.count + kept <= engine.collection.max_open_claims
+
+
+def next_of(queue: Queue, engines: Sequence[EngineState]) -> Waiting | None:
+    """Return the claim that is next. While training episodes have to wait, only evaluation is considered."""
+    waiting = queue.first()
+    if waiting is not None and any(why_paced(engine, waiting.claim) for engine in engines):
+        return queue.first(EpisodeType.EVAL)
+    return waiting

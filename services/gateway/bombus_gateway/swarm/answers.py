@@ -133,6 +133,32 @@ class NoEpisodesAnswer(ClaimFailure):
     episodes: list[EpisodeAccess]
 
 
+class JointEngineAnswer(BaseModel):
+    policy_version: int
+    model: str
+
+
+class ClaimedJointEpisodesAnswer(BaseModel):
+    """Each joint episode has its episodes by engine. Times are in seconds since the epoch."""
+
+    success: Literal[True]
+    client_uuid: str
+    claim_id: str
+    fail_cause: Literal[""]
+    joint_episodes: list[dict[str, EpisodeAccess]]
+    engines: dict[str, JointEngineAnswer]
+    discard_at: float
+    discard_episode_timeout: float
+    key_expires_at: float
+
+
+class NoJointEpisodesAnswer(ClaimFailure):
+    """`engine_status` and `suspended` are those of an engine that the claim waits for."""
+
+    claim_id: str
+    joint_episodes: list[dict[str, EpisodeAccess]]
+
+
 class CanContinueAnswer(BaseModel):
     can_continue: bool
 
@@ -306,6 +332,10 @@ ANSWERS: dict[str, Any] = {
     "/touch_episodes": TouchedAnswer,
     "/read_ended_episodes": EndedEpisodesAnswer,
     "/take_ended_episodes": SuccessAnswer,
+    "/claim_joint_episodes": ClaimedJointEpisodesAnswer | NoJointEpisodesAnswer,
+    "/end_joint_episodes": SuccessAnswer,
+    "/abort_joint_episodes": SuccessAnswer,
+    "/touch_joint_episodes": TouchedAnswer,
 }
 
 # What any route of the door may answer instead, by status. Bugs, which are 500, are not described.

@@ -134,6 +134,21 @@ class ClaimEpisodes(OwnBody):
     sampler: Annotated[str, Field(max_length=limits.SAMPLER_CHARACTERS)] = ""
 
 
+class ClaimJointEpisodes(OwnBody):
+    """Claims `count` joint episodes, all or none: each is one episode on every one of these engines."""
+
+    client_uuid: Identifier
+    claim_id: Identifier
+    engines: Annotated[list[Identifier], Field(min_length=2, max_length=limits.JOINT_ENGINES)]
+    count: Annotated[int, Field(ge=1, le=limits.EPISODES)] = 1
+    episode_type: EpisodeKindBody = "train"
+    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
+    wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S)] = 20.0
+    # So far, under this claim_id: the longest wait is served first.
+    waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
+    task_id: TaskId = ""
+
+
 class OwnWorkflowOutputBody(OwnBody, WorkflowOutputBody):
     model_config = OwnBody.model_config
 
@@ -149,6 +164,16 @@ class EndEpisodes(OwnBody):
 
     client_uuid: Identifier
     episodes: Annotated[list[EpisodeEndBody], Field(min_length=1, max_length=limits.EPISODES)]
+
+
+class EndJointEpisodes(OwnBody):
+    """Ends all of these joint episodes, or none. Each is the list of its episodes, in any order."""
+
+    client_uuid: Identifier
+    joint_episodes: Annotated[
+        list[Annotated[list[EpisodeEndBody], Field(min_length=2, max_length=limits.JOINT_ENGINES)]],
+        Field(min_length=1, max_length=limits.EPISODES),
+    ]
 
 
 class AbortEpisodes(OwnBody):

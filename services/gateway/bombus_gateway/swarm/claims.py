@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from bombus.errors import Code, Refused
 from bombus.hive import inbox
 from bombus.hive.events import EpisodeType
-from bombus.hive.inbox import Granted
+from bombus.hive.inbox import Granted, JointGranted
 from bombus.hive.records import digest
 from bombus.hive.steps import idle_limit_s
 from bombus.sdk.throttle import should_throttle
@@ -25,6 +25,7 @@ from bombus_gateway.swarm.bodies import parse, read_raw, throttle_policy
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
 from bombus_gateway.training.paths import read_path
 
+CLAIM_OVER = "The episodes of this claim are over already. Use a fresh id for each claim."
 CLAIM_SLICE_S = 2.0
 CLAIM_ANSWER_S = 10.0  # beyond the slice, for another coordinator to take over
 
@@ -49,11 +50,68 @@ def sampler_of(text: str) -> str:
     return text if text in ("", inbox.BASE_SAMPLER) else str(read_path(text))
 
 
-class ClaimRoutes:
+class SlicedClaims:
+    """Claims that wait: each is sent in slices under one claim id (R13)."""
+
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         settings = context.gateway.settings
         self._guard = Guard(Access.CLIENT, settings.keys, settings.public_url)
+
+    def idle_limit_s(self, request: Request, wanted_s: float) -> float:
+        """Return the idle limit of a claim: what its client wants, no longer than its key may have."""
+        return min(wanted_s, self._guard.holder(request.scope["headers"]).idle_max_s or wanted_s)
+
+    def claim_id(self, request: Request, chosen: str) -> str:
+        """Return the claim's id on the log. Clients of two keys never have the same one, whatever they choose."""
+        owner = self._guard.holder(request.scope["headers"]).name
+        return f"c-{digest((f'{owner}//{chosen}' if owner else chosen).encode()).hex()}"
+
+    async def claim(
+        self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
+    ) -> Granted | JointGranted | Refused:
+        """Claim until it is granted, `wait_s` is over, the client hangs up or the gateway is stopped.
+
+        Returns the refusal when there is no episode now. Raises `Refused` for a claim that could never be granted.
+        """
+        check_storage(self._context.gateway.follower.hive)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        holder = self._guard.holder(request.scope["headers"])
+        claim = msgspec.structs.replace(
+            claim,
+            first_asked_ns=time.time_ns() - int(waited_s * 1e9),
+            owner=holder.name,
+            open_max=holder.open_max,
+            waiting_max=holder.waiting_max,
+        )
+        message_id = uuid.uuid4().hex
+        for number in itertools.count():
+            started = loop.time()
+            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline - started))
+            message = msgspec.structs.replace(claim, id=f"{message_id}.{number}", wait_s=slice_s)
+            try:
+                answer = await self._context.execute(request, message, slice_s, CLAIM_ANSWER_S)
+            except Refused as refused:
+                if refused.code not in (Code.NO_EPISODES, Code.WRONG_PHASE):
+                    raise
+                waited = loop.time() - started >= slice_s / 2  # else waiting is useless: the engine is OFFLINE
+                if waited and loop.time() < deadline and await self._goes_on(request):
+                    continue
+                return refused
+            assert isinstance(answer, Granted | JointGranted)
+            return answer
+        raise AssertionError("unreachable")
+
+    async def _goes_on(self, request: Request) -> bool:
+        """Return whether a claim may go on waiting: its client is there, and this gateway is not being stopped."""
+        return self._context.gateway.ready and not await request.is_disconnected()
+
+
+class ClaimRoutes:
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._claims = SlicedClaims(context)
 
     async def claim_episode(self, request: Request) -> Response:
         """Claim one episode. A claim that fails is a 200 whose `fail_cause` says why."""
@@ -92,7 +150,7 @@ class ClaimRoutes:
         claim = inbox.Claim(
             id="",
             engine=self._context.engine,
-            claim=self._claim_of(request, body),
+            claim=self._claims.claim_id(request, f"{body.client_uuid}/{body.claim_id}"),
             client=body.client_uuid,
             count=body.count,
             type=EpisodeType(body.episode_type),
@@ -109,15 +167,8 @@ class ClaimRoutes:
         return Confirmed(reply, request, lambda: self._confirm(claim.claim))
 
     def _idle_limit_s(self, request: Request, wanted_s: float | None) -> float:
-        """Return the idle limit of a claim: what its client wants, no longer than its key may have."""
         limit_s = idle_limit_s(self._context.state.steps) if wanted_s is None else wanted_s
-        return min(limit_s, self._guard.holder(request.scope["headers"]).idle_max_s or limit_s)
-
-    def _claim_of(self, request: Request, body: bodies.ClaimEpisodes) -> str:
-        """Return the claim's id on the log. Clients of two keys never have the same one, whatever they choose."""
-        owner = self._guard.holder(request.scope["headers"]).name
-        chosen = f"{body.client_uuid}/{body.claim_id}"
-        return f"c-{digest((f'{owner}//{chosen}' if owner else chosen).encode()).hex()}"
+        return self._claims.idle_limit_s(request, limit_s)
 
     def _throttled(self, claim: inbox.Claim, wanted: bodies.ThrottlePolicyBody) -> Refused | None:
         """Return why a client of the swarm contract has to wait by its own policy, in words on which it asks again."""
@@ -135,44 +186,11 @@ class ClaimRoutes:
     async def _claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
     ) -> Granted | Refused:
-        """Claim in slices under one claim id until it is granted, `wait_s` is over, the client hangs up or the gateway
-        is stopped (R13).
-
-        Returns the refusal when there is no episode now. Raises `Refused` for a claim that could never be granted.
-        """
-        check_storage(self._context.gateway.follower.hive)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s
-        holder = self._guard.holder(request.scope["headers"])
-        claim = msgspec.structs.replace(
-            claim,
-            first_asked_ns=time.time_ns() - int(waited_s * 1e9),
-            owner=holder.name,
-            open_max=holder.open_max,
-            waiting_max=holder.waiting_max,
-        )
-        message_id = uuid.uuid4().hex
-        for number in itertools.count():
-            started = loop.time()
-            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline - started))
-            message = msgspec.structs.replace(claim, id=f"{message_id}.{number}", wait_s=slice_s)
-            try:
-                answer = await self._context.execute(request, message, slice_s, CLAIM_ANSWER_S)
-            except Refused as refused:
-                if refused.code not in (Code.NO_EPISODES, Code.WRONG_PHASE):
-                    raise
-                waited = loop.time() - started >= slice_s / 2  # else waiting is useless: the engine is OFFLINE
-                if waited and loop.time() < deadline and await self._goes_on(request):
-                    continue
-                return refused
-            assert isinstance(answer, Granted)
-            self._check_not_over(answer)
-            return answer
-        raise AssertionError("unreachable")
-
-    async def _goes_on(self, request: Request) -> bool:
-        """Return whether a claim may go on waiting: its client is there, and this gateway is not being stopped."""
-        return self._context.gateway.ready and not await request.is_disconnected()
+        outcome = await self._claims.claim(request, claim, wait_s, waited_s)
+        assert not isinstance(outcome, JointGranted)
+        if isinstance(outcome, Granted):
+            self._check_not_over(outcome)
+        return outcome
 
     def _confirm(self, claim: str) -> None:
         self._context.gateway.heartbeats.confirm(self._context.engine, claim)
@@ -181,9 +199,7 @@ class ClaimRoutes:
         """Refuse a claim that is repeated after all of its episodes are over (R13)."""
         state = self._context.state
         if all(state.is_over(episode) for episode in granted.episodes):
-            raise Refused(
-                Code.OTHER_CLAIM, "The episodes of this claim are over already. Use a fresh id for each claim."
-            )
+            raise Refused(Code.OTHER_CLAIM, CLAIM_OVER)
 
     def _failure(self, refused: Refused) -> views.JsonObject:
         state = self._context.state
@@ -191,21 +207,12 @@ class ClaimRoutes:
         return {"fail_cause": refused.why, "code": refused.code} | told
 
     def _episodes(self, request: Request, granted: Granted) -> list[dict[str, str]]:
-        """Return the id of each episode, with the claim's secret, and the base URL and key that its agent needs."""
-        keys = self._context.gateway.keys
-        base_url = self._context.base_url(request)
-        expires_ns = self._key_expires_ns(granted)
+        """Return what each episode's client and agent need."""
+        expires_ns = self._context.key_expires_ns(granted.claimed_ns)
         return [
-            {
-                "episode_uuid": keys.claimed_id(episode),
-                "openai_base_url": base_url,
-                "openai_api_key": keys.sign(self._context.engine, granted.run, episode, expires_ns),
-            }
+            self._context.access(request, self._context.engine, granted.run, episode, expires_ns)
             for episode in granted.episodes
         ]
-
-    def _key_expires_ns(self, granted: Granted) -> int:
-        return granted.claimed_ns + int(self._context.gateway.settings.key_lifetime_s * 1e9)
 
     def _terms(self, granted: Granted) -> views.JsonObject:
         """Return the terms of a claim; times are in seconds since the epoch.
@@ -215,7 +222,7 @@ class ClaimRoutes:
         return {
             "discard_at": granted.claimed_ns / 1e9 + granted.discard_timeout_s,
             "discard_episode_timeout": granted.discard_timeout_s,
-            "key_expires_at": self._key_expires_ns(granted) / 1e9,
+            "key_expires_at": self._context.key_expires_ns(granted.claimed_ns) / 1e9,
             "policy_version": granted.version,
             "model": views.model_of(self._context.state),
         }

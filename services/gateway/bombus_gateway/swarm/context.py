@@ -1,6 +1,8 @@
 """What the swarm routes of one engine share: its state, and how a command is carried out."""
 
 import uuid
+from collections.abc import Iterable
+from contextlib import suppress
 from math import inf
 from typing import Any
 
@@ -16,6 +18,8 @@ from bombus.hive.state import EngineState
 from bombus.telemetry import traceparent_of
 from bombus_gateway import limits
 from bombus_gateway.context import Gateway
+
+EPISODE_NEWS_S = 1.0  # for the event of an episode that another gateway has just handed out
 
 
 class JsonResponse(JSONResponse):
@@ -75,3 +79,40 @@ class EngineContext:
         """
         origin = self.gateway.settings.public_url.rstrip("/") or f"{request.url.scheme}://{request.url.netloc}"
         return f"{origin}/v1"
+
+    def key_expires_ns(self, claimed_ns: int) -> int:
+        """Return when the keys of a claim expire, in nanoseconds since the epoch."""
+        return claimed_ns + int(self.gateway.settings.key_lifetime_s * 1e9)
+
+    def access(self, request: Request, engine: str, run: int, episode: str, expires_ns: int) -> dict[str, str]:
+        """Return the id of a claimed episode, with its secret, and the base URL and key that its agent needs."""
+        return {
+            "episode_uuid": self.gateway.keys.claimed_id(episode),
+            "openai_base_url": self.base_url(request),
+            "openai_api_key": self.gateway.keys.sign(engine, run, episode, expires_ns),
+        }
+
+    async def held(self, client: str, claimed_ids: Iterable[str]) -> dict[str, str]:
+        """Return which of these ids are of open episodes of the client, each with the episode's name on the log."""
+        names: dict[str, str] = {}
+        for claimed_id in claimed_ids:
+            with suppress(Refused):
+                names[claimed_id] = self.gateway.keys.episode_of(claimed_id)
+        if names:
+            await self._until_known(list(names.values())[-1])
+        state = self.state
+        return {
+            claimed_id: episode
+            for claimed_id, episode in names.items()
+            if state.rolling and episode in state.open and state.open[episode].client == client
+        }
+
+    async def _until_known(self, episode: str) -> None:
+        """Wait a moment for an episode of this run that this gateway does not know yet."""
+        state = self.state
+        if episode in state.open or state.is_over(episode):
+            return
+        try:
+            await self.gateway.follower.wait_for(lambda _: episode in self.state.open, EPISODE_NEWS_S)
+        except TimeoutError:
+            pass  # then it is not open

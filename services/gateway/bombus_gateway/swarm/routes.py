@@ -5,8 +5,7 @@ take whole groups in one request. Reads are answered from the folded state; comm
 """
 
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -14,6 +13,7 @@ from pydantic import BaseModel
 
 from bombus.errors import STATUS, Code, LogCorrupted, Refused
 from bombus.hive import inbox
+from bombus.hive.events import HIVE
 from bombus.hive.inbox import EpisodeResult
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
@@ -24,13 +24,13 @@ from bombus_gateway.swarm.claims import ClaimRoutes
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
 from bombus_gateway.swarm.ended import EndedEpisodes
 from bombus_gateway.swarm.engine import EngineRoutes
+from bombus_gateway.swarm.joint import JointRoutes
 from bombus_gateway.swarm.replay import replay_call
 
 log = logging.getLogger(__name__)
 
-EPISODE_NEWS_S = 1.0  # for the event of an episode that another gateway has just handed out
-
 Handler = Callable[[Request], Awaitable[Response]]
+Route = tuple[Access, str, str, Handler, type[BaseModel] | None]
 
 
 def swarm_router(gateway: Gateway, engine: str) -> APIRouter:
@@ -38,11 +38,7 @@ def swarm_router(gateway: Gateway, engine: str) -> APIRouter:
     context = EngineContext(gateway, engine)
     engine_routes, claims, episodes = EngineRoutes(context), ClaimRoutes(context), EpisodeRoutes(context)
     ended = EndedEpisodes(context)
-    settings = gateway.settings
-    guards = {access: Depends(Guard(access, settings.keys, settings.public_url)) for access in Access}
-    ready = Depends(context.ready)
-    router = APIRouter(tags=["swarm"])
-    routes: tuple[tuple[Access, str, str, Handler, type[BaseModel] | None], ...] = (
+    routes: tuple[Route, ...] = (
         (Access.CLIENT, "GET", "/get_engine_status", engine_routes.get_engine_status, None),
         (Access.CONTROL, "POST", "/sync_train_config", engine_routes.sync_train_config, bodies.SyncTrainConfig),
         (Access.CLIENT, "POST", "/compare_train_config", engine_routes.compare_train_config, bodies.CompareTrainConfig),
@@ -67,6 +63,27 @@ def swarm_router(gateway: Gateway, engine: str) -> APIRouter:
         (Access.CLIENT, "POST", "/read_ended_episodes", ended.read, bodies.ReadEndedEpisodes),
         (Access.CLIENT, "POST", "/take_ended_episodes", ended.take, bodies.TakeEndedEpisodes),
     )
+    return _router(context, routes)
+
+
+def joint_router(gateway: Gateway) -> APIRouter:
+    """Return the routes of joint episodes, which are about several engines, to be mounted at the root."""
+    context = EngineContext(gateway, HIVE)
+    joint = JointRoutes(context)
+    routes: tuple[Route, ...] = (
+        (Access.CLIENT, "POST", "/claim_joint_episodes", joint.claim, bodies.ClaimJointEpisodes),
+        (Access.CLIENT, "POST", "/end_joint_episodes", joint.end, bodies.EndJointEpisodes),
+        (Access.CLIENT, "POST", "/abort_joint_episodes", joint.abort, bodies.AbortEpisodes),
+        (Access.CLIENT, "POST", "/touch_joint_episodes", joint.touch, bodies.TouchEpisodes),
+    )
+    return _router(context, routes)
+
+
+def _router(context: EngineContext, routes: Sequence[Route]) -> APIRouter:
+    settings = context.gateway.settings
+    guards = {access: Depends(Guard(access, settings.keys, settings.public_url)) for access in Access}
+    ready = Depends(context.ready)
+    router = APIRouter(tags=["swarm"])
     for access, method, path, handler, body in routes:
         documented = {"requestBody": _documented(body)} if body is not None else None
         answer = ANSWERS[path]
@@ -170,7 +187,7 @@ class EpisodeRoutes:
     async def can_continue_episode(self, request: Request) -> Response:
         """Return whether the episode is still held by this client, so that it is worth going on."""
         body = parse(bodies.CanContinueEpisode, await read_raw(request))
-        held = await self._held(body.client_uuid, [body.episode_uuid])
+        held = await self._context.held(body.client_uuid, [body.episode_uuid])
         return JsonResponse({"can_continue": bool(held)})
 
     async def touch_episodes(self, request: Request) -> Response:
@@ -179,7 +196,7 @@ class EpisodeRoutes:
         The reply says which ones are over, and what the calls of the others have taken so far.
         """
         body = parse(bodies.TouchEpisodes, await read_raw(request))
-        held = await self._held(body.client_uuid, body.episode_uuids)
+        held = await self._context.held(body.client_uuid, body.episode_uuids)
         for episode in held.values():
             self._context.gateway.heartbeats.touch(self._context.engine, episode)
         over = [claimed_id for claimed_id in body.episode_uuids if claimed_id not in held]
@@ -202,31 +219,6 @@ class EpisodeRoutes:
         except LogCorrupted as error:
             log.warning("a call cannot be read back", extra={"call": ref.id, "why": str(error)})
             raise Refused(Code.NO_CALLS, f"The log no longer holds call {ref.id}: {error}") from error
-
-    async def _until_known(self, episode: str) -> None:
-        """Wait a moment for an episode of this run that this gateway does not know yet."""
-        state = self._context.state
-        if episode in state.open or state.is_over(episode):
-            return
-        try:
-            await self._context.gateway.follower.wait_for(lambda _: episode in self._context.state.open, EPISODE_NEWS_S)
-        except TimeoutError:
-            pass  # then it is not open
-
-    async def _held(self, client: str, claimed_ids: list[str]) -> dict[str, str]:
-        """Return which of these ids are of open episodes of the client, each with the episode's name on the log."""
-        names: dict[str, str] = {}
-        for claimed_id in claimed_ids:
-            with suppress(Refused):
-                names[claimed_id] = self._context.gateway.keys.episode_of(claimed_id)
-        if names:
-            await self._until_known(list(names.values())[-1])
-        state = self._context.state
-        return {
-            claimed_id: episode
-            for claimed_id, episode in names.items()
-            if state.rolling and episode in state.open and state.open[episode].client == client
-        }
 
     def _replayed(self, request: Request, claimed_id: str) -> str:
         """Return the episode whose call is wanted, "" for any.
