@@ -23,7 +23,7 @@ OTHERS = -1  # stands for the environment of groups that have none, or one that 
 CUT_AT = 64  # a line is shortened after so many of its groups have gone, and never by less than half
 
 
-class QueuedGroup(msgspec.Struct, frozen=True, array_like=True):
+class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A scored group. `environment` is None where it came without one, or with one that was not known."""
 
     environment: int | None
