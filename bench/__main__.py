@@ -19,6 +19,7 @@ PARTS = {
     "tenants": ["-m", "bench.tenants"],
     "trajectories": ["-m", "bench.trajectories"],
     "atropos_wire": ["-m", "bench.atropos_wire"],
+    "atropos_door": ["-m", "bench.atropos_door", "--of-atropos", "100", "10000"],
     "operations": ["-m", "bench.operations"],
     "deltas": ["-m", "bench.deltas"],
     "peak_memory": ["bench/peak_memory.py"],

@@ -48,7 +48,7 @@ class CallRef(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes
 
 
-class BodyRef(msgspec.Struct, frozen=True, array_like=True):
+class BodyRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The place of a body in the `ops` stream: the sequences of its parts, in order, its size and its digest (R6)."""
 
     seqs: tuple[int, ...]

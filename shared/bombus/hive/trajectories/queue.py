@@ -26,7 +26,7 @@ SIZES_HELD_MAX = 64  # distinct sizes of held groups that are looked at for a co
 CUT_AT = 64  # a line is shortened after so many of its groups have gone, and never by less than half
 
 
-class QueuedGroup(msgspec.Struct, frozen=True, array_like=True):
+class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A scored group. `environment` is None where it came without one, or with one that was not known."""
 
     environment: int | None
