@@ -28,7 +28,7 @@ from bombus.environments.serving.slots import (
 )
 
 YEAR_S = 365 * 24 * 3600
-SETTINGS = SlotSettings(slots=2, ttl_ns=20 * SECOND, idle_ns=600 * SECOND, queue_max=2)
+SETTINGS = SlotSettings(slots=2, clean_ns=3 * SECOND, ttl_ns=20 * SECOND, idle_ns=600 * SECOND, queue_max=2)
 
 
 class Run:
@@ -73,9 +73,15 @@ def test_a_slot_goes_to_the_first_that_waits_once_it_is_clean(full: Run) -> None
     full.acquire("c", wait_s=1)
     full.acquire("d", wait_s=9)
     assert full.do(Release("a")) == [LeaseEnded("a", 0, LeaseEnd.RELEASED)]
-    assert full.acquire("e") == [LeaseRefused("e")], "the slot is not clean yet"
     assert full.do(Cleaned(0, 2 * SECOND)) == [SlotFreed(0), LeaseGranted("d", 0, 2 * SECOND)], "c waited for 1 s only"
     assert full.do(Cleaned(0, 2 * SECOND)) == []
+
+
+def test_a_client_waits_unasked_for_a_slot_that_is_being_cleaned(full: Run) -> None:
+    full.do(Release("a"))
+    assert full.acquire("c") == [LeaseQueued("c", 3 * SECOND)]
+    assert full.acquire("d") == [LeaseRefused("d")], "only one is being cleaned"
+    assert full.do(Cleaned(0, SECOND)) == [SlotFreed(0), LeaseGranted("c", 0, SECOND)]
 
 
 def test_a_client_that_is_not_heard_of_loses_its_slot_after_the_ttl(full: Run) -> None:
@@ -102,7 +108,7 @@ def test_a_client_that_is_there_and_does_nothing_loses_its_slot_later() -> None:
 
 
 def test_work_keeps_a_session_for_a_year() -> None:
-    run = Run(SlotSettings(slots=1, ttl_ns=86_400 * SECOND, idle_ns=86_400 * SECOND, queue_max=0))
+    run = Run(SlotSettings(slots=1, clean_ns=0, ttl_ns=86_400 * SECOND, idle_ns=86_400 * SECOND, queue_max=0))
     run.acquire("a")
     for at_s in range(0, YEAR_S, 80_000):
         run.do(Beat("a", at_s * SECOND, worked=True))
@@ -144,4 +150,4 @@ def test_no_slot_is_ever_leased_twice_or_lost(commands: list[tuple[str, str, int
         held = [lease.slot for lease in run.table.leases.values()]
         assert sorted([*held, *run.table.free, *run.table.cleaning]) == [0, 1]
         assert not set(run.table.queue) & set(run.table.leases)
-        assert len(run.table.queue) <= SETTINGS.queue_max
+        assert len(run.table.queue) <= SETTINGS.queue_max + SETTINGS.slots

@@ -22,9 +22,13 @@ class LeaseEnd(StrEnum):
 
 
 class SlotSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How many worlds there are, and for how long a silent or an idle session keeps one."""
+    """How many worlds there are, and for how long a silent or an idle session keeps one.
+
+    A slot that is being cleaned is as good as free: a client is kept waiting for it for `clean_ns`, unasked.
+    """
 
     slots: int
+    clean_ns: int
     ttl_ns: int
     idle_ns: int
     queue_max: int
@@ -166,9 +170,12 @@ def _acquire(command: Acquire, table: SlotTable) -> list[SlotEvent]:
         return []
     if table.free:
         return [LeaseGranted(session, table.free[0], command.now_ns)]
-    if command.deadline_ns <= command.now_ns or len(table.queue) >= table.settings.queue_max:
+    deadline_ns = command.deadline_ns
+    if len(table.queue) < len(table.cleaning):
+        deadline_ns = max(deadline_ns, command.now_ns + table.settings.clean_ns)
+    elif len(table.queue) >= table.settings.queue_max:
         return [LeaseRefused(session)]
-    return [LeaseQueued(session, command.deadline_ns)]
+    return [LeaseQueued(session, deadline_ns) if deadline_ns > command.now_ns else LeaseRefused(session)]
 
 
 def _elapsed(now_ns: int, table: SlotTable) -> list[SlotEvent]:
