@@ -53,7 +53,7 @@ class Counter:
                 raise EnvironmentLost("its backend is gone")
             case "die":
                 os._exit(3)
-        return ToolOutcome(text=f"<error>{call.name} is not a tool</error>", failed=True)
+        return ToolOutcome(text=f"{call.name} is not a tool", failed=True)
 
     async def is_over(self, transcript: Transcript) -> bool:
         return self.count >= 3

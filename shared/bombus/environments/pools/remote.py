@@ -55,7 +55,7 @@ class RemoteEnvironment:
                 return _outcome(await self.session.rpc(Rpc.CALL_TOOL, params))
             return await self._step(call)
         except StepRefused as error:
-            return ToolOutcome(text=f"<error>Tool failed: {error}</error>", failed=True)
+            return ToolOutcome(text=str(error), failed=True)
 
     async def is_over(self, transcript: Transcript) -> bool:
         if not self.session.is_ours:
