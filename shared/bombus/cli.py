@@ -34,6 +34,7 @@ COMMANDS = {
     "start": Command("bombus.commands.start", "work with a coding agent on a hive's model, and rate it", "yaml"),
     "run-api": Command("bombus.commands.atropos.run_api", "serve Atropos's trajectory API on port 8000", "all"),
     "atropos": Command("bombus.commands.atropos.settings", "print what points an Atropos project at a hive", "yaml"),
+    "env": Command("bombus.commands.env", "serve an environment of your own to agents", "yaml"),
     "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),
     "install": Command("bombus.commands.install", "make an environment for vllm or verl", "yaml"),
     "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
