@@ -10,7 +10,7 @@ from typing import Any, Self
 import httpx
 
 from bombus.environments.serving.server import EnvironmentServer, environment_server
-from bombus.environments.serving.settings import ServerSettings
+from bombus.environments.serving.settings import ServingSettings
 from bombus.environments.serving.sources import ClassSource
 from bombus.host.host_names import OwnHostNames
 from bombus.host.process import listen
@@ -25,7 +25,7 @@ async def served(
     """Serve a class in this process. Yields the server and its URL."""
     bound = listen("127.0.0.1", 0)
     names = OwnHostNames("127.0.0.1")
-    server = EnvironmentServer(ServerSettings(**settings), ClassSource(make), names, pages)
+    server = EnvironmentServer(ServingSettings(**settings), ClassSource(make), names, pages)
     async with environment_server(server, bound):
         yield server, f"http://127.0.0.1:{bound.getsockname()[1]}"
 

@@ -45,9 +45,9 @@ async def test_there_is_no_network_and_no_other_process(box: ShellSandbox) -> No
         "umount -l /usr && touch /usr/bombus",
         "unshare -Urm sh -c 'mount -o remount,bind,rw /usr && touch /usr/bombus'",
         "cat /etc/shadow",
-        "cat /root/*",
+        "ls /home",
         f"cat {Path(__file__).resolve()}",
-        "mknod /work/disk b 254 0",
+        "mknod disk b 254 0",
     ],
 )
 async def test_nothing_of_the_machine_is_written_and_nothing_private_is_read(box: ShellSandbox, command: str) -> None:

@@ -17,7 +17,7 @@ from bombus.environments.serving.running import (
     serve_until_cancelled,
 )
 from bombus.environments.serving.server import EnvironmentServer
-from bombus.environments.serving.settings import SLOTS_MAX, ServerSettings
+from bombus.environments.serving.settings import SLOTS_MAX, ServingSettings
 from bombus.errors import Code, Refused
 from bombus.host.process import listen, run_service
 from bombus.terminal import say
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host-name", action="append", metavar="NAME", help="a name by which clients reach it")
     parser.add_argument("--slots", type=int, metavar="N", help=f"worlds at once (default: ${SLOTS_VARIABLE}, or 1)")
-    add_settings_arguments(parser, ServerSettings)
+    add_settings_arguments(parser, ServingSettings)
     parser.add_argument(
         "--backend",
         choices=[kind.value for kind in BackendKind],
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         slots = number_of(os.environ, SLOTS_VARIABLE, 1, 1, SLOTS_MAX)
     deployment = Deployment(
         path=arguments.path,
-        settings=settings_from(ServerSettings, arguments, {"slots": slots, "key": key}),
+        settings=settings_from(ServingSettings, arguments, {"slots": slots, "key": key}),
         backend=BackendKind(arguments.backend),
         spares=arguments.spares,
         host_names=tuple(arguments.host_name or ()),

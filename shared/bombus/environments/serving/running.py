@@ -17,7 +17,7 @@ from bombus.environments.backends.process import ministack
 from bombus.environments.backends.shell import ShellSandbox
 from bombus.environments.serving.pages import playground
 from bombus.environments.serving.server import EnvironmentServer, environment_server
-from bombus.environments.serving.settings import ServerSettings
+from bombus.environments.serving.settings import ServingSettings
 from bombus.environments.serving.sources import ClassSource, load_class
 from bombus.errors import Code, Refused
 from bombus.host.host_names import OwnHostNames
@@ -40,7 +40,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """An environment server as its operator wants it."""
 
     path: str  # module:Class
-    settings: ServerSettings
+    settings: ServingSettings
     backend: BackendKind = BackendKind.NONE
     spares: int = 0
     host_names: tuple[str, ...] = ()

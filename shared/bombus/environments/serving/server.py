@@ -29,7 +29,7 @@ from bombus.environments.openenv.messages import (
     error_message,
 )
 from bombus.environments.serving.doors import NotLetIn, check_caller, json_response, response, wait_s_of
-from bombus.environments.serving.settings import WAIT_S_MAX, ServerSettings
+from bombus.environments.serving.settings import WAIT_S_MAX, ServingSettings
 from bombus.environments.serving.slots import (
     SECOND,
     Acquire,
@@ -123,7 +123,7 @@ class EnvironmentServer:
 
     def __init__(
         self,
-        settings: ServerSettings,
+        settings: ServingSettings,
         source: WorldSource,
         names: OwnHostNames,
         pages: Mapping[str, tuple[str, bytes]] | None = None,

@@ -11,7 +11,7 @@ SLOTS_MAX = 1024
 WAIT_S_MAX = 600.0
 
 
-class ServerSettings(BaseModel):
+class ServingSettings(BaseModel):
     """Limits of an environment server. Times are in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
