@@ -1,77 +1,121 @@
-"""Worlds that the tests serve: their methods say what happened in which instance."""
+"""Plain classes that several tests play."""
 
 import asyncio
-import itertools
-import os
-import time
+import threading
+from typing import Annotated, Any
 
-from bombus.environments.kinds import (
-    EnvironmentLost,
-    Opening,
-    RolloutScores,
-    ToolCall,
-    ToolOutcome,
-    ToolSchema,
-    Transcript,
-)
-from bombus.sdk.types import Task
+from pydantic import BaseModel, Field
 
-_made = itertools.count(1)
+from bombus import Task
+from bombus.environments.kinds import MessageDict, Transcript
+from bombus.environments.plain.marks import metric, reward, stop, success
+
+
+class Point(BaseModel):
+    x: int
+    y: int = 0
 
 
 class Counter:
-    """Counts, and says which instance it is. A task with `fail` cannot be opened."""
+    """Counts up to the number that the task asks for."""
 
     def __init__(self) -> None:
-        self.number = next(_made)
-        self.count = 0
+        self.state: dict[str, Any] = {"count": 0}
         self.closed = 0
-        self.task = Task()
 
-    async def open(self, task: Task) -> Opening:
-        if task.metadata.get("fail"):
-            raise ValueError("there is no such world")
-        self.task, self.count = task, 0
-        return Opening(
-            messages=[{"role": "user", "content": f"count for {task.main_query}"}],
-            tools=[ToolSchema(name="add", description="Adds.", parameters={"type": "object"}), ToolSchema(name="nap")],
-        )
+    def reset(self, task: Task) -> str:
+        self.state = {"count": 0}
+        return f"Count to {task.metadata['goal']}."
 
-    async def call(self, call: ToolCall) -> ToolOutcome:
-        match call.name:
-            case "add":
-                self.count += 1
-                return ToolOutcome(text=f"{self.number}:{self.count}")
-            case "nap":
-                await asyncio.sleep(0.05)
-                return ToolOutcome(text="rested")
-            case "hang":
-                await asyncio.Event().wait()
-            case "block":
-                await asyncio.to_thread(time.sleep, 0.3)
-            case "break":
-                raise EnvironmentLost("its backend is gone")
-            case "die":
-                os._exit(3)
-        return ToolOutcome(text=f"{call.name} is not a tool", failed=True)
+    def add(self, amount: int, times: int = 1) -> dict[str, int]:
+        """Add to the count.
 
-    async def is_over(self, transcript: Transcript) -> bool:
-        return self.count >= 3
+        Args:
+            amount: how much to add
+            times (int): how often,
+                as a whole number
+        """
+        self.state["count"] += amount * times
+        return self.state
 
-    async def score(self, transcript: Transcript) -> RolloutScores:
-        return RolloutScores(reward=self.count / 3, rewards={"counted": self.count / 3}, is_success=self.count == 3)
+    async def where(self, point: Annotated[Point, Field(description="in the plane")]) -> str:
+        """Say where a point is."""
+        return f"{point.x}/{point.y}"
 
-    async def close(self) -> None:
+    def fail(self) -> None:
+        """Fail."""
+        raise ValueError("as it was asked to")
+
+    @reward(weight=2.0)
+    def reached(self, task: Task, state: dict[str, int]) -> float:
+        return float(state["count"] == task.metadata["goal"])
+
+    @reward(weight=-0.5)
+    async def wrote(self, transcript: Transcript) -> bool:
+        return transcript.turns > 0
+
+    @metric
+    def count(self) -> int:
+        return int(self.state["count"])
+
+    @success
+    def done(self, task: Task) -> bool:
+        return bool(self.state["count"] == task.metadata["goal"])
+
+    @stop
+    def is_over_the_top(self, state: dict[str, int], task: Task) -> bool:
+        return state["count"] > int(task.metadata["goal"])
+
+    def _helper(self) -> None: ...
+
+    def close(self) -> None:
         self.closed += 1
 
-
-class Clinging(Counter):
-    """Cannot be closed."""
-
-    async def close(self) -> None:
-        await asyncio.Event().wait()
+    def gold(self, task: Task) -> list[object]:
+        return [("add", {"amount": task.metadata["goal"]}), "That is it."]
 
 
-class Unmakeable(Counter):
+class Threads:
+    """Notes in which threads its methods run, and lets two calls meet."""
+
     def __init__(self) -> None:
-        raise RuntimeError("there is no disk")
+        self.names: list[str] = []
+        self.release = threading.Event()
+
+    def reset(self, task: Task) -> list[MessageDict]:
+        self.names.append(threading.current_thread().name)
+        return [{"role": "system", "content": "be brief"}, {"role": "user", "content": "go"}]
+
+    def touch(self) -> str:
+        """Say which thread this is."""
+        self.names.append(threading.current_thread().name)
+        return str(threading.get_ident())
+
+    def hang(self) -> str:
+        """Never come back, unless a test lets it."""
+        self.release.wait()
+        return "late"
+
+    async def wait(self) -> str:
+        """Wait for ever."""
+        await asyncio.Event().wait()
+        return "never"
+
+    @reward
+    def one(self) -> float:
+        return 1.0
+
+
+class Together(Threads):
+    """The same, whose tools may overlap."""
+
+    tools_run_together = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(2, timeout=30)
+
+    def meet(self) -> str:
+        """Wait for another call of this."""
+        self.barrier.wait()
+        return "met"

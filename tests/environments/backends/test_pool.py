@@ -16,7 +16,7 @@ from bombus.environments.backends.process import SimulatorProcess, free_port
 from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy
 from tests.patience import until
 
-PROGRAM = Path(__file__).parent.parent / "programs/simulator.py"
+PROGRAM = Path(__file__).parent.parent / "serving/programs/simulator.py"
 
 
 def simulator(number: int, base_port: int = 0) -> SimulatorProcess:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from openenv.core.generic_client import GenericEnvClient
 
-from tests.environments.served import ServerProcess, served
+from tests.environments.serving.served import ServerProcess, served
 from tests.patience import until
 
 TASK = {"main_query": "three", "task_id": "t1"}

@@ -22,8 +22,8 @@ from bombus.environments.pools.session import EnvSession, SessionSettings, StepR
 from bombus.errors import Refused
 from bombus.sdk.types import Task
 from tests.environments.pools.both import POOLS, MakePool, opened
-from tests.environments.served import served
-from tests.environments.worlds import Counter
+from tests.environments.serving.served import served
+from tests.environments.serving.worlds import Counter
 from tests.patience import until
 
 TASK = Task(main_query="three", task_id="t1")

@@ -13,10 +13,10 @@ from bombus.environments.kinds import AgentEnvironment, EnvironmentLost, ToolCal
 from bombus.environments.pools.aio import AsyncEnvPool
 from bombus.environments.pools.session import EnvSession, SessionSettings
 from bombus.sdk.types import Task
-from tests.environments.served import CutLine, ServerProcess
+from tests.environments.serving.served import CutLine, ServerProcess
 from tests.patience import PATIENCE_S, until
 
-PROGRAM = Path(__file__).parent.parent / "programs/client.py"
+PROGRAM = Path(__file__).parent / "programs/client.py"
 TTL_S = 1.0
 TASK = {"task": {"main_query": "three"}}
 ADD = {"tool": "add"}

@@ -9,8 +9,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy, ResetFailed
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
-from tests.environments.served import served
-from tests.environments.worlds import Clinging, Unmakeable
+from tests.environments.serving.served import served
+from tests.environments.serving.worlds import Clinging, Unmakeable
 from tests.patience import until
 
 TASK = {"task": {"main_query": "three", "task_id": "t1"}}

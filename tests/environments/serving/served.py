@@ -14,7 +14,7 @@ from bombus.environments.serving.settings import ServingSettings
 from bombus.environments.serving.sources import ClassSource
 from bombus.host.host_names import OwnHostNames
 from bombus.host.process import listen
-from tests.environments.worlds import Counter
+from tests.environments.serving.worlds import Counter
 from tests.patience import PATIENCE_S
 
 
@@ -33,7 +33,7 @@ async def served(
 class ServerProcess:
     """`bombus env serve` in a process of its own."""
 
-    def __init__(self, *flags: str, path: str = "tests.environments.worlds:Counter") -> None:
+    def __init__(self, *flags: str, path: str = "tests.environments.serving.worlds:Counter") -> None:
         self._command = [sys.executable, "-m", "bombus", "env", "serve", path, *flags]
         self._process: asyncio.subprocess.Process | None = None
         self.url = ""
