@@ -107,11 +107,12 @@ async def test_p2_more_rollouts_than_a_pool_has_environments_wait_and_are_refuse
 async def test_p3_a_session_stays_in_its_world_and_gives_it_back_once(make: MakePool) -> None:
     made: list[Counter] = []
 
-    def new() -> Counter:
-        made.append(Counter())
-        return made[-1]
+    class Noted(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
 
-    async with served(new, slots=2) as (server, url):
+    async with served(Noted, slots=2) as (server, url):
         async with opened(make, url, 2, group_size=2) as pool:
             for _ in range(3):
                 await pool.reset_group(TASK)
@@ -161,11 +162,12 @@ async def test_p4_a_pool_that_is_cancelled_while_it_connects_leaves_no_slot() ->
 async def test_p6_all_worlds_of_a_group_get_the_same_task_by_value(make: MakePool) -> None:
     made: list[Counter] = []
 
-    def new() -> Counter:
-        made.append(Counter())
-        return made[-1]
+    class Noted(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
 
-    async with served(new, slots=3) as (_, url), opened(make, url, 3, group_size=3) as pool:
+    async with served(Noted, slots=3) as (_, url), opened(make, url, 3, group_size=3) as pool:
         task = TASK.model_copy(update={"metadata": {"seeds": [1, 2]}})
         results = await pool.reset_group(task)
         assert [each.observation["messages"][0]["content"] for each in results] == ["count for three"] * 3

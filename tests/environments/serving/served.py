@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import httpx
 
+from bombus.environments.backends.pool import BackendPool
 from bombus.environments.serving.server import EnvironmentServer, environment_server
 from bombus.environments.serving.settings import ServingSettings
 from bombus.environments.serving.sources import ClassSource
@@ -20,12 +21,12 @@ from tests.patience import PATIENCE_S
 
 @contextlib.asynccontextmanager
 async def served(
-    make: Callable[..., Any] = Counter, pages: dict[str, tuple[str, bytes]] | None = None, **settings: Any
+    make: Callable[..., Any] = Counter, backends: BackendPool | None = None, **settings: Any
 ) -> AsyncIterator[tuple[EnvironmentServer, str]]:
     """Serve a class in this process. Yields the server and its URL."""
     bound = listen("127.0.0.1", 0)
     names = OwnHostNames("127.0.0.1")
-    server = EnvironmentServer(ServingSettings(**settings), ClassSource(make), names, pages)
+    server = EnvironmentServer(ServingSettings(**settings), ClassSource(make, backends), names)
     async with environment_server(server, bound):
         yield server, f"http://127.0.0.1:{bound.getsockname()[1]}"
 

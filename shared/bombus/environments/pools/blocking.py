@@ -1,7 +1,6 @@
 """`EnvPool`: the same pool for programs without a loop. It owns a loop in a thread, where heartbeats go on."""
 
 import asyncio
-import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -32,15 +31,15 @@ class LoopThread:
 
     def __init__(self, threads_max: int) -> None:
         """Functions of the loop's coroutines run in up to `threads_max` more threads."""
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._executor = ThreadPoolExecutor(threads_max, thread_name_prefix="bombus-rollout")
-        self._loop.set_default_executor(self._executor)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="bombus-environments", daemon=True)
+        self.loop.set_default_executor(self._executor)
+        self._thread = threading.Thread(target=self.loop.run_forever, name="bombus-environments", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop and return its result. An interruption of the caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
         except BaseException:
@@ -48,11 +47,11 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self._executor.shutdown(wait=False, cancel_futures=True)
-            self._loop.close()
+            self.loop.close()
 
 
 class BlockingEnvironment:
@@ -76,6 +75,32 @@ class BlockingEnvironment:
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class AcrossLoops:
+    """An environment that lives in one loop, for callers in others: `Rollout` under a `SwarmClient`, for example."""
+
+    def __init__(self, environment: AgentEnvironment, loop: asyncio.AbstractEventLoop) -> None:
+        self._environment = environment
+        self._loop = loop
+
+    async def open(self, task: Task) -> Opening:
+        return await self._there(self._environment.open(task))
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        return await self._there(self._environment.call(call))
+
+    async def is_over(self, transcript: Transcript) -> bool:
+        return await self._there(self._environment.is_over(transcript))
+
+    async def score(self, transcript: Transcript) -> RolloutScores:
+        return await self._there(self._environment.score(transcript))
+
+    async def close(self) -> None:
+        await self._there(self._environment.close())
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
 class EnvPool:
@@ -145,6 +170,10 @@ class EnvPool:
         """Play a task `n` times at once: see `AsyncEnvPool.run_group`."""
         return self._run(self._pool.run_group(task, _coroutine(rollout), n, retries=retries))
 
+    def environment(self) -> AcrossLoops:
+        """Return an environment that takes a session when it opens, and gives it back when it closes: for `Rollout`."""
+        return AcrossLoops(self._pool.environment(), self._opened().loop)
+
     def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
         """Make the first `n` worlds new for the same task."""
         return self._run(self._pool.reset_group(task, n))
@@ -158,10 +187,17 @@ class EnvPool:
         self._pool.record_group_result(task, rewards)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            thread = self._opened()
+        except EnvironmentLost:
+            work.close()
+            raise
+        return thread.run(work)
+
+    def _opened(self) -> LoopThread:
         if self._thread is None:
-            with contextlib.closing(work):
-                raise EnvironmentLost("the pool of environments is not open: use it inside `with`")
-        return self._thread.run(work)
+            raise EnvironmentLost("the pool of environments is not open: use it inside `with`")
+        return self._thread
 
 
 def _coroutine(rollout: Callable[..., Any]) -> GroupRollout[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from bombus.environments.kinds import AgentEnvironment, Opening, ToolCall, ToolOutcome, Transcript
+from bombus.environments.kinds import AgentEnvironment, Opening, ResetFailed, ToolCall, ToolOutcome, Transcript
 from bombus.environments.openenv.messages import (
     Rpc,
     RpcError,
@@ -65,6 +65,8 @@ class WorldSession:
                     return await self._rpc(message.data)
         except (BadRequestMessage, ValidationError, msgspec.ValidationError) as error:
             return error_message(WireError.VALIDATION_ERROR, str(error))
+        except ResetFailed as error:
+            return error_message(WireError.EXECUTION_ERROR, str(error))  # the world can be reset for another task
         except InfraError:
             raise
         except Exception as error:  # the code of a world is its author's: whatever it raises is told to the client
