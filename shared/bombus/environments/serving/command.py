@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     bound = listen(arguments.host, arguments.port)
     url = f"http://{arguments.host}:{bound.getsockname()[1]}"
-    beside = [lambda server: announce(server, arguments.nats, arguments.hive, url)] if arguments.nats else []
+    beside = [lambda server: announce(server.counts, arguments.nats, arguments.hive, url)] if arguments.nats else []
 
     def ready(server: EnvironmentServer) -> None:
         say(f"ready {url}", flush=True)

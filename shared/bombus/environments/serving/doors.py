@@ -12,6 +12,8 @@ from bombus.environments.serving.settings import WAIT_S_MAX
 from bombus.errors import Code
 from bombus.host.host_names import OwnHostNames
 
+PAGE_MAY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+
 
 class NotLetIn(Exception):
     """Raised for a request that is answered with an HTTP status instead of a session."""
@@ -32,6 +34,7 @@ def json_response(status: HTTPStatus, found: object) -> Response:
 def response(status: HTTPStatus, kind: str, body: bytes) -> Response:
     headers = Headers({"Content-Type": kind, "Content-Length": str(len(body)), "Connection": "close"})
     headers["X-Content-Type-Options"] = "nosniff"
+    headers["Content-Security-Policy"] = PAGE_MAY
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = "1"
     return Response(status.value, status.phrase, headers, body)

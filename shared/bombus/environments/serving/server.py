@@ -52,6 +52,8 @@ from bombus.host.host_names import OwnHostNames
 from bombus.sdk.errors import InfraError
 
 log = logging.getLogger(__name__)
+sockets_log = logging.getLogger(f"{__name__}.sockets")
+sockets_log.setLevel(logging.WARNING)  # not each connection
 
 BEATS_PER_TTL = 4
 TICK_S_MAX = 0.5
@@ -279,7 +281,8 @@ class EnvironmentServer:
                     if not granted.done():
                         granted.set_result(isinstance(event, LeaseGranted))
                 case LeaseEnded(session, slot, reason):
-                    log.info("session %s gave slot %d back: %s", session, slot, reason)
+                    level = logging.DEBUG if reason == LeaseEnd.RELEASED else logging.WARNING
+                    log.log(level, "session %s lost slot %d: %s", session, slot, reason)
                     self._spawn(self._clean(session, slot, reason))
 
     async def _clean(self, session: str, slot: int, reason: LeaseEnd) -> None:
@@ -346,6 +349,7 @@ async def environment_server(server: EnvironmentServer, bound: socket.socket) ->
         max_queue=MESSAGES_WAITING_MAX,
         compression=None,
         server_header=None,
+        logger=sockets_log,
     ):
         ticking = asyncio.create_task(server.run())
         try:
