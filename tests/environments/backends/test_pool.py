@@ -132,11 +132,17 @@ async def test_a_pool_whose_backend_does_not_start_starts_none() -> None:
 
 
 async def test_no_process_is_left_after_a_pool() -> None:
-    async with BackendPool(simulator, 2, spares=1) as pool:
+    made: list[SimulatorProcess] = []
+
+    def make(number: int) -> SimulatorProcess:
+        made.append(simulator(number))
+        return made[-1]
+
+    async with BackendPool(make, 2, spares=1) as pool:
         await pool.take("a")
-        children = psutil.Process().children()
-        assert len(children) >= 3
-    await until(lambda: not any(child.is_running() for child in children))
+        pids = [each.pid for each in made]
+        assert all(pid is not None and psutil.pid_exists(pid) for pid in pids)
+    assert not any(pid is not None and psutil.pid_exists(pid) for pid in pids)
 
 
 async def test_many_sessions_share_few_backends_without_meeting() -> None:
