@@ -15,7 +15,7 @@ from bombus.environments.pools.aio import AsyncEnvPool
 from bombus.environments.pools.blocking import EnvPool
 from bombus.environments.pools.session import EnvSession
 from bombus.environments.rollout import Rollout
-from bombus.environments.serving.sources import ClassSource, load_class
+from bombus.environments.serving.sources import ClassSource
 from bombus.errors import Refused
 from tests.environments.backends.test_pool import kept, put, simulator
 from tests.environments.scripted import CREDENTIALS, ScriptedModel, calls
@@ -154,16 +154,3 @@ class Unrewarded:
 def test_a_class_that_cannot_be_served_is_refused(kind: type, why: str) -> None:
     with pytest.raises(Refused, match=why):
         ClassSource(kind)
-
-
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        ("worlds", "write module:Class"),
-        ("no.such.module:Class", "cannot be imported: ModuleNotFoundError"),
-        ("tests.environments.worlds:Nobody", "has no class 'Nobody'"),
-    ],
-)
-def test_a_path_that_names_no_class_is_refused(path: str, why: str) -> None:
-    with pytest.raises(Refused, match=why):
-        load_class(path)

@@ -15,10 +15,11 @@ from bombus.environments.backends.kinds import Backend
 from bombus.environments.backends.pool import BackendPool
 from bombus.environments.backends.process import ministack
 from bombus.environments.backends.shell import ShellSandbox
+from bombus.environments.loading import load_class
 from bombus.environments.serving.pages import playground
 from bombus.environments.serving.server import EnvironmentServer, environment_server
 from bombus.environments.serving.settings import ServingSettings
-from bombus.environments.serving.sources import ClassSource, load_class
+from bombus.environments.serving.sources import ClassSource
 from bombus.errors import Code, Refused
 from bombus.host.host_names import OwnHostNames
 

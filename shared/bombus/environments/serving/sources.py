@@ -1,10 +1,7 @@
 """Where the worlds of a server come from: a class, and the backends that its instances stand on."""
 
 import asyncio
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +10,7 @@ from bombus.environments.backends.pool import BackendPool
 from bombus.environments.kinds import AgentEnvironment, ToolSchema
 from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
-from bombus.errors import Code, Refused, in_one_line
+from bombus.errors import Code, Refused
 
 METHODS = ("open", "call", "is_over", "score", "close")
 
@@ -91,22 +88,6 @@ def _tools_of(kind: Callable[..., Any], takes_backend: bool) -> tuple[ToolSchema
         why = "it has `play`, and asks models itself: play it with `Rollout` where the models are, without a server"
         raise Refused(Code.BAD_CONFIG, f"{description.name} cannot be served: {why}")
     return tuple(tool.schema for tool in description.tools.values())
-
-
-def load_class(path: str) -> Any:
-    """Return what `module:Class` names; modules in the current folder are found. Raises `Refused`."""
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise Refused(Code.BAD_CONFIG, f"{path!r} does not name a class: write module:Class, as worlds:Counter is")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), name, None)
-    except Exception as error:  # the module is its author's: whatever it raises is told to whoever named it
-        raise Refused(Code.BAD_CONFIG, f"{module_name} cannot be imported: {in_one_line(error)}") from error
-    if not callable(found):
-        raise Refused(Code.BAD_CONFIG, f"{module_name} has no class {name!r}")
-    return found
 
 
 def is_environment(made: Any) -> bool:
