@@ -60,10 +60,10 @@ async def acquires(pool: AsyncEnvPool, workers: int, each: int) -> list[float]:
     async def work() -> None:
         for _ in range(each):
             began = time.perf_counter()
-            number = await pool.take()
+            taken = await pool.take()
             waits.append(1e3 * (time.perf_counter() - began))
             await asyncio.sleep(0)
-            pool.give_back(number)
+            pool.give_back(taken)
 
     await asyncio.gather(*(work() for _ in range(workers)))
     return waits
