@@ -22,6 +22,7 @@ PARTS = {
     "atropos_door": ["-m", "bench.atropos_door", "--of-atropos", "100", "10000"],
     "operations": ["-m", "bench.operations"],
     "deltas": ["-m", "bench.deltas"],
+    "environments": ["-m", "bench.environments"],
     "peak_memory": ["bench/peak_memory.py"],
 }
 

@@ -102,6 +102,7 @@ def test_the_client_alone_needs_httpx_msgspec_and_pydantic() -> None:
         ("nats-py", "bus"),
         ("fastapi", "gateway"),
         ("uvicorn", "gateway"),
+        ("websockets", "environments"),
         ("protobuf", "gateway"),
         ("torch", "trainer"),
         ("torch", "inference"),

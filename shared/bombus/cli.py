@@ -32,7 +32,7 @@ COMMANDS = {
     "demo": Command("bombus.commands.demo", "train a small model through a hive and watch it learn", "demo"),
     "rollout": Command("bombus.commands.rollout", "play episodes with any command as the agent", "yaml"),
     "start": Command("bombus.commands.start", "work with a coding agent on a hive's model, and rate it", "yaml"),
-    "env": Command("bombus.commands.environments.env", "environments for agents: check one before training", "yaml"),
+    "env": Command("bombus.commands.environments.env", "environments for agents: check one, and serve it", "yaml"),
     "run-api": Command("bombus.commands.atropos.run_api", "serve Atropos's trajectory API on port 8000", "all"),
     "atropos": Command("bombus.commands.atropos.settings", "print what points an Atropos project at a hive", "yaml"),
     "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),

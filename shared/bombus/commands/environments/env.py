@@ -6,6 +6,7 @@ from bombus.cli import Command, run_command
 
 SUBCOMMANDS = {
     "validate": Command("bombus.commands.environments.validate", "check a class before it is trained on", "yaml"),
+    "serve": Command("bombus.environments.serving.command", "serve a class to agents elsewhere", "environments-server"),
 }
 
 
