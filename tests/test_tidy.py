@@ -90,10 +90,10 @@ def test_the_core_and_the_fold_know_no_clock_no_network_and_no_chance() -> None:
 def test_the_client_alone_needs_httpx_msgspec_and_pydantic() -> None:
     names = {re.split(r"[<>=\[; ]", line)[0] for line in PYPROJECT["project"]["dependencies"]}
     assert names == {"httpx", "msgspec", "pydantic"}
-    seen = "import sys, bombus; bombus.SwarmClient; bombus.Job; print(*sys.modules)"
+    seen = "import sys, bombus; bombus.SwarmClient; bombus.Job; bombus.Rollout; bombus.reward; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in run.stdout.split()}
-    assert not loaded & {"torch", "nats", "fastapi", "transformers", "yaml", "textual", "opentelemetry"}
+    assert not loaded & {"torch", "nats", "fastapi", "transformers", "yaml", "textual", "opentelemetry", "websockets"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bombus.datums.episodes import EpisodeDatum
+    from bombus.environments.budgets import RolloutBudgets
+    from bombus.environments.kinds import ToolSchema, Transcript
+    from bombus.environments.plain.description import WrongClass
+    from bombus.environments.plain.environment import PlainEnvironment
+    from bombus.environments.plain.marks import metric, reward, stop, success
+    from bombus.environments.rollout import Rollout
     from bombus.sdk.aio import AsyncSwarmClient
     from bombus.sdk.client import SwarmClient, start_engines
     from bombus.sdk.errors import EpisodesFailed, InfraError, SwarmError
@@ -22,13 +28,23 @@ __all__ = [
     "EpisodesFailed",
     "InfraError",
     "Job",
+    "PlainEnvironment",
     "PoolInformation",
+    "Rollout",
+    "RolloutBudgets",
     "SwarmClient",
     "SwarmError",
     "Task",
     "ThrottlePolicy",
+    "ToolSchema",
+    "Transcript",
     "WorkflowOutput",
+    "WrongClass",
+    "metric",
+    "reward",
     "start_engines",
+    "stop",
+    "success",
 ]
 
 _HOMES = {
@@ -39,13 +55,23 @@ _HOMES = {
     "EpisodesFailed": "bombus.sdk.errors",
     "InfraError": "bombus.sdk.errors",
     "Job": "bombus.sdk.job",
+    "PlainEnvironment": "bombus.environments.plain.environment",
     "PoolInformation": "bombus.sdk.types",
+    "Rollout": "bombus.environments.rollout",
+    "RolloutBudgets": "bombus.environments.budgets",
     "SwarmClient": "bombus.sdk.client",
     "SwarmError": "bombus.sdk.errors",
     "Task": "bombus.sdk.types",
     "ThrottlePolicy": "bombus.sdk.types",
+    "ToolSchema": "bombus.environments.kinds",
+    "Transcript": "bombus.environments.kinds",
     "WorkflowOutput": "bombus.sdk.types",
+    "WrongClass": "bombus.environments.plain.description",
+    "metric": "bombus.environments.plain.marks",
+    "reward": "bombus.environments.plain.marks",
     "start_engines": "bombus.sdk.client",
+    "stop": "bombus.environments.plain.marks",
+    "success": "bombus.environments.plain.marks",
 }
 
 

@@ -423,6 +423,27 @@ def test_there_must_be_as_many_call_rewards_as_calls(harness: CoreHarness) -> No
     assert harness.engine.pool[episode].reward == 0.5
 
 
+def test_rewards_by_the_ids_of_calls_are_put_into_their_order(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
+    for number, masked in enumerate((False, True, False)):
+        noted = NotedCall(episode, CallRef(number, f"n{number}", b"d"), 5, 2, 0, 0, masked=masked)
+        harness.send(inbox.CallRecorded(id=f"m{number}", engine=ENGINE, run=1, call=noted))
+    for given in ({"n0": 1.0}, {"n0": 1.0, "n1": 1.0, "n2": 1.0}, {"n0": 1.0, "else": 1.0}, {}):
+        why = refused(harness.end(episode, reward=None, rewards_by_call=given), Code.BAD_REWARD)
+        assert f"{len(given)} rewards by call for 2 completed calls (side calls of its harness, 1 here" in why
+    assert "1 calls have none, and 1 ids are not of its calls" in refused(
+        harness.end(episode, reward=None, rewards_by_call={"n0": 1.0, "else": 1.0}), Code.BAD_REWARD
+    )
+    given = {"n2": 0.5, "n0": 0.0}
+    assert isinstance(harness.end(episode, reward=None, rewards_by_call=given), Done)
+    ended = harness.engine.pool[episode]
+    assert (ended.call_rewards, ended.reward) == ((0.0, 0.5), 0.25)
+    harness.core.live.answers.clear()
+    again = dict(reversed(given.items()))
+    assert isinstance(harness.end(episode, reward=None, rewards_by_call=again), Done), "the same report"
+    refused(harness.end(episode, reward=None, call_rewards=(0.0, 0.5)), Code.OTHER_OUTCOME)
+
+
 def test_another_clients_episode_cannot_be_ended_or_aborted(harness: CoreHarness) -> None:
     (episode,) = harness.claim("c1")
     refused(harness.end(episode, client="c2"), Code.NOT_YOUR_EPISODE)

@@ -350,6 +350,27 @@ async def test_what_a_harness_has_written_into_it_is_overridden_or_left_out_and_
     assert record.sampling == plain
 
 
+async def test_a_client_may_limit_prompt_and_answer_together(served: GatewayHive) -> None:
+    _, key = await served.claim()
+    client = served.client(key)
+
+    async def ask(total: str) -> Any:
+        return await client.chat.completions.create(
+            model=MODEL, messages=USER, max_tokens=60, extra_headers={"x-bombus-total-tokens": total}
+        )
+
+    used = (await ask("no number")).usage
+    assert used is not None
+    assert served.replica.requests[-1].sampling.max_tokens == 60
+    await ask(str(used.prompt_tokens + 7))
+    assert served.replica.requests[-1].sampling.max_tokens == 7
+    await ask(str(used.prompt_tokens + 61))
+    assert served.replica.requests[-1].sampling.max_tokens == 60
+    with pytest.raises(openai.BadRequestError, match=f"x-bombus-total-tokens.*is {used.prompt_tokens}") as refused:
+        await ask(str(used.prompt_tokens))
+    assert refused.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 async def test_a_length_that_is_capped_is_named_as_the_client_named_it(served: GatewayHive, field: str) -> None:
     _, key = await served.claim()

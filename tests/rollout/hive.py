@@ -9,7 +9,7 @@ from typing import Any
 from bombus import AsyncSwarmClient
 from bombus.rollout.plan import RolloutOptions, plan_of
 from bombus.rollout.records import LostEpisode, PlayedEpisode, RolloutTally
-from bombus.rollout.run import Rollout, RolloutListener
+from bombus.rollout.run import RolloutListener, RolloutRun
 from bombus.rollout.tasks import AgentTask
 
 AGENT = f"{sys.executable} -I -S {Path(__file__).parent / 'agent.py'}"
@@ -67,7 +67,7 @@ class Rolled:
         }
         self.folder = folder
         self.heard = Heard()
-        self.rollout = Rollout(plan_of(RolloutOptions(**given)), client, repeat, self.heard)
+        self.rollout = RolloutRun(plan_of(RolloutOptions(**given)), client, repeat, self.heard)
 
     async def run(self) -> RolloutTally:
         await self.rollout.run()

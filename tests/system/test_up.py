@@ -224,6 +224,11 @@ def test_the_tool_agent_runs_and_its_turns_merge(up: Up) -> None:
     stop(up)
 
 
+def test_solvers_rewriters_and_a_selector_are_trained_together(up: Up) -> None:
+    assert "step 0: 0 of 4 right" in example(up, "solve_rewrite_select.py", "--model", "tiny", "--steps", "1")
+    stop(up)
+
+
 def test_the_debug_client_completes_no_episode(up: Up) -> None:
     example(up, "debug_client.py", "--model", "tiny", "--steps", "1")
     with SwarmClient(up.url) as client:

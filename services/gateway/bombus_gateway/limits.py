@@ -19,6 +19,7 @@ STOPS = 16
 STOP_CHARACTERS = 256
 NAME_CHARACTERS = 256  # of a model, a participant, a function, the id of a call
 ROLE_CHARACTERS = 64  # of the header x-bombus-role
+TOTAL_TOKENS_DIGITS = 9  # of the header x-bombus-total-tokens
 OVERRIDDEN = 32  # names of what was asked for and is not done
 CHARACTERS_FOR_A_TOKEN = 16  # of the model's length; English has four, and lines of spaces or signs the most
 

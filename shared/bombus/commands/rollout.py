@@ -10,7 +10,7 @@ from bombus.errors import BombusError, Code, Refused
 from bombus.host.process import is_heeded
 from bombus.rollout.display import ProgressDisplay
 from bombus.rollout.plan import RolloutOptions, RolloutPlan, plan_of, shortage_of_tasks
-from bombus.rollout.run import Rollout
+from bombus.rollout.run import RolloutRun
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import EngineOffline
 from bombus.sdk.job import Job
@@ -92,7 +92,7 @@ async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
             )
             await client.auto_sync_train_config_and_start_engine(job)
         display = ProgressDisplay()
-        rollout = Rollout(plan, client, await _repeat(plan, client), display)
+        rollout = RolloutRun(plan, client, await _repeat(plan, client), display)
         try:
             await rollout.run()
         finally:

@@ -11,7 +11,7 @@ import msgspec
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
 
-ChatMessage = dict[str, Any]  # as in a chat completion: role, content, tool_calls, tool_call_id
+MessageDict = dict[str, Any]  # as in a chat completion: role, content, tool_calls, tool_call_id
 
 
 class ToolSchema(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tool gave back, as the text that the model is shown. `failed` says that the text is about an error."""
+    """What a tool gave back, as text. One that `failed` has the bare reason, which the model is shown as
+    `<error>Tool failed: ...</error>`."""
 
     text: str
     failed: bool = False
@@ -45,7 +46,7 @@ class ToolOutcome(msgspec.Struct, frozen=True, kw_only=True):
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """How an episode begins: the first messages, and the tools that there are."""
 
-    messages: list[ChatMessage]
+    messages: list[MessageDict]
     tools: list[ToolSchema] = []
 
 
@@ -69,7 +70,7 @@ class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
 class Transcript(msgspec.Struct, kw_only=True):
     """What has happened in a rollout so far: all messages, and the sums that budgets are compared with."""
 
-    messages: list[ChatMessage] = []
+    messages: list[MessageDict] = []
     turns: int = 0  # answers of the model
     prompt_tokens: int = 0  # of the newest request
     completion_tokens: int = 0  # of all answers
@@ -86,7 +87,11 @@ class AgentEnvironment(Protocol):
         ...
 
     async def call(self, call: ToolCall) -> ToolOutcome:
-        """Carry out a call. What goes wrong inside a tool is an outcome that failed, and not an exception."""
+        """Carry out a call. What goes wrong inside a tool is an outcome that failed, and not an exception.
+
+        A call that takes too long is cancelled. Where the world cannot be used after that, the next use of it raises
+        `EnvironmentLost`.
+        """
         ...
 
     async def is_over(self, transcript: Transcript) -> bool:
@@ -112,3 +117,7 @@ class EnvironmentsBusy(InfraError):
 
 class ResetFailed(InfraError):
     """The environment could not be made new for a task."""
+
+
+class MethodFailed(InfraError):
+    """A method of the environment's own that is not a tool failed, such as the one that gives the reward."""

@@ -82,7 +82,8 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The outcome of one episode as a client reports it, with either `reward` or `call_rewards`."""
+    """The outcome of one episode as a client reports it: with `reward`, `call_rewards` in the order of the calls, or
+    `rewards_by_call`, by the calls' ids."""
 
     episode: str
     task: str
@@ -91,6 +92,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     is_success: bool | None = None
     metadata: dict[str, Any] = {}
     log_metrics: dict[str, float] = {}
+    rewards_by_call: dict[str, float] | None = None
 
 
 class End(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end"):

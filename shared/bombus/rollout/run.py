@@ -36,7 +36,7 @@ class RolloutListener:
         """The trainer has made a step; `rewards` are those since the one before it."""
 
 
-class Rollout:
+class RolloutRun:
     """One run of a plan. `tally` counts its episodes, also after it was interrupted."""
 
     def __init__(self, plan: RolloutPlan, client: AsyncSwarmClient, repeat: int, listener: RolloutListener) -> None:

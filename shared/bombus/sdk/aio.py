@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -53,6 +54,7 @@ class AsyncSwarmClient:
         self._core = ClientCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
         self._http = httpx.AsyncClient(transport=transport_, **transport.client_options(self.server_url, engine, key))
         self._sleep = sleep
+        self.lost_episodes: Counter[str] = Counter()  # of groups, by the kind of the error
 
     @property
     def client_uuid(self) -> str:
@@ -261,26 +263,48 @@ class AsyncSwarmClient:
         discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         sampler: str = "",
+        replace_infra: int = 0,
     ) -> list[WorkflowOutput | None]:
         claimed = await self.begin_episodes(
             n, discard_episode_timeout, episode_type, task_id=task.task_id, sampler=sampler
         )
-        outcome = running.GroupOutcome(task, claimed)
+        outcome = running.GroupOutcome(task, claimed, replace_infra)
 
         async def attempt(index: int) -> None:
             try:
-                outcome.succeeded(index, await func(task, claimed[index]))
+                outcome.succeeded(index, await func(task, outcome.credentials(index)))
             except Exception as error:  # the caller's code: the rest of the group goes on
                 outcome.failed(index, error)
+
+        async def replace(index: int) -> bool:
+            replacing = self._core.replace_episode(
+                outcome.abort(index), discard_episode_timeout, episode_type, task.task_id, sampler
+            )
+            try:
+                outcome.replace(index, await self._run(replacing))
+            except SwarmError as error:
+                outcome.not_replaced(index, error)
+                return False
+            return True
+
+        async def fill(index: int) -> None:
+            await attempt(index)
+            while index in outcome.failures and outcome.takes_replacement(index) and await replace(index):
+                await attempt(index)
 
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(n):
-                    group.create_task(attempt(index))
+                    group.create_task(fill(index))
         except BaseException:
-            await self._run(self._core.give_up([one.episode_uuid for one in claimed]))
+            await self._run(self._core.give_up(outcome.episodes()))
             raise
+        self._note(outcome)
         for episode, infra, detail in outcome.aborts():
             await self.abort_episode(episode, infra=infra, detail=detail)
         await self.end_episodes(outcome.ends())
         return outcome.result()
+
+    def _note(self, outcome: running.GroupOutcome) -> None:
+        outcome.tell()
+        self.lost_episodes += outcome.lost

@@ -4,6 +4,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -61,6 +62,8 @@ class SwarmClient:
         self._core = ClientCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
         self._http = httpx.Client(transport=transport_, **transport.client_options(self.server_url, engine, key))
         self._sleep = sleep
+        self._lost_lock = threading.Lock()
+        self.lost_episodes: Counter[str] = Counter()  # of groups, by the kind of the error
 
     @property
     def client_uuid(self) -> str:
@@ -328,32 +331,57 @@ class SwarmClient:
         episode_type: EpisodeKind = "train",
         max_workers: int | None = None,
         sampler: str = "",
+        replace_infra: int = 0,
     ) -> list[WorkflowOutput | None]:
         """Run `n` episodes of one task: claim them in one request, run them at once, and end them in one request.
 
-        `func(task, credentials)` returns the outcome or just the reward. An episode whose agent raises is aborted
-        (for an `InfraError`, as an infrastructure failure) and is None in the result. Raises `EpisodesFailed` when all
-        of them fail.
+        `func(task, credentials)` returns the outcome or just the reward; it may be a coroutine function. An episode
+        whose agent raises is aborted (for an `InfraError`, as an infrastructure failure) and is None in the result. Up
+        to `replace_infra` of those that infrastructure is to blame for are played again, as episodes of their own, so
+        that a broken environment leaves no hole in the group. What was lost is logged, and counted by the kind of its
+        error in `lost_episodes`. Raises `EpisodesFailed` when all fail.
         """
         claimed = self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id, sampler=sampler)
-        outcome = running.GroupOutcome(task, claimed)
+        outcome = running.GroupOutcome(task, claimed, replace_infra)
 
         def attempt(index: int) -> None:
             try:
-                outcome.succeeded(index, func(task, claimed[index]))
+                outcome.succeeded(index, threads.result_of(func(task, outcome.credentials(index))))
             except Exception as error:  # the caller's code: the rest of the group goes on
                 threads.check()
                 outcome.failed(index, error)
 
+        def replace(index: int) -> bool:
+            replacing = self._core.replace_episode(
+                outcome.abort(index), discard_episode_timeout, episode_type, task.task_id, sampler
+            )
+            try:
+                outcome.replace(index, self._run(replacing))
+            except SwarmError as error:
+                outcome.not_replaced(index, error)
+                return False
+            return True
+
+        def fill(index: int) -> None:
+            attempt(index)
+            while index in outcome.failures and outcome.takes_replacement(index) and replace(index):
+                attempt(index)
+
         try:
-            self._each(range(n), attempt, running.workers_for(n, max_workers or n))
+            self._each(range(n), fill, running.workers_for(n, max_workers or n))
         except BaseException:
-            self._run(self._core.give_up([one.episode_uuid for one in claimed]))
+            self._run(self._core.give_up(outcome.episodes()))
             raise
+        self._note(outcome)
         for episode, infra, detail in outcome.aborts():
             self.abort_episode(episode, infra=infra, detail=detail)
         self.end_episodes(outcome.ends())
         return outcome.result()
+
+    def _note(self, outcome: running.GroupOutcome) -> None:
+        outcome.tell()
+        with self._lost_lock:
+            self.lost_episodes += outcome.lost
 
     def _each(self, indices: Sequence[int], attempt: Callable[[int], None], workers: int) -> None:
         """Call `attempt` for each index in threads. When this is interrupted, their episodes are given up, and agents'

@@ -51,6 +51,7 @@ log = logging.getLogger("bombus")
 CLAIM_WAIT_S = 20.0  # how long the server holds a claim before it answers
 CLAIM_PAUSE_S = 1.0  # before the next claim, if the server did not wait
 THROTTLE_PAUSE_S = 2.0
+REPLACE_WAIT_S = 60.0  # for an episode in the place of one that was lost
 POLL_S = 0.5
 USAGE_PAUSE_S = 0.2
 CALL_COUNTED_S = 2.0  # the longest from the answer of a call until it is counted
@@ -102,6 +103,7 @@ class NoReply(msgspec.Struct, frozen=True):
 T = TypeVar("T")
 ClientOperation = Generator[ServerRequest | Sleep, ServerReply | NoReply | None, T]
 EpisodeReport = tuple[Task, str, WorkflowOutput]
+EpisodeAbort = tuple[str, bool, str]  # the episode, whether infrastructure is to blame, and what happened
 
 
 class ClientCore:
@@ -222,6 +224,22 @@ class ClientCore:
             with self._lock:
                 self._sampled.update(dict.fromkeys((one.episode_uuid for one in claimed), False))
                 trim(self._sampled, BEGUN_MAX)
+        return claimed
+
+    def replace_episode(
+        self,
+        lost: EpisodeAbort,
+        discard_episode_timeout: float | None,
+        episode_type: EpisodeKind,
+        task_id: str,
+        sampler: str,
+    ) -> ClientOperation[Credentials]:
+        """Abort an episode, and claim another one for its task. Raises `NoEpisode` when none comes within a minute."""
+        episode, infra, detail = lost
+        yield from self.abort_episodes([episode], infra, detail)
+        (claimed,) = yield from self.begin_episodes(
+            1, discard_episode_timeout, episode_type, task_id, REPLACE_WAIT_S, None, sampler
+        )
         return claimed
 
     def _granted(self, body: dict[str, Any], max_wait_s: float | None) -> ClientOperation[dict[str, Any]]:

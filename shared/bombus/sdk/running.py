@@ -2,10 +2,11 @@
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
-from bombus.sdk.core import EpisodeReport
+from bombus.sdk.core import EpisodeAbort, EpisodeReport
 from bombus.sdk.errors import EpisodesFailed, InfraError
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 
@@ -17,7 +18,7 @@ WORKERS_MAX = 64
 
 T = TypeVar("T")
 AgentResult = WorkflowOutput | float  # the outcome, or just the reward
-Agent = Callable[[Task, Credentials], AgentResult]
+Agent = Callable[[Task, Credentials], AgentResult | Awaitable[AgentResult]]
 AsyncAgent = Callable[[Task, Credentials], Awaitable[AgentResult]]
 
 
@@ -44,13 +45,26 @@ def all_or_raise(results: list[T | None], failures: dict[int, Exception]) -> lis
 
 
 class GroupOutcome:
-    """Collects the outcomes of a group's episodes, sorted into those to end and those to abort."""
+    """Collects the outcomes of a group's episodes, sorted into those to end and those to abort.
 
-    def __init__(self, task: Task, claimed: Sequence[Credentials]) -> None:
+    Up to `replace_infra` episodes whose environments have failed are replaced. Threads may share it.
+    """
+
+    def __init__(self, task: Task, claimed: Sequence[Credentials], replace_infra: int = 0) -> None:
         self._task = task
-        self._claimed = claimed
+        self._claimed = list(claimed)
+        self._replacements = iter(range(replace_infra))
         self.outputs: list[WorkflowOutput | None] = [None] * len(claimed)
         self.failures: dict[int, Exception] = {}
+        self.lost: Counter[str] = Counter()  # by the kind of the error, also those that were replaced
+        self.replaced = 0
+
+    def credentials(self, index: int) -> Credentials:
+        return self._claimed[index]
+
+    def episodes(self) -> list[str]:
+        """Return the id of the newest episode in each place."""
+        return [one.episode_uuid for one in self._claimed]
 
     def succeeded(self, index: int, result: AgentResult) -> None:
         self.outputs[index] = result if isinstance(result, WorkflowOutput) else WorkflowOutput(reward=result)
@@ -59,6 +73,38 @@ class GroupOutcome:
         episode = self._claimed[index].episode
         log.warning("the agent of episode %s failed, and the episode is aborted: %r", episode, error)
         self.failures[index] = error
+        self.lost[type(error).__name__] += 1
+
+    def takes_replacement(self, index: int) -> bool:
+        """Return whether another episode is to be played in the place of one that failed, and count it.
+
+        It is where infrastructure was to blame, as long as there are replacements left.
+        """
+        return isinstance(self.failures[index], InfraError) and next(self._replacements, None) is not None
+
+    def replace(self, index: int, claimed: Credentials) -> None:
+        """Go on in this place with another episode."""
+        del self.failures[index]
+        self._claimed[index] = claimed
+        self.replaced += 1
+
+    def not_replaced(self, index: int, error: Exception) -> None:
+        """Note that no episode could be claimed in this place, which stays empty."""
+        log.warning("no episode could be claimed in the place of %s: %r", self._claimed[index].episode, error)
+
+    def tell(self) -> None:
+        """Log how many episodes the group has, and why others were lost, where any were."""
+        if self.lost:
+            reasons = ", ".join(f"{count} by {reason}" for reason, count in sorted(self.lost.items()))
+            found = sum(output is not None for output in self.outputs)
+            log.warning(
+                "the group of task %s has %d of %d episodes: %s were lost, and %d of these replaced",
+                self._task.task_id,
+                found,
+                len(self.outputs),
+                reasons,
+                self.replaced,
+            )
 
     def ends(self) -> list[EpisodeReport]:
         return [
@@ -67,12 +113,13 @@ class GroupOutcome:
             if output is not None
         ]
 
-    def aborts(self) -> list[tuple[str, bool, str]]:
-        """Return (episode, whether infrastructure is to blame, what happened) for each that failed."""
-        return [
-            (self._claimed[index].episode_uuid, isinstance(error, InfraError), repr(error))
-            for index, error in self.failures.items()
-        ]
+    def abort(self, index: int) -> EpisodeAbort:
+        """Return how the episode that failed in this place is aborted."""
+        error = self.failures[index]
+        return self._claimed[index].episode_uuid, isinstance(error, InfraError), repr(error)
+
+    def aborts(self) -> list[EpisodeAbort]:
+        return [self.abort(index) for index in self.failures]
 
     def result(self) -> list[WorkflowOutput | None]:
         """Return the outputs, None where the agent failed. Raises `EpisodesFailed` when all of them did."""

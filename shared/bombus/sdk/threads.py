@@ -1,11 +1,15 @@
 """The threads of a client in which agents run, and how they learn that the program is interrupted."""
 
+import asyncio
+import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from bombus.sdk.core import BEGUN_MAX
+from bombus.sdk.running import AgentResult
 
 LEAVE_S = 5.0  # for agents' own code, once the program is interrupted
 
@@ -17,9 +21,25 @@ class Interruption:
         self._told = threading.Event()
         self._lock = threading.Lock()
         self._claimed: dict[str, None] = {}
+        self._told_too: list[Callable[[], object]] = []
 
     def tell(self) -> None:
-        self._told.set()
+        with self._lock:
+            self._told.set()
+            for each in self._told_too:
+                each()
+
+    @contextmanager
+    def telling(self, call: Callable[[], object]) -> Iterator[None]:
+        """Call this, which must not block, from another thread when the program is interrupted while the block runs."""
+        with self._lock:
+            self.check()
+            self._told_too.append(call)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._told_too.remove(call)
 
     def check(self) -> None:
         """Raise `KeyboardInterrupt` once the program is interrupted."""
@@ -69,6 +89,30 @@ def note_claimed(episodes: Sequence[str]) -> None:
     """Note that this thread has claimed these episodes, which an interrupted program gives back."""
     if _here.interruption is not None:
         _here.interruption.claimed(episodes)
+
+
+def result_of(found: AgentResult | Awaitable[AgentResult]) -> AgentResult:
+    """Return what an agent has returned, and where that is awaitable, its result from a loop of this thread.
+
+    When the program is interrupted, what is awaited is cancelled.
+    """
+    if inspect.isawaitable(found):
+        return asyncio.run(_awaited(found))
+    return found
+
+
+async def _awaited(found: Awaitable[AgentResult]) -> AgentResult:
+    interruption = _here.interruption
+    if interruption is None:
+        return await found
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+    with interruption.telling(lambda: loop.call_soon_threadsafe(this.cancel)):
+        try:
+            return await found
+        except asyncio.CancelledError:
+            interruption.check()
+            raise
 
 
 class AgentThreads:

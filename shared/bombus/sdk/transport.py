@@ -41,11 +41,12 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
     base_url = f"{server_url}/e/{engine}" if engine else server_url
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     # A proxy of the environment cannot reach what only this machine can.
-    trusts_environment = not _is_loopback(httpx.URL(server_url).host)
+    trusts_environment = not is_loopback(httpx.URL(server_url).host)
     return {"base_url": base_url, "limits": limits, "headers": headers, "trust_env": trusts_environment}
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, as far as its name says."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

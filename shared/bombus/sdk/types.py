@@ -20,12 +20,13 @@ class Task(BaseModel):
 
 
 class WorkflowOutput(BaseModel):
-    """How an episode went. `reward` is one number, or one for each completed model call, in order.
+    """How an episode went. `reward` is one number, or one for each completed model call, in order or by its id.
 
-    Side calls of a harness, which the job does not train unless it says so, have none.
+    A call's id is that of the answer, without `chatcmpl-`. Side calls of a harness, which the job does not train unless
+    it says so, have none.
     """
 
-    reward: float | list[float] | None = None
+    reward: float | list[float] | dict[str, float] | None = None
     is_success: bool | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     log_metrics: dict[str, float | list[float]] = Field(default_factory=dict)

@@ -39,17 +39,17 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
     return f"it was taken away ({reason}). Claim another one."
 
 
-def _check_reward(episode: Episode, result: EpisodeResult) -> float:
+def _check_reward(episode: Episode, result: EpisodeResult, call_rewards: tuple[float, ...] | None) -> float:
     """Return the episode's reward, the mean where each of its calls has one; side calls that are not trained have none.
 
     Raises `Refused` for no reward, one that is no number, and a list of another length.
     """
-    if result.call_rewards is None:
+    if call_rewards is None:
         if result.reward is None:
             raise Refused(Code.BAD_REWARD, f"Episode {result.episode} has no reward: report one, or abort it.")
         rewards: tuple[float, ...] = (result.reward,)
     else:
-        rewards = result.call_rewards
+        rewards = call_rewards
         calls = len(episode.trainable_calls())
         if len(rewards) != calls:
             raise Refused(
@@ -66,6 +66,27 @@ def _check_reward(episode: Episode, result: EpisodeResult) -> float:
             "give gradients that are not finite. Send a smaller number.",
         )
     return sum(rewards) / len(rewards)
+
+
+def _call_rewards(episode: Episode, result: EpisodeResult) -> tuple[float, ...] | None:
+    """Return the rewards of the calls in their order, None where the episode has one reward.
+
+    Only the log knows the order of calls that were made at the same time, so they may be rewarded by their ids. Raises
+    `Refused` for ids that are not those of the completed calls.
+    """
+    given = result.rewards_by_call
+    if given is None:
+        return result.call_rewards
+    ids = [call.ref.id for call in episode.trainable_calls()]
+    if set(ids) != set(given):
+        lacking, foreign = len(set(ids) - set(given)), len(set(given) - set(ids))
+        raise Refused(
+            Code.BAD_REWARD,
+            f"Episode {result.episode} has {len(given)} rewards by call for {len(ids)} completed calls"
+            f"{_aside(episode)}: {lacking} calls have none, and {foreign} ids are not of its calls. Give one for the "
+            "id of each answer.",
+        )
+    return tuple(given[call] for call in ids)
 
 
 def _aside(episode: Episode) -> str:
@@ -104,13 +125,14 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
         raise Refused(Code.MALFORMED, f"Episode {result.episode} needs a task_id: its group is found by it.")
     if len(_deterministic.encode((result.metadata, result.log_metrics))) > METADATA_BYTES_MAX:
         raise Refused(Code.TOO_LARGE, f"Metadata of episode {result.episode} is over {METADATA_BYTES_MAX} bytes.")
-    reward = _check_reward(episode, result)
+    call_rewards = _call_rewards(episode, result)
+    reward = _check_reward(episode, result, call_rewards)
     return Outcome(
         episode=result.episode,
         task=result.task,
         reward=reward,
         digest=outcome,
-        call_rewards=result.call_rewards,
+        call_rewards=call_rewards,
         is_success=result.is_success,
         metadata=result.metadata,
         log_metrics=result.log_metrics,

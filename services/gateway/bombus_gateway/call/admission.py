@@ -104,8 +104,8 @@ class Admitted:
         room = min(rooms, key=lambda each: each.tokens)
         if room.tokens < 1:
             raise self._no_room(request.input_field, room, prompt_tokens, answered_tokens)
-        wanted = request.wish.max_tokens
-        if wanted and wanted < room.tokens:
+        wanted = _wanted(request, prompt_tokens)
+        if wanted is not None and wanted < room.tokens:
             return Room(wanted, LengthLimit.REQUEST)
         return room
 
@@ -163,6 +163,26 @@ class Admitted:
             prompt_tokens,
             limit,
         )
+
+
+def _wanted(request: CompletionRequest, prompt_tokens: int) -> int | None:
+    """Return how many tokens the client wants at most, None where it does not say.
+
+    Raises `InvalidField` PROMPT_TOO_LONG where it leaves none.
+    """
+    wish = request.wish
+    if wish.total_tokens is None:
+        return wish.max_tokens or None
+    left = wish.total_tokens - prompt_tokens
+    if left < 1:
+        raise PromptTooLong(
+            request.input_field,
+            f"The prompt has {prompt_tokens} tokens; this client's x-bombus-total-tokens, for prompt and answer "
+            f"together, is {wish.total_tokens}.",
+            prompt_tokens,
+            wish.total_tokens - 1,
+        )
+    return min(left, wish.max_tokens or left)
 
 
 class Admission:

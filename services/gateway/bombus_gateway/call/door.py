@@ -150,7 +150,7 @@ class _CallRoute:
         parsed = await self._calls.workers.run(claims.episode, len(body), partial(self._dialect.read, body, headers))
         request = CallRequest(
             claims=claims,
-            completion=parsed.completion,
+            completion=_within_total(parsed.completion, headers),
             digest=digest(self._dialect.name + b"\0" + body),
             body_bytes=len(body),
             received_ns=received_ns,
@@ -169,6 +169,15 @@ def _retry(count: bytes) -> int:
 
 def _named_role(headers: HeaderMap) -> str:
     return headers.get(b"x-bombus-role", b"").decode("latin-1")[: limits.ROLE_CHARACTERS]
+
+
+def _within_total(request: CompletionRequest, headers: HeaderMap) -> CompletionRequest:
+    """Return the request with the client's limit of prompt and answer together. What is no number is no limit."""
+    total = headers.get(b"x-bombus-total-tokens", b"")
+    if not (total.isdigit() and len(total) <= limits.TOTAL_TOKENS_DIGITS):
+        return request
+    wish = msgspec.structs.replace(request.wish, total_tokens=int(total))
+    return msgspec.structs.replace(request, wish=wish)
 
 
 class _Answer:

@@ -43,6 +43,7 @@ class SamplingWish(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}  # by token
     seed: int | None = None
     max_tokens: int | None = None
+    total_tokens: int | None = None  # of the prompt and the answer together
 
 
 def wished_top_p(given: float | None) -> float:

@@ -59,12 +59,18 @@ class ClaimEpisode(ContractBody):
 
 
 class WorkflowOutputBody(ContractBody):
-    """`reward` is one number, or one for each completed call in order, without side calls that the job masks.
+    """`reward` is one number, or one for each completed call in order, without side calls that the job masks, or by
+    the ids of these calls (the answer's `id`, without `chatcmpl-`).
 
     A metric may be a list: its mean counts.
     """
 
-    reward: float | Annotated[list[float], Field(max_length=limits.REWARDS)] | None = None
+    reward: (
+        float
+        | Annotated[list[float], Field(max_length=limits.REWARDS)]
+        | Annotated[dict[str, float], Field(max_length=limits.REWARDS)]
+        | None
+    ) = None
     is_success: bool | None = None
     metadata: dict[str, Any] = {}
     log_metrics: Metrics = {}
@@ -218,7 +224,7 @@ def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
 def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeResult:
     """Return the end of an episode as the coordinator takes it. Raises `Refused` for metadata that is no such thing."""
     _check_metadata(output.metadata)
-    rewards = output.reward if isinstance(output.reward, list) else None
+    reward = output.reward
     means = {
         name: sum(value) / len(value) if isinstance(value, list) else value
         for name, value in output.log_metrics.items()
@@ -227,8 +233,9 @@ def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeRes
     return EpisodeResult(
         episode=episode,
         task=task,
-        reward=output.reward if not isinstance(output.reward, list) else None,
-        call_rewards=tuple(rewards) if rewards is not None else None,
+        reward=reward if not isinstance(reward, list | dict) else None,
+        call_rewards=tuple(reward) if isinstance(reward, list) else None,
+        rewards_by_call=reward if isinstance(reward, dict) else None,
         is_success=output.is_success,
         metadata=output.metadata,
         log_metrics=means,

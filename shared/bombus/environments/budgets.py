@@ -1,0 +1,37 @@
+"""What a rollout may use: turns, tokens, seconds, and what fits into a turn. Checked when they are made."""
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class RolloutBudgets(BaseModel):
+    """The limits of one episode. One that uses up its turns, its tokens or `episode_s` is truncated, and is scored.
+
+    An agent of the class's own (`play`) has `turns_max` for all of its calls together, and `tokens_max` for each.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    turns_max: int = Field(default=6, ge=1, le=10_000, description="answers of the model")
+    tokens_max: int = Field(
+        default=4096, ge=2, le=10_000_000, description="tokens of the conversation: its newest prompt and the answer"
+    )
+    tool_s: float = Field(default=60.0, gt=0, le=86_400, description="seconds for one call of a tool")
+    turn_s: float = Field(default=180.0, gt=0, le=86_400, description="seconds for an answer and the tools in it")
+    episode_s: float = Field(default=420.0, gt=0, le=86_400, description="seconds for all turns")
+    setup_s: float = Field(
+        default=60.0, gt=0, le=86_400, description="seconds to make the environment new, to score it, and to close it"
+    )
+    tools_at_once: int = Field(default=8, ge=1, le=256, description="calls of one answer that run at the same time")
+    calls_max: int = Field(default=32, ge=1, le=1024, description="calls of tools in one answer")
+    tool_characters_max: int = Field(
+        default=20_000, ge=100, le=10_000_000, description="characters of what a tool gave back that the model is shown"
+    )
+
+    @model_validator(mode="after")
+    def _nested(self) -> "RolloutBudgets":
+        if not self.tool_s <= self.turn_s <= self.episode_s:
+            raise ValueError(
+                f"tool_s is {self.tool_s:g}, turn_s {self.turn_s:g} and episode_s {self.episode_s:g}: a tool is a part "
+                "of a turn, and a turn of the episode, so give numbers that do not fall"
+            )
+        return self

@@ -1,0 +1,229 @@
+"""A model behind an OpenAI-compatible server, asked for one answer at a time over httpx."""
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+
+from bombus.environments.kinds import MessageDict, ToolCall, ToolSchema
+from bombus.errors import FOREIGN_TEXT_MAX, in_one_line
+from bombus.sdk.errors import InfraError
+from bombus.sdk.transport import is_loopback
+
+CONNECT_S = 10.0
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 8.0
+RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+TOO_LONG_CODES = frozenset({"context_length_exceeded", "prompt_too_long"})
+TOO_LONG_WORDS = ("maximum context length", "context length is")  # of servers that have no code for it
+ROLE_HEADER = "x-bombus-role"
+TOTAL_TOKENS_HEADER = "x-bombus-total-tokens"
+RETRY_HEADER = "x-stainless-retry-count"  # by which a hive knows a retry, and repeats the answer that it has recorded
+ECHOED = ("role", "content", "tool_calls", "reasoning_content", "reasoning")
+
+
+class NoModelAnswer(InfraError):
+    """The server gave no answer, or none that can be read."""
+
+
+class ModelRefused(InfraError):
+    """The server refused a request. `is_too_long`: because the prompt is longer than the model or the job takes."""
+
+    def __init__(self, why: str, is_too_long: bool = False) -> None:
+        super().__init__(why)
+        self.is_too_long = is_too_long
+
+
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer of the model. `message` is what the conversation goes on with, `call` the id of the call on the log."""
+
+    message: MessageDict
+    text: str
+    tool_calls: tuple[ToolCall, ...]
+    finish: str
+    prompt_tokens: int
+    completion_tokens: int
+    call: str
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended because of its length."""
+        return self.finish == "length"
+
+
+class ChatModel:
+    """A model of a server. Used with `async with`, in one event loop.
+
+    `sampling` are fields of every request, such as `temperature`. `transport` is for tests.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        model: str,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.model = model
+        self._sampling = dict(sampling or {})
+        url = httpx.URL(base_url)
+        self._http = httpx.AsyncClient(
+            base_url=base_url,
+            headers={"Authorization": f"Bearer {api_key}"},
+            timeout=httpx.Timeout(None, connect=CONNECT_S),  # whoever asks has a limit for the whole
+            trust_env=not is_loopback(url.host),
+            verify=url.scheme == "https",  # reading all root certificates takes 60 ms
+            transport=transport,
+        )
+
+    async def __aenter__(self) -> "ChatModel":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def ask(  # noqa: PLR0913 - the parts of a request
+        self,
+        messages: Sequence[MessageDict],
+        *,
+        within_s: float,
+        tools: Sequence[ToolSchema] = (),
+        max_tokens: int | None = None,
+        total_tokens: int | None = None,
+        role: str = "",
+    ) -> ChatAnswer:
+        """Return the model's answer. While the server is away or busy, it is asked again until `within_s` is over.
+
+        `total_tokens` limits prompt and answer together where the server is a hive. Raises `NoModelAnswer`,
+        `ModelRefused`.
+        """
+        body: dict[str, Any] = {"model": self.model, "messages": list(messages), **self._sampling}
+        if tools:
+            body["tools"] = [tool.as_openai() for tool in tools]
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
+        headers = {"Content-Type": "application/json"}
+        if role:
+            headers[ROLE_HEADER] = role
+        if total_tokens is not None:
+            headers[TOTAL_TOKENS_HEADER] = str(total_tokens)
+        content = msgspec.json.encode(body)
+        last = ["it did not answer"]
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._until_answered(content, headers, last)
+        except TimeoutError as error:
+            raise NoModelAnswer(f"the model gave no answer within {within_s:g} s: {last[0]}") from error
+
+    async def _until_answered(self, content: bytes, headers: dict[str, str], last: list[str]) -> ChatAnswer:
+        attempt = 0
+        while True:
+            if attempt:
+                headers[RETRY_HEADER] = str(min(attempt, 99))
+            at_least_s = 0.0
+            try:
+                response = await self._http.post("/chat/completions", content=content, headers=headers)
+            except httpx.TransportError as error:
+                last[0] = f"{self._http.base_url}: {in_one_line(error)}"
+            else:
+                if response.status_code < 400:
+                    return answer_of(response.content)
+                why = _why(response)
+                if response.status_code not in RETRIED:
+                    raise ModelRefused(*why)
+                last[0] = why[0]
+                at_least_s = _retry_after_s(response)
+            pause = min(BACKOFF_FIRST_S * 2 ** min(attempt, 10), BACKOFF_MAX_S)
+            await asyncio.sleep(max(pause, at_least_s) * (1 + random.random() / 2))
+            attempt += 1
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Choice(msgspec.Struct):
+    message: dict[str, Any]
+    finish_reason: str | None = None
+
+
+class _Body(msgspec.Struct):
+    choices: list[_Choice]
+    id: str = ""
+    usage: _Usage | None = None
+
+
+def answer_of(body: bytes) -> ChatAnswer:
+    """Return the answer that a chat completion has. Raises `NoModelAnswer` where it is none."""
+    try:
+        found = msgspec.json.decode(body, type=_Body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise NoModelAnswer(f"the server's answer is not a chat completion: {in_one_line(error)}") from error
+    if not found.choices:
+        raise NoModelAnswer("the server's answer has no choice")
+    if found.usage is None:
+        raise NoModelAnswer("the server's answer has no `usage`, without which no budget of tokens can be kept")
+    choice = found.choices[0]
+    message = {name: choice.message[name] for name in ECHOED if choice.message.get(name) is not None}
+    message.setdefault("role", "assistant")
+    calls = _tool_calls(message)
+    if not calls:
+        message.pop("tool_calls", None)
+        message.setdefault("content", "")
+    content = message.get("content", "")
+    return ChatAnswer(
+        message=message,
+        text=content if isinstance(content, str) else "",
+        tool_calls=calls,
+        finish=choice.finish_reason or "",
+        prompt_tokens=found.usage.prompt_tokens,
+        completion_tokens=found.usage.completion_tokens,
+        call=found.id.removeprefix("chatcmpl-"),
+    )
+
+
+def _tool_calls(message: MessageDict) -> tuple[ToolCall, ...]:
+    """Return the calls of a message. Raises `NoModelAnswer` for what is none, which no server may send."""
+    try:
+        return tuple(
+            ToolCall(
+                id=each["id"],
+                name=each["function"]["name"],
+                arguments=_text(each["function"].get("arguments")),
+            )
+            for each in message.get("tool_calls") or ()
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise NoModelAnswer(f"the server's tool calls have no id or no function: {in_one_line(error)}") from error
+
+
+def _text(arguments: object) -> str:
+    """Return the arguments of a call as JSON text; some servers send the object itself."""
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
+
+
+def _why(response: httpx.Response) -> tuple[str, bool]:
+    """Return what a refusal says, and whether the prompt was too long."""
+    message, code = response.text[:FOREIGN_TEXT_MAX], ""
+    try:
+        error = msgspec.json.decode(response.content, type=dict[str, Any]).get("error")
+        if isinstance(error, dict):
+            message, code = str(error.get("message", message)), str(error.get("code", ""))
+    except msgspec.MsgspecError:
+        pass  # a proxy's page: its text is shown as it is
+    is_too_long = response.status_code in (400, 413) and (
+        code in TOO_LONG_CODES or any(words in message for words in TOO_LONG_WORDS)
+    )
+    return f"the server answered {response.status_code}: {' '.join(message.split())}", is_too_long
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    try:
+        return max(0.0, min(float(response.headers.get("retry-after", 0)), 60.0))
+    except ValueError:
+        return 0.0  # a date

@@ -1,0 +1,1 @@
+"""Environments that are plain classes: their public methods are tools, and some methods say what a rollout is worth."""

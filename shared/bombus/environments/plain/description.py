@@ -1,0 +1,189 @@
+"""What a plain class is as an environment: its tools and its marked methods; and what keeps it from being one."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from bombus.environments.plain.marks import MethodKind, MethodMark, mark_of
+from bombus.environments.plain.tools import MethodTool, NoTool, tool_of
+from bombus.errors import BombusError
+
+NOT_TOOLS = frozenset({"reset", "close", "play", "gold", "state"})
+NAMES = ("task", "transcript", "state")
+NAMES_IN_PLAY = (*NAMES, "calls")
+TOOLS_MAX = 128
+
+
+class WrongClass(BombusError):
+    """A class cannot be an environment. `problems` says in sentences what is wrong with it."""
+
+    def __init__(self, name: str, problems: tuple[str, ...]) -> None:
+        super().__init__(f"{name} is not an environment yet. " + " ".join(problems))
+        self.problems = problems
+
+
+class MarkedMethod(msgspec.Struct, frozen=True, kw_only=True):
+    """A method with a decorator. `names` are the arguments that it takes."""
+
+    name: str
+    mark: MethodMark
+    names: tuple[str, ...] = ()
+
+
+class PlainClass(msgspec.Struct, frozen=True, kw_only=True):
+    """A class that is an environment. One with `play` has agents of its own, and no tools."""
+
+    name: str
+    tools: dict[str, MethodTool] = {}
+    rewards: tuple[MarkedMethod, ...] = ()
+    metrics: tuple[MarkedMethod, ...] = ()
+    stops: tuple[MarkedMethod, ...] = ()
+    success: MarkedMethod | None = None
+    plays: bool = False
+    has_reset: bool = True
+    has_close: bool = False
+    has_gold: bool = False
+    tools_run_together: bool = False
+
+
+def describe(kind: type, *, is_made: bool = False) -> PlainClass:
+    """Return what a class is as an environment. Raises `WrongClass` with all that is wrong with it.
+
+    Where `is_made`, there are instances already, so that it does not matter how one is made.
+    """
+    reading = _Reading(kind)
+    found = reading.read()
+    if not is_made:
+        reading.check_making()
+    if reading.problems:
+        raise WrongClass(kind.__name__, tuple(reading.problems))
+    return found
+
+
+class _Reading:
+    """Reads one class. `problems` collects the sentences."""
+
+    def __init__(self, kind: type) -> None:
+        self.problems: list[str] = []
+        self._kind = kind
+        self._name = kind.__name__
+
+    def read(self) -> PlainClass:
+        marked = {kind: list[MarkedMethod]() for kind in MethodKind}
+        methods = dict(self._methods())
+        plays = "play" in methods
+        tools: dict[str, MethodTool] = {}
+        for name, method in methods.items():
+            mark = mark_of(method)
+            if mark is not None:
+                marked[mark.kind].append(self._marked(name, method, mark, plays))
+            elif name not in NOT_TOOLS and not plays:
+                self._add_tool(name, method, tools)
+        self._check_shape(methods, plays, marked)
+        if len(tools) > TOOLS_MAX:
+            self._say(f"It has {len(tools)} tools, and the limit is {TOOLS_MAX}: split it into several classes.")
+        return PlainClass(
+            name=self._name,
+            tools=tools,
+            rewards=tuple(marked[MethodKind.REWARD]),
+            metrics=tuple(marked[MethodKind.METRIC]),
+            stops=tuple(marked[MethodKind.STOP]),
+            success=next(iter(marked[MethodKind.SUCCESS]), None),
+            plays=plays,
+            has_reset="reset" in methods,
+            has_close="close" in methods,
+            has_gold="gold" in methods,
+            tools_run_together=bool(getattr(self._kind, "tools_run_together", False)),
+        )
+
+    def check_making(self) -> None:
+        """Note it where the class cannot be made without arguments."""
+        try:
+            inspect.signature(self._kind).bind()
+        except (TypeError, ValueError):
+            self._say(
+                f"It cannot be made without arguments: give them defaults, or give `lambda: {self._name}(...)` in its "
+                "place, which makes one."
+            )
+
+    def _methods(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """Yield the public methods, in the order of their definition, those of base classes first."""
+        names = dict.fromkeys(name for each in reversed(self._kind.__mro__[:-1]) for name in vars(each))
+        for name in names:
+            found = inspect.getattr_static(self._kind, name)
+            if not name.startswith("_") and inspect.isfunction(found):
+                yield name, found
+
+    def _add_tool(self, name: str, method: Callable[..., Any], tools: dict[str, MethodTool]) -> None:
+        try:
+            tools[name] = tool_of(method)
+        except NoTool as error:
+            self._say(f"The tool `{name}`: {error}. A method that is not a tool begins with an underscore.")
+
+    def _marked(self, name: str, method: Callable[..., Any], mark: MethodMark, plays: bool) -> MarkedMethod:
+        names = tuple(list(inspect.signature(method).parameters)[1:])
+        known = NAMES_IN_PLAY if plays and mark.kind != MethodKind.STOP else NAMES
+        for each in names:
+            if each not in known:
+                self._say(
+                    f"The {mark.kind} `{name}` takes `{each}`, which is not there: it can take {_listed(known)}, by "
+                    "these names."
+                )
+        if mark.kind == MethodKind.REWARD:
+            self._check_reward(name, mark, plays)
+        return MarkedMethod(name=name, mark=mark, names=names)
+
+    def _check_reward(self, name: str, mark: MethodMark, plays: bool) -> None:
+        if not (math.isfinite(mark.low) and math.isfinite(mark.high) and mark.low < mark.high):
+            self._say(f"The reward `{name}` lies from {mark.low:g} to {mark.high:g}: give a low and a higher high.")
+        if not math.isfinite(mark.weight):
+            self._say(f"The reward `{name}` has the weight {mark.weight:g}: give a number that is finite.")
+        if mark.role and not plays:
+            self._say(f"The reward `{name}` is for the role {mark.role!r}, and only a class with `play` has roles.")
+
+    def _check_shape(
+        self,
+        methods: dict[str, Callable[..., Any]],
+        plays: bool,
+        marked: dict[MethodKind, list[MarkedMethod]],
+    ) -> None:
+        if plays:
+            self._check_play(methods["play"], bool(marked[MethodKind.STOP]))
+        elif "reset" not in methods:
+            self._say("It has no `reset(self, task)`, which returns the first message, or `play(self, task, agents)`.")
+        for name, arguments in (("reset", ("task",)), ("close", ()), ("gold", ("task",))):
+            if name in methods:
+                self._check_parameters(name, methods[name], arguments)
+        if not marked[MethodKind.REWARD]:
+            self._say("It has no method with @reward, which says what an episode is worth.")
+        if len(marked[MethodKind.SUCCESS]) > 1:
+            self._say("It has several methods with @success: keep one.")
+        for name in NOT_TOOLS & methods.keys():
+            if mark_of(methods[name]) is not None:
+                self._say(
+                    f"`{name}` has a meaning of its own, so that it takes no decorator: name the method otherwise."
+                )
+
+    def _check_play(self, method: Callable[..., Any], has_stop: bool) -> None:
+        self._check_parameters("play", method, ("task", "agents"))
+        if not inspect.iscoroutinefunction(method):
+            self._say("`play` is not `async def`, and agents are asked with `await`.")
+        if has_stop:
+            self._say("It has `play`, which ends by itself, and a method with @stop, which would not be asked.")
+
+    def _check_parameters(self, name: str, method: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+        try:
+            inspect.signature(method).bind(None, *arguments)
+        except TypeError:
+            wanted = ", ".join(("self", *arguments))
+            self._say(f"`{name}` cannot be called as `{name}({wanted})`: give it these arguments.")
+
+    def _say(self, sentence: str) -> None:
+        self.problems.append(sentence)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:-1]) + f" and {names[-1]}"

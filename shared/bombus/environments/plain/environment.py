@@ -1,0 +1,249 @@
+"""`PlainEnvironment`: an instance of a plain class as an `AgentEnvironment`."""
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from bombus.environments.kinds import (
+    EnvironmentLost,
+    MessageDict,
+    MethodFailed,
+    Opening,
+    ResetFailed,
+    RolloutScores,
+    ToolCall,
+    ToolOutcome,
+    Transcript,
+)
+from bombus.environments.plain.description import MarkedMethod, PlainClass, describe
+from bombus.environments.plain.tools import BadArguments, text_of
+from bombus.environments.plain.world_thread import WorldThread
+from bombus.errors import in_one_line
+from bombus.sdk.errors import InfraError
+from bombus.sdk.types import Task
+
+log = logging.getLogger("bombus")
+
+TOOLS_NAMED = 20  # in the text about a tool that there is not
+
+
+class PlainWorld:
+    """An instance of a plain class, and how its methods are called.
+
+    Coroutines run in the loop, other methods in a thread. One method runs at a time, unless the class has
+    `tools_run_together = True`: then its tools may overlap. Where a method in a thread does not end in the time that it
+    has, the world is lost, since nothing can stop it.
+    """
+
+    def __init__(self, made: object) -> None:
+        """`made` is an instance, a class, or a function that makes an instance. Raises `WrongClass`."""
+        is_made = not (inspect.isclass(made) or inspect.isroutine(made) or isinstance(made, partial))
+        self._instance: object | None = made if is_made else None
+        self._make: Callable[[], object] | None = None if is_made else made  # type: ignore[assignment]
+        self._description: PlainClass | None = None
+        if is_made or inspect.isclass(made):
+            self._description = describe(made if inspect.isclass(made) else type(made), is_made=is_made)
+        self._lost = ""
+        self._closed = False
+        self._used = asyncio.Lock()
+        self._idle: list[WorldThread] = []
+
+    @property
+    def description(self) -> PlainClass:
+        """What the class is. It is known once the instance was made."""
+        assert self._description is not None, "the instance is made first"
+        return self._description
+
+    @property
+    def has_play(self) -> bool:
+        return self._description is not None and self._description.plays
+
+    async def make(self) -> None:
+        """Make the instance, unless it is there. Raises `ResetFailed`, `WrongClass`."""
+        if self._instance is None:
+            assert self._make is not None
+            try:
+                made = await self._in_a_thread(self._make)
+            except InfraError:
+                raise
+            except Exception as error:  # the class's own code: whatever it raises, there is no world
+                raise ResetFailed(f"the environment could not be made: {in_one_line(error)}") from error
+            self._description = self._description or describe(type(made), is_made=True)
+            self._instance = made
+
+    def check_alive(self) -> None:
+        """Raise `EnvironmentLost` for a world that is lost or closed."""
+        if self._lost or self._closed:
+            raise EnvironmentLost(self._lost or "the environment was closed, and is used again")
+
+    async def call(self, name: str, *, together: bool = False, **arguments: Any) -> Any:
+        """Call a method by its name, and return what it returns, or raise what it raises."""
+        self.check_alive()
+        method = getattr(self._instance, name)
+        async with AsyncExitStack() as stack:
+            if not together:
+                await stack.enter_async_context(self._used)
+                self.check_alive()
+            if inspect.iscoroutinefunction(method):
+                return await method(**arguments)
+            found = await self._in_a_thread(partial(method, **arguments))
+            return await found if inspect.isawaitable(found) else found
+
+    async def asked(self, method: MarkedMethod, values: Mapping[str, object]) -> Any:
+        """Call a marked method with the values that it names. Raises `MethodFailed` with what went wrong in it."""
+        named = f"{self.description.name}.{method.name}"
+        try:
+            if "state" in method.names:
+                values = {**values, "state": self._state(method)}
+            named_values: dict[str, Any] = {name: values[name] for name in method.names}
+            return await self.call(method.name, **named_values)
+        except InfraError:
+            raise
+        except Exception as error:  # the class's own code: an episode that cannot be judged has no reward
+            raise MethodFailed(f"{named} failed: {in_one_line(error)}") from error
+
+    def _state(self, method: MarkedMethod) -> object:
+        if not hasattr(self._instance, "state"):
+            raise MethodFailed(
+                f"{self.description.name}.{method.name} takes `state`, and the environment has no attribute `state`: "
+                "set it in `reset`"
+            )
+        return self._instance.state
+
+    async def _in_a_thread(self, call: Callable[[], Any]) -> Any:
+        async with self._thread(getattr(call, "func", call)) as thread:
+            return await thread.run(call)
+
+    @asynccontextmanager
+    async def _thread(self, function: object) -> AsyncIterator[WorldThread]:
+        name = getattr(function, "__name__", "method")
+        thread = self._idle.pop() if self._idle else WorldThread(name)
+        try:
+            yield thread
+        finally:
+            if thread.is_stuck:
+                self._lost = (
+                    f"`{name}` did not end in its time, and what runs in a thread cannot be cancelled, so that the "
+                    "environment is given up. Make it `async def`, or give it a limit of its own"
+                )
+                log.warning("%s", self._lost)
+                await thread.close()
+            else:
+                self._idle.append(thread)
+
+    async def close(self) -> None:
+        """Call the class's `close`, and end the threads. A world that is lost is left alone."""
+        if self._closed:
+            return
+        try:
+            if self._instance is not None and self.description.has_close and not self._lost:
+                await self.call("close")
+        except Exception as error:  # the class's own code: the episode is over, and its reward is known
+            log.warning("%s.close failed: %s", self.description.name, in_one_line(error))
+        finally:
+            self._closed = True
+            while self._idle:
+                await self._idle.pop().close()
+
+
+class PlainEnvironment:
+    """A plain class as an environment: `PlainEnvironment(World)`, of an instance, or of a function that makes one."""
+
+    def __init__(self, made: object) -> None:
+        self.world = PlainWorld(made)
+        self._task = Task()
+
+    async def open(self, task: Task) -> Opening:
+        await self.world.make()
+        self._task = task
+        description = self.world.description
+        try:
+            first = await self.world.call("reset", task=task)
+        except InfraError:
+            raise
+        except Exception as error:  # the class's own code: a world that is not new is never played
+            raise ResetFailed(f"{description.name}.reset failed: {in_one_line(error)}") from error
+        messages = _messages_of(first, description.name)
+        return Opening(messages=messages, tools=[tool.schema for tool in description.tools.values()])
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        self.world.check_alive()
+        description = self.world.description
+        tool = description.tools.get(call.name)
+        if tool is None:
+            return ToolOutcome(text=_no_tool(call.name, list(description.tools)), failed=True)
+        try:
+            arguments = tool.read(call.arguments)
+        except BadArguments as error:
+            return ToolOutcome(text=f"the arguments are wrong: {error}", failed=True)
+        try:
+            result = await self.world.call(tool.name, together=description.tools_run_together, **arguments)
+        except InfraError:
+            raise
+        except Exception as error:  # the tool's own code: the model is told, and goes on
+            return ToolOutcome(text=in_one_line(error), failed=True)
+        return ToolOutcome(text=text_of(result))
+
+    async def is_over(self, transcript: Transcript) -> bool:
+        self.world.check_alive()
+        values = {"task": self._task, "transcript": transcript}
+        for method in self.world.description.stops:
+            if await self.world.asked(method, values):
+                return True
+        return False
+
+    async def score(self, transcript: Transcript) -> RolloutScores:
+        values = {"task": self._task, "transcript": transcript}
+        description = self.world.description
+        rewards = {one.name: await self._number(one, values) for one in description.rewards}
+        metrics = {one.name: await self._number(one, values) for one in description.metrics}
+        achieved = description.success
+        return RolloutScores(
+            reward=sum(one.mark.weight * rewards[one.name] for one in description.rewards),
+            rewards=rewards,
+            metrics=metrics,
+            is_success=bool(await self.world.asked(achieved, values)) if achieved is not None else None,
+        )
+
+    async def _number(self, method: MarkedMethod, values: Mapping[str, object]) -> float:
+        found = await self.world.asked(method, values)
+        return number_of(found, f"{self.world.description.name}.{method.name}")
+
+    async def close(self) -> None:
+        await self.world.close()
+
+
+def number_of(value: object, where: str) -> float:
+    """Return a finite number that a method has returned. Raises `MethodFailed`."""
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    try:
+        found = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        found = math.nan
+    if not math.isfinite(found) or isinstance(value, str):
+        raise MethodFailed(f"{where} returned {value!r}, which is not a finite number")
+    return found
+
+
+def _messages_of(first: object, name: str) -> list[MessageDict]:
+    if isinstance(first, str):
+        return [{"role": "user", "content": first}]
+    if isinstance(first, Sequence) and first and all(isinstance(each, Mapping) and "role" in each for each in first):
+        return [dict(each) for each in first]
+    raise ResetFailed(
+        f"{name}.reset returned {type(first).__name__}: it returns the first message as text, or a list of messages "
+        "that have a role"
+    )
+
+
+def _no_tool(name: str, tools: list[str]) -> str:
+    if not tools:
+        return f"there is no tool {name!r}, nor any other"
+    more = f", and {len(tools) - TOOLS_NAMED} more" if len(tools) > TOOLS_NAMED else ""
+    return f"there is no tool {name!r}: there is {', '.join(tools[:TOOLS_NAMED])}{more}"

@@ -1,0 +1,73 @@
+"""The decorators of a plain class: which of its methods reward, measure, tell success, or stop an episode."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+_ATTRIBUTE = "__bombus_mark__"
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+class MethodKind(StrEnum):
+    """What a marked method is for."""
+
+    REWARD = "reward"
+    METRIC = "metric"
+    SUCCESS = "success"
+    STOP = "stop"
+
+
+class MethodMark(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decorator says of a method. A reward lies from `low` to `high`, and counts `weight` times.
+
+    `role` names the agents of a `play` whose calls get the reward; empty: all of them.
+    """
+
+    kind: MethodKind
+    weight: float = 1.0
+    role: str = ""
+    low: float = 0.0
+    high: float = 1.0
+
+
+@overload
+def reward(method: MethodT) -> MethodT: ...
+@overload
+def reward(
+    *, weight: float = 1.0, role: str = "", low: float = 0.0, high: float = 1.0
+) -> Callable[[MethodT], MethodT]: ...
+def reward(
+    method: MethodT | None = None, *, weight: float = 1.0, role: str = "", low: float = 0.0, high: float = 1.0
+) -> MethodT | Callable[[MethodT], MethodT]:
+    """Mark a method whose number is a part of the reward: the episode's reward is the weighted sum of all of them."""
+    mark = MethodMark(kind=MethodKind.REWARD, weight=weight, role=role, low=low, high=high)
+    return _marked(method, mark) if method is not None else lambda each: _marked(each, mark)
+
+
+def metric(method: MethodT) -> MethodT:
+    """Mark a method whose number is reported with the episode, and is not a part of its reward."""
+    return _marked(method, MethodMark(kind=MethodKind.METRIC))
+
+
+def success(method: MethodT) -> MethodT:
+    """Mark the method that says whether the task was achieved."""
+    return _marked(method, MethodMark(kind=MethodKind.SUCCESS))
+
+
+def stop(method: MethodT) -> MethodT:
+    """Mark a method that is asked after each turn whether the episode is over."""
+    return _marked(method, MethodMark(kind=MethodKind.STOP))
+
+
+def mark_of(method: object) -> MethodMark | None:
+    """Return what a decorator of this module has said of a method, None where it has none."""
+    found = getattr(method, _ATTRIBUTE, None)
+    return found if isinstance(found, MethodMark) else None
+
+
+def _marked(method: MethodT, mark: MethodMark) -> MethodT:
+    setattr(method, _ATTRIBUTE, mark)
+    return method

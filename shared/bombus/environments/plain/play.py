@@ -1,0 +1,190 @@
+"""Several agents in one episode: a plain class whose `play` asks them, each call under its role."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from bombus.environments.budgets import RolloutBudgets
+from bombus.environments.chat_model import ChatAnswer
+from bombus.environments.kinds import (
+    MessageDict,
+    MethodFailed,
+    RolloutScores,
+    RolloutStatus,
+    ToolSchema,
+    Transcript,
+)
+from bombus.environments.plain.description import MarkedMethod
+from bombus.environments.plain.environment import PlainWorld, number_of
+from bombus.errors import BombusError, in_one_line
+from bombus.sdk.errors import InfraError
+from bombus.sdk.types import Task
+
+ROLE_CHARACTERS = 64  # what a hive keeps of the name of a role
+
+
+class BudgetSpent(BombusError):
+    """The calls of the episode's agents have used up its budget. Unless `play` catches it, the episode is truncated."""
+
+
+class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that an agent has made: its role, what it was asked and what it has answered."""
+
+    role: str
+    messages: Sequence[MessageDict]
+    answer: ChatAnswer
+
+    @property
+    def text(self) -> str:
+        return self.answer.text
+
+
+Ask = Callable[[str, Sequence[MessageDict], Sequence[ToolSchema], int | None], Awaitable[ChatAnswer]]
+
+
+class PlayAgent(msgspec.Struct, frozen=True):
+    """One of the episode's agents. Every call that it makes has its role on the log."""
+
+    role: str
+    _ask: Ask
+
+    async def ask(
+        self,
+        messages: str | Sequence[MessageDict],
+        *,
+        tools: Sequence[ToolSchema] = (),
+        max_tokens: int | None = None,
+    ) -> ChatAnswer:
+        """Return the model's answer to a text or to a conversation. Raises `BudgetSpent`, `InfraError`."""
+        whole = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        return await self._ask(self.role, whole, tools, max_tokens)
+
+
+class PlayAgents(Mapping[str, PlayAgent]):
+    """The agents of an episode by their roles. Whatever role is asked for is there."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._agents: dict[str, PlayAgent] = {}
+
+    def __getitem__(self, role: str) -> PlayAgent:
+        if not (0 < len(role) <= ROLE_CHARACTERS and role.isascii() and role.isprintable()):
+            raise ValueError(f"the role {role!r} is not a text of 1 to {ROLE_CHARACTERS} printable ASCII characters")
+        return self._agents.setdefault(role, PlayAgent(role, self._ask))
+
+    def __contains__(self, role: object) -> bool:
+        return isinstance(role, str)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._agents)
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+
+class Play:
+    """One episode of a class with `play`. `calls` has what its agents have been answered, in that order."""
+
+    def __init__(self, world: PlainWorld, task: Task, budgets: RolloutBudgets, transcript: Transcript) -> None:
+        self.calls: list[AgentCall] = []
+        self._world = world
+        self._task = task
+        self._budgets = budgets
+        self._transcript = transcript
+        self._asked = 0
+
+    async def run(self, ask: Ask) -> RolloutStatus:
+        """Let the class play. Raises `InfraError`."""
+
+        async def counted(
+            role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
+        ) -> ChatAnswer:
+            if self._asked >= self._budgets.turns_max:
+                raise BudgetSpent(f"the agents have made {self._asked} calls, which is turns_max: end the episode")
+            self._asked += 1
+            answer = await ask(role, messages, tools, max_tokens)
+            self.calls.append(AgentCall(role=role, messages=messages, answer=answer))
+            self._transcript.turns += 1
+            self._transcript.prompt_tokens = answer.prompt_tokens
+            self._transcript.completion_tokens += answer.completion_tokens
+            return answer
+
+        name = self._world.description.name
+        try:
+            async with asyncio.timeout(self._budgets.episode_s) as limit:
+                if self._world.description.has_reset:
+                    await self._world.call("reset", task=self._task)
+                await self._world.call("play", task=self._task, agents=PlayAgents(counted))
+        except (InfraError, BudgetSpent, ExceptionGroup, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return RolloutStatus.TRUNCATED
+            found = _first(error)
+            if isinstance(found, BudgetSpent):
+                return RolloutStatus.TRUNCATED
+            raise (found if isinstance(found, InfraError) else _failed(name, error)) from error
+        except Exception as error:  # the class's own code: an episode that it cannot play has no reward
+            raise _failed(name, error) from error
+        return RolloutStatus.COMPLETED
+
+    async def score(self) -> tuple[RolloutScores, dict[str, float]]:
+        """Return the scores, and the reward of each call by its id where these differ. Raises `MethodFailed`.
+
+        A reward for a role counts for its calls alone; one without a role counts for all. A method may return a list
+        with one number for each of them.
+        """
+        description = self._world.description
+        by_call = [0.0] * len(self.calls)
+        rewards: dict[str, float] = {}
+        total = 0.0
+        for method in description.rewards:
+            places = [place for place, call in enumerate(self.calls) if method.mark.role in ("", call.role)]
+            numbers = await self._numbers(method, places)
+            rewards[method.name] = sum(numbers) / len(numbers) if numbers else 0.0
+            total += method.mark.weight * rewards[method.name]
+            for place, number in zip(places, numbers):
+                by_call[place] += method.mark.weight * number
+        metrics = {one.name: (await self._numbers(one, []))[0] for one in description.metrics}
+        achieved = description.success
+        scores = RolloutScores(
+            reward=sum(by_call) / len(by_call) if by_call else total,
+            rewards=rewards,
+            metrics=metrics,
+            is_success=bool(await self._asked_for(achieved, self.calls)) if achieved is not None else None,
+        )
+        differ = len(set(by_call)) > 1
+        return scores, {call.answer.call: by_call[place] for place, call in enumerate(self.calls)} if differ else {}
+
+    async def _numbers(self, method: MarkedMethod, places: list[int]) -> list[float]:
+        """Return the number of each of these calls. One for all of them is repeated, once where there is none."""
+        where = f"{self._world.description.name}.{method.name}"
+        chosen = [self.calls[place] for place in places] if method.mark.kind == "reward" else self.calls
+        found = await self._asked_for(method, chosen)
+        if not isinstance(found, list | tuple):
+            return [number_of(found, where)] * max(1, len(places))
+        if len(found) != len(places):
+            raise MethodFailed(
+                f"{where} returned {len(found)} numbers for {len(places)} calls: return one for each of `calls`, in "
+                "order, or a single number"
+            )
+        return [number_of(each, where) for each in found]
+
+    async def _asked_for(self, method: MarkedMethod, calls: Sequence[AgentCall]) -> object:
+        values = {"task": self._task, "transcript": self._transcript, "calls": list(calls)}
+        return await self._world.asked(method, values)
+
+
+def _failed(name: str, error: BaseException) -> MethodFailed:
+    return MethodFailed(f"{name}.play failed: {in_one_line(error)}")
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return what a group of errors is about: infrastructure before budgets, and these before all others."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    inner = [_first(each) for each in error.exceptions]
+    for kind in (InfraError, BudgetSpent):
+        for each in inner:
+            if isinstance(each, kind) and (kind is InfraError or all(isinstance(one, BudgetSpent) for one in inner)):
+                return each
+    return inner[0]

@@ -1,0 +1,156 @@
+"""Methods as tools: the JSON schema of their arguments from type hints and docstring, and arguments checked by it."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+
+from bombus.environments.kinds import ToolSchema
+
+PROBLEMS_SHOWN = 5  # of the arguments of one call
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
+_ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
+
+
+class BadArguments(ValueError):
+    """The arguments of a call are not those that its tool takes; the text says which, for the model."""
+
+
+class NoTool(ValueError):
+    """A method cannot be a tool; the text says why, as a clause."""
+
+
+class MethodTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A public method of a plain class that the model can call."""
+
+    schema: ToolSchema
+    arguments: type[BaseModel]  # its fields are p0, p1, ..., whose aliases are the method's own names
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.schema.name
+
+    def read(self, text: str) -> dict[str, Any]:
+        """Return the arguments in `text`, which is JSON, by their names. Raises `BadArguments`."""
+        try:
+            found = self.arguments.model_validate_json(text.strip() or "{}")
+        except ValidationError as error:
+            raise BadArguments(_why_not(error)) from error
+        return {name: getattr(found, f"p{index}") for index, name in enumerate(self.names)}
+
+
+def tool_of(method: Callable[..., Any]) -> MethodTool:
+    """Return a function, whose first parameter is `self`, as a tool. Raises `NoTool`."""
+    name = method.__name__
+    hints = _hints_of(method)
+    documented = _read_docstring(inspect.getdoc(method) or "")
+    if not documented.summary:
+        raise NoTool("it has no docstring, which is what tells the model what it does")
+    fields: dict[str, Any] = {}
+    names: list[str] = []
+    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise NoTool(f"its argument `{parameter.name}` cannot be given by name: give it arguments with names")
+        if parameter.name not in hints:
+            raise NoTool(f"its argument `{parameter.name}` has no type hint")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        about = documented.arguments.get(parameter.name)
+        fields[f"p{len(names)}"] = (
+            Annotated[hints[parameter.name], Field(alias=parameter.name, description=about)]
+            if about
+            else Annotated[hints[parameter.name], Field(alias=parameter.name)],
+            default,
+        )
+        names.append(parameter.name)
+    try:
+        arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        schema = arguments.model_json_schema(by_alias=True)
+    except PydanticUserError as error:
+        raise NoTool(f"its arguments have no JSON schema: {str(error).splitlines()[0]}") from error
+    return MethodTool(
+        schema=ToolSchema(name=name, description=documented.summary, parameters=_without_titles(schema)),
+        arguments=arguments,
+        names=tuple(names),
+    )
+
+
+def text_of(value: object) -> str:
+    """Return what a tool gave back as the text that the model is shown: JSON, unless it is a text already."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, BaseModel):
+        return value.model_dump_json()
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+
+
+class _Docstring(msgspec.Struct, frozen=True):
+    summary: str
+    arguments: Mapping[str, str]
+
+
+def _hints_of(method: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(method, include_extras=True)
+    except (NameError, TypeError, AttributeError) as error:
+        raise NoTool(f"its type hints cannot be read: {error}") from error
+
+
+def _read_docstring(text: str) -> _Docstring:
+    """Return what comes before the sections of a docstring, and what its section of arguments says of each."""
+    parts = _SECTION.split(text)
+    sections = dict(zip(parts[1::2], parts[2::2]))
+    about = next((sections[name] for name in ("Args", "Arguments", "Parameters") if name in sections), "")
+    return _Docstring(parts[0].strip(), dict(_arguments(about)))
+
+
+def _arguments(section: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the description of each argument; deeper lines continue the one above."""
+    name, words = "", ""
+    margin = None
+    for line in section.splitlines():
+        if not line.strip():
+            continue
+        indent = len(line) - len(line.lstrip())
+        margin = indent if margin is None else margin
+        begins = _ARGUMENT.match(line.strip()) if indent <= margin else None
+        if begins:
+            if name:
+                yield name, words
+            name, words = begins[1], begins[2]
+        else:
+            words = f"{words} {line.strip()}".strip()
+    if name:
+        yield name, words
+
+
+def _why_not(error: ValidationError) -> str:
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    said = [f"{'.'.join(map(str, each['loc'])) or 'the arguments'}: {each['msg']}" for each in problems]
+    more = f"; and {len(said) - PROBLEMS_SHOWN} more" if len(said) > PROBLEMS_SHOWN else ""
+    return "; ".join(said[:PROBLEMS_SHOWN]) + more
+
+
+def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without the titles that pydantic makes of names. Properties may be called `title`."""
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "title" and isinstance(value, str):
+            continue
+        if key in ("properties", "$defs") and isinstance(value, dict):
+            found[key] = {name: _without_titles(each) for name, each in value.items()}
+        elif isinstance(value, dict) and key not in ("default", "const"):
+            found[key] = _without_titles(value)
+        elif isinstance(value, list) and key in ("anyOf", "allOf", "oneOf", "prefixItems"):
+            found[key] = [_without_titles(each) for each in value]
+        else:
+            found[key] = value
+    return found

@@ -1,0 +1,59 @@
+"""Threads for the methods of a world that are not coroutines: what hangs there holds up neither the loop nor the end
+of the program."""
+
+import asyncio
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_Work = tuple[Future[Any], contextvars.Context, Callable[[], Any]]
+
+
+class WorldThread:
+    """A thread that calls one function after another. A database that belongs to the thread that opened it stays
+    usable, because the methods of a world are all called in one.
+
+    A function that hangs cannot be cancelled: the thread then `is_stuck`, and is left to end with the program.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.is_stuck = False
+        self._works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._loop, name=f"bombus-world-{name}", daemon=True)
+        self._thread.start()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Return what the function returns, or raise what it raises. When this is cancelled, it is not waited for."""
+        work: Future[T] = Future()
+        self._works.put((work, contextvars.copy_context(), call))
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            self.is_stuck = not work.done()
+            raise
+
+    async def close(self) -> None:
+        """End the thread, and wait for that unless it is stuck."""
+        self._works.put(None)
+        if not self.is_stuck:
+            await asyncio.shield(asyncio.wrap_future(self._ended))
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while (work := self._works.get()) is not None:
+            done, context, call = work
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(context.run(call))
+                except (StopIteration, SystemExit, KeyboardInterrupt) as error:  # which no future hands on as it is
+                    done.set_exception(RuntimeError(f"it raised {error!r}"))
+                except BaseException as error:  # whatever the method raises is raised where it was called
+                    done.set_exception(error)
+            del work, done, call
+        self._ended.set_result(None)

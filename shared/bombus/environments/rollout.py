@@ -1,0 +1,351 @@
+"""`Rollout` plays an environment with a model: turns, tools, budgets, and the reward at the end."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from bombus.environments.budgets import RolloutBudgets
+from bombus.environments.chat_model import ChatAnswer, ChatModel, ModelRefused
+from bombus.environments.kinds import (
+    AgentEnvironment,
+    EnvironmentLost,
+    MessageDict,
+    RolloutScores,
+    RolloutStatus,
+    ToolCall,
+    ToolOutcome,
+    ToolSchema,
+    Transcript,
+)
+from bombus.environments.plain.description import describe
+from bombus.environments.plain.environment import PlainEnvironment
+from bombus.environments.plain.play import Play
+from bombus.errors import BombusError, in_one_line
+from bombus.sdk.errors import InfraError
+from bombus.sdk.types import Credentials, Task, WorkflowOutput
+
+log = logging.getLogger("bombus")
+
+CHARACTERS_FOR_A_TOKEN = 4  # roughly, of text whose tokens the server has not counted yet
+
+T = TypeVar("T")
+
+
+class WrongTask(BombusError):
+    """A task has something in it that no rollout can use."""
+
+
+class RolloutResult(msgspec.Struct, kw_only=True):
+    """How a rollout went. One that was aborted has an `error` and no scores.
+
+    `call_rewards` has the reward of each call by its id, where they differ.
+    """
+
+    transcript: Transcript
+    scores: RolloutScores | None = None
+    error: InfraError | None = None
+    call_rewards: dict[str, float] = {}
+
+    @property
+    def status(self) -> RolloutStatus:
+        return self.transcript.status or RolloutStatus.ABORTED
+
+    def output(self) -> WorkflowOutput:
+        """Return what the episode is ended with. Raises the error of a rollout that was aborted."""
+        if self.scores is None:
+            raise self.error or InfraError("the rollout has no scores")
+        transcript = self.transcript
+        metrics: dict[str, float | list[float]] = {
+            **self.scores.metrics,
+            **{f"reward/{name}": value for name, value in self.scores.rewards.items()},
+            "turns": float(transcript.turns),
+            "tool_calls": float(transcript.tool_calls),
+            "tool_failures": float(transcript.tool_failures),
+            "truncated": float(self.status == RolloutStatus.TRUNCATED),
+        }
+        return WorkflowOutput(
+            reward=self.call_rewards or self.scores.reward,
+            is_success=self.scores.is_success,
+            metadata={"status": self.status.value, "turns": transcript.turns},
+            log_metrics=metrics,
+        )
+
+
+class Rollout:
+    """Plays an environment with a model, one episode at each call: `client.run_group(task, Rollout(World), 8)`.
+
+    `environment` is a plain class, or a function (perhaps `async`) that makes an instance of one or any other
+    `AgentEnvironment`: each episode has one of its own. `sampling` are fields of every request, such as `temperature`.
+    Raises `WrongClass` for a class that is not an environment. `transport` is for tests.
+    """
+
+    def __init__(
+        self,
+        environment: object,
+        budgets: RolloutBudgets | None = None,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if not callable(environment):
+            raise TypeError(
+                f"Rollout was given an instance of {type(environment).__name__}, and each episode has an environment "
+                "of its own: give the class, or a function that makes one"
+            )
+        if inspect.isclass(environment) and not _is_environment(environment):
+            describe(environment)
+        self.budgets = budgets or RolloutBudgets()
+        self._make = environment
+        self._sampling = sampling
+        self._transport = transport
+
+    async def __call__(self, task: Task, credentials: Credentials) -> WorkflowOutput:
+        """Play one episode, and return its outcome. Raises `InfraError` for one that was aborted."""
+        return (await self.play(task, credentials)).output()
+
+    async def play(
+        self, task: Task, credentials: Credentials, environment: AgentEnvironment | None = None
+    ) -> RolloutResult:
+        """Play one episode, and return all that is known of it. An `environment` that is given is not closed."""
+        transcript = Transcript()
+        try:
+            async with self._environment(environment) as world, self._model(credentials) as model:
+                if isinstance(world, PlainEnvironment) and world.world.has_play:
+                    return await self._play(world, model, task, transcript)
+                loop = _ToolLoop(world, model, self.budgets, task, transcript)
+                return RolloutResult(transcript=transcript, scores=await loop.run())
+        except InfraError as error:
+            transcript.status = RolloutStatus.ABORTED
+            return RolloutResult(transcript=transcript, error=error)
+
+    async def _play(
+        self, world: PlainEnvironment, model: ChatModel, task: Task, transcript: Transcript
+    ) -> RolloutResult:
+        budgets = self.budgets
+        play = Play(world.world, task, budgets, transcript)
+
+        async def ask(
+            role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
+        ) -> ChatAnswer:
+            room = max(1, budgets.tokens_max - _tokens_guessed(messages))
+            return await model.ask(
+                messages,
+                within_s=budgets.turn_s,
+                tools=tools,
+                max_tokens=min(room, max_tokens or room),
+                total_tokens=budgets.tokens_max,
+                role=role,
+            )
+
+        transcript.status = await play.run(ask)
+        scores, by_call = await _within(budgets.setup_s, play.score(), "scoring the environment")
+        return RolloutResult(transcript=transcript, scores=scores, call_rewards=by_call)
+
+    def _model(self, credentials: Credentials) -> ChatModel:
+        return ChatModel(
+            credentials.base_url,
+            credentials.api_key,
+            credentials.model,
+            sampling=self._sampling,
+            transport=self._transport,
+        )
+
+    @asynccontextmanager
+    async def _environment(self, given: AgentEnvironment | None) -> AsyncIterator[AgentEnvironment]:
+        if given is not None:
+            yield given
+            return
+        world = await self._made()
+        try:
+            yield world
+        finally:
+            await self._close(world)
+
+    async def _made(self) -> AgentEnvironment:
+        """Make the environment of one episode. Raises `EnvironmentLost`, and `InfraError` of the function itself."""
+        make: Any = self._make
+        if inspect.isclass(make) and not _is_environment(make):
+            world = PlainEnvironment(make)
+            await _within(self.budgets.setup_s, world.world.make(), "making the environment")
+            return world
+        made = make() if inspect.iscoroutinefunction(make) else asyncio.to_thread(make)
+        found = await _within(self.budgets.setup_s, made, "making the environment")
+        return found if _is_environment(found) else PlainEnvironment(found)
+
+    async def _close(self, world: AgentEnvironment) -> None:
+        try:
+            await _within(self.budgets.setup_s, world.close(), "closing the environment")
+        except Exception as error:  # the episode is over, and its reward is known
+            log.warning("an environment was not closed in order: %s", in_one_line(error))
+
+
+class _ToolLoop:
+    """One episode of an environment with tools."""
+
+    def __init__(
+        self,
+        world: AgentEnvironment,
+        model: ChatModel,
+        budgets: RolloutBudgets,
+        task: Task,
+        transcript: Transcript,
+    ) -> None:
+        self._world = world
+        self._model = model
+        self._budgets = budgets
+        self._task = task
+        self._transcript = transcript
+        self._tools: list[ToolSchema] = []
+        self._used = 0  # tokens of the conversation, as the server has counted them
+        self._uncounted: list[MessageDict] = []  # messages since then
+
+    async def run(self) -> RolloutScores:
+        """Play to the end, and return the scores. Raises `InfraError`."""
+        budgets, transcript = self._budgets, self._transcript
+        described = tools_of_task(self._task)
+        opening = await _within(budgets.setup_s, self._world.open(self._task), "making the environment new")
+        named = {tool.name: tool for tool in [*opening.tools, *described]}
+        self._tools = list(named.values())
+        self._say(opening.messages)
+        try:
+            async with asyncio.timeout(budgets.episode_s) as limit:
+                status = await self._turns()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            status = RolloutStatus.TRUNCATED
+        transcript.status = status
+        return await _within(budgets.setup_s, self._world.score(transcript), "scoring the environment")
+
+    async def _turns(self) -> RolloutStatus:
+        transcript, budgets = self._transcript, self._budgets
+        while transcript.turns < budgets.turns_max:
+            over_at = asyncio.get_running_loop().time() + budgets.turn_s
+            room = budgets.tokens_max - self._used - _tokens_guessed(self._uncounted)
+            if room < 1 and transcript.turns:
+                break
+            try:
+                answer = await self._ask(max(1, room))
+            except ModelRefused as error:
+                if error.is_too_long and transcript.turns:
+                    break
+                raise
+            if answer.is_cut or self._used > budgets.tokens_max:
+                break
+            if answer.tool_calls:
+                await self._use_tools(answer.tool_calls, over_at)
+            if await self._is_over() or not answer.tool_calls:
+                return RolloutStatus.COMPLETED
+        return RolloutStatus.TRUNCATED
+
+    async def _ask(self, max_tokens: int) -> ChatAnswer:
+        answer = await self._model.ask(
+            self._transcript.messages,
+            within_s=self._budgets.turn_s,
+            tools=self._tools,
+            max_tokens=max_tokens,
+            total_tokens=self._budgets.tokens_max,
+        )
+        transcript = self._transcript
+        self._say([answer.message])
+        self._uncounted = []
+        self._used = answer.prompt_tokens + answer.completion_tokens
+        transcript.turns += 1
+        transcript.prompt_tokens = answer.prompt_tokens
+        transcript.completion_tokens += answer.completion_tokens
+        return answer
+
+    def _say(self, messages: Sequence[MessageDict]) -> None:
+        self._transcript.messages += messages
+        self._uncounted += messages
+
+    async def _is_over(self) -> bool:
+        return await _within(self._budgets.setup_s, self._world.is_over(self._transcript), "asking whether it is over")
+
+    # ---- tools --------------------------------------------------------------------------------------------------
+
+    async def _use_tools(self, calls: Sequence[ToolCall], over_at: float) -> None:
+        """Carry out the calls of one answer, so many at once, and show the model what they gave back, in order."""
+        carried_out = calls[: self._budgets.calls_max]
+        slots = asyncio.Semaphore(self._at_once)
+
+        async def one(call: ToolCall) -> ToolOutcome:
+            async with slots:
+                return await self._outcome(call, over_at)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(one(call)) for call in carried_out]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        outcomes = [task.result() for task in running]
+        left = f"it was not carried out: an answer can have {self._budgets.calls_max} calls at most"
+        outcomes += [ToolOutcome(text=left, failed=True)] * (len(calls) - len(carried_out))
+        self._transcript.tool_calls += len(calls)
+        self._transcript.tool_failures += sum(outcome.failed for outcome in outcomes)
+        self._say(
+            [
+                {"role": "tool", "tool_call_id": call.id, "content": self._shown(outcome)}
+                for call, outcome in zip(calls, outcomes, strict=True)
+            ]
+        )
+
+    @property
+    def _at_once(self) -> int:
+        """How many calls may run: where the world does one at a time, the others' time does not begin yet."""
+        world = self._world
+        if isinstance(world, PlainEnvironment) and not world.world.description.tools_run_together:
+            return 1
+        return self._budgets.tools_at_once
+
+    async def _outcome(self, call: ToolCall, over_at: float) -> ToolOutcome:
+        limit_s = min(self._budgets.tool_s, over_at - asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._world.call(call)
+        except TimeoutError:
+            return ToolOutcome(text=f"it did not end within {max(limit_s, 0):.3g} s, and was cancelled", failed=True)
+
+    def _shown(self, outcome: ToolOutcome) -> str:
+        """Return the text that the model is shown."""
+        text, limit = outcome.text, self._budgets.tool_characters_max
+        if len(text) > limit:
+            text = f"{text[:limit]}\n[{len(text) - limit} more characters were left out]"
+        return f"<error>Tool failed: {text}</error>" if outcome.failed else text
+
+
+def tools_of_task(task: Task) -> list[ToolSchema]:
+    """Return the tools that a task describes in its metadata. Raises `WrongTask`."""
+    try:
+        return msgspec.convert(task.metadata.get("tools") or [], list[ToolSchema])
+    except msgspec.ValidationError as error:
+        raise WrongTask(
+            f"metadata.tools of task {task.task_id!r} is not a list of tools with name, description and parameters: "
+            f"{error}"
+        ) from error
+
+
+def _is_environment(made: object) -> bool:
+    return all(hasattr(made, name) for name in ("open", "call", "is_over", "score", "close"))
+
+
+def _tokens_guessed(messages: Sequence[MessageDict]) -> int:
+    """Return about how many tokens messages have, which the server has not counted yet. A hive counts exactly."""
+    return sum(len(str(message.get("content") or "")) for message in messages) // CHARACTERS_FOR_A_TOKEN
+
+
+async def _within(limit_s: float, work: Awaitable[T], what: str) -> T:
+    """Await something of an environment. Raises `EnvironmentLost` when it takes too long."""
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            return await work
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise EnvironmentLost(f"{what} took longer than {limit_s:g} s") from error

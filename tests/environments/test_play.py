@@ -1,0 +1,188 @@
+"""Several agents in one episode: roles on the log, rewards by role and by call, one end."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from bombus import AsyncSwarmClient, InfraError, Task
+from bombus.bus import Bus
+from bombus.environments.budgets import RolloutBudgets
+from bombus.environments.kinds import RolloutStatus
+from bombus.environments.plain.marks import metric, reward, success
+from bombus.environments.plain.play import AgentCall, BudgetSpent, PlayAgents
+from bombus.environments.rollout import Rollout, RolloutResult
+from bombus.hive.generation import Generate
+from bombus.hive.records import decode_record
+from tests.environments.scripted import CREDENTIALS, ScriptedModel
+from tests.gateway.openai_hive import GatewayHive, Send, gateway_hive, says
+
+TASK = Task(task_id="t1", main_query="1+1")
+
+
+class Debate:
+    """Two speakers at the same time, then a judge."""
+
+    speakers = 2
+
+    async def play(self, task: Task, agents: PlayAgents) -> None:
+        self.verdict = ""
+        speeches = await asyncio.gather(*(agents["speaker"].ask(f"Speech {n}") for n in range(self.speakers)))
+        said = " ".join(speech.text for speech in speeches)
+        self.verdict = (await agents["judge"].ask([{"role": "user", "content": said}], max_tokens=7)).text
+
+    @reward(role="speaker", weight=2.0)
+    def length(self, calls: list[AgentCall]) -> list[float]:
+        return [float(len(call.text)) for call in calls]
+
+    @reward(role="judge")
+    def fair(self, task: Task) -> float:
+        return 1.0
+
+    @reward(weight=0.5)
+    def together(self) -> float:
+        return 1.0
+
+    @metric
+    def heard(self, calls: list[AgentCall]) -> int:
+        return len(calls)
+
+    @success
+    def agreed(self) -> bool:
+        return self.verdict == "aye"
+
+
+async def played(model: ScriptedModel, kind: Any = Debate, **budgets: Any) -> RolloutResult:
+    return await Rollout(kind, RolloutBudgets(**budgets), transport=model).play(TASK, CREDENTIALS)
+
+
+async def test_agents_are_asked_under_their_roles_and_their_calls_are_rewarded_apart() -> None:
+    model = ScriptedModel("a", "bcd", "aye")
+    result = await played(model)
+    assert [headers["x-bombus-role"] for headers in model.headers] == ["speaker", "speaker", "judge"]
+    assert [request["max_tokens"] for request in model.requests] == [4094, 4094, 7]
+    assert [request["messages"][0]["content"] for request in model.requests] == ["Speech 0", "Speech 1", "a bcd"]
+    output = result.output()
+    # 2 x its length for a speaker, 1 for the judge, and 0.5 for everybody
+    assert output.reward == {"1": 2.0 * 1 + 0.5, "2": 2.0 * 3 + 0.5, "3": 1.0 + 0.5}
+    assert output.log_metrics["reward/length"] == 2.0
+    assert output.log_metrics["heard"] == 3.0
+    assert output.is_success is True
+    assert result.transcript.turns == 3
+
+
+async def test_equal_rewards_of_all_calls_are_one_number() -> None:
+    class Equal(Debate):
+        @reward(role="speaker", weight=2.0)
+        def length(self, calls: list[AgentCall]) -> list[float]:
+            return [0.5 for _ in calls]
+
+    assert (await played(ScriptedModel(), Equal)).output().reward == 1.5
+
+
+async def test_a_list_of_another_length_is_refused() -> None:
+    class Short(Debate):
+        @reward(role="speaker")
+        def length(self, calls: list[AgentCall]) -> list[float]:
+            return [1.0]
+
+    with pytest.raises(InfraError, match=r"Short.length returned 1 numbers for 2 calls: return one for each"):
+        (await played(ScriptedModel(), Short)).output()
+
+
+async def test_calls_over_the_budget_cut_the_episode_unless_the_class_goes_on_without_them() -> None:
+    result = await played(ScriptedModel("a", "b", "c"), turns_max=1)
+    assert (result.status, result.transcript.turns) == (RolloutStatus.TRUNCATED, 1)
+
+    class Careful(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            self.verdict = "none"
+            try:
+                for number in range(100):
+                    await agents["speaker"].ask(str(number))
+            except BudgetSpent:
+                self.verdict = "aye"
+
+    result = await played(ScriptedModel(), Careful, turns_max=3)
+    assert (result.status, result.output().is_success) == (RolloutStatus.COMPLETED, True)
+    assert result.transcript.turns == 3
+
+
+async def test_what_fails_in_a_play_is_infrastructure() -> None:
+    class Buggy(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            raise KeyError("verdict")
+
+    with pytest.raises(InfraError, match=r"Buggy.play failed: KeyError: 'verdict'"):
+        (await played(ScriptedModel(), Buggy)).output()
+    refused = ScriptedModel("a", httpx.Response(401, json={"error": {"message": "expired"}}))
+    with pytest.raises(InfraError, match="answered 401: expired"):
+        (await played(refused)).output()
+
+    class Grouped(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(agents["speaker"].ask("x"))
+
+    with pytest.raises(InfraError, match="answered 401: no"):
+        (await played(ScriptedModel(httpx.Response(401, json={"error": {"message": "no"}})), Grouped)).output()
+
+
+async def test_a_play_that_uses_up_its_time_is_cut() -> None:
+    class Slow(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            self.verdict = ""
+            await asyncio.Event().wait()
+
+    result = await played(ScriptedModel(), Slow, tool_s=0.05, turn_s=0.05, episode_s=0.05)
+    assert (result.status, result.output().is_success) == (RolloutStatus.TRUNCATED, False)
+
+
+async def test_a_role_is_a_short_printable_text() -> None:
+    class Odd(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            agents["a\nb"]
+
+    with pytest.raises(InfraError, match="is not a text of 1 to 64 printable ASCII characters"):
+        (await played(ScriptedModel(), Odd)).output()
+
+
+# ---- on a hive ----
+
+
+@pytest.fixture
+async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
+    async with gateway_hive(bus) as served:
+        yield served
+
+
+async def test_each_call_gets_its_own_reward_although_calls_at_the_same_time_end_in_any_order(
+    served: GatewayHive,
+) -> None:
+    second_is_there = asyncio.Event()
+
+    async def first(request: Generate, send: Send) -> None:
+        await second_is_there.wait()
+        await says("a")(request, send)
+
+    async def second(request: Generate, send: Send) -> None:
+        await says("bcd")(request, send)
+        second_is_there.set()
+
+    served.replica.scripts.extend([first, second, says("aye")])
+    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
+        (output,) = await client.run_group(TASK, Rollout(Debate), 1)
+    assert output is not None
+    await served.until(lambda engine: bool(engine.pool))
+    (ended,) = served.engine.pool.values()
+    stored = await served.bus.get_many(served.bus.subjects.calls_stream, [ref.seq for ref in ended.calls])
+    records = [decode_record(found.data, ref) for found, ref in zip(stored, ended.calls, strict=True)]
+    assert ended.call_rewards is not None
+    found = {
+        (record.role, (record.choices[0].message or {})["content"]): given
+        for record, given in zip(records, ended.call_rewards, strict=True)
+    }
+    assert found == {("speaker", "bcd"): 6.5, ("speaker", "a"): 2.5, ("judge", "aye"): 1.5}
+    assert ended.reward == pytest.approx((6.5 + 2.5 + 1.5) / 3)

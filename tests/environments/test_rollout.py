@@ -1,0 +1,309 @@
+"""The loop of turns and tools, its budgets, and what is whose fault. The model is scripted."""
+
+import asyncio
+import logging
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from bombus import InfraError, Task
+from bombus.environments.budgets import RolloutBudgets
+from bombus.environments.kinds import EnvironmentLost, MethodFailed, RolloutStatus
+from bombus.environments.plain.description import WrongClass
+from bombus.environments.plain.environment import PlainEnvironment
+from bombus.environments.plain.marks import reward
+from bombus.environments.rollout import Rollout, RolloutResult, WrongTask
+from tests.environments.scripted import CREDENTIALS, ScriptedModel, calls, completion
+from tests.environments.worlds import Counter, Threads, Together
+
+TASK = Task(task_id="t1", metadata={"goal": 3})
+
+
+async def played(model: ScriptedModel, environment: Any = Counter, task: Task = TASK, **budgets: Any) -> RolloutResult:
+    rollout = Rollout(environment, RolloutBudgets(**budgets), transport=model)
+    return await rollout.play(task, CREDENTIALS)
+
+
+async def test_a_model_uses_tools_until_it_answers() -> None:
+    model = ScriptedModel(calls(("add", {"amount": 1}), ("add", {"amount": 2})), "It is 3.")
+    result = await played(model)
+    assert result.status == RolloutStatus.COMPLETED
+    roles = [message["role"] for message in result.transcript.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant"]
+    assert model.shown(1) == ['{"count":1}', '{"count":3}']
+    assert [each["tool_call_id"] for each in model.requests[1]["messages"][2:]] == ["call_0", "call_1"]
+    assert [tool["function"]["name"] for tool in model.requests[0]["tools"]] == ["add", "where", "fail"]
+    output = result.output()
+    assert output.reward == 2.0 * 1.0 - 0.5
+    assert output.is_success is True
+    assert output.metadata == {"status": "completed", "turns": 2}
+    assert output.log_metrics == {
+        "count": 3.0,
+        "reward/reached": 1.0,
+        "reward/wrote": 1.0,
+        "turns": 2.0,
+        "tool_calls": 2.0,
+        "tool_failures": 0.0,
+        "truncated": 0.0,
+    }
+    assert model.headers[0]["authorization"] == "Bearer sk-1"
+
+
+async def test_an_environment_may_end_the_episode() -> None:
+    model = ScriptedModel(otherwise=calls(("add", {"amount": 4})))
+    result = await played(model)
+    assert (result.status, len(model.requests)) == (RolloutStatus.COMPLETED, 1)
+    assert result.output().reward == -0.5
+
+
+async def test_what_a_tool_does_wrong_is_shown_to_the_model_and_the_loop_goes_on() -> None:
+    model = ScriptedModel(calls(("fail", {}), ("subtract", {}), ("add", '{"amount": '), ("add", {"amount": 3})), "done")
+    result = await played(model)
+    shown = model.shown(1)
+    assert shown[0] == "<error>Tool failed: ValueError: as it was asked to</error>"
+    assert shown[1] == "<error>Tool failed: there is no tool 'subtract': there is add, where, fail</error>"
+    assert shown[2].startswith("<error>Tool failed: the arguments are wrong: the arguments: Invalid JSON")
+    assert shown[3] == '{"count":3}'
+    assert result.output().reward == 1.5
+    assert (result.transcript.tool_calls, result.transcript.tool_failures) == (4, 3)
+
+
+async def test_tools_that_a_task_describes_are_handed_to_the_model() -> None:
+    described = {"name": "add", "description": "Add, but slowly.", "parameters": {"type": "object"}}
+    extra = {"name": "other", "description": "Nobody has it."}
+    model = ScriptedModel(calls(("other", {})), "done")
+    task = Task(task_id="t1", metadata={"goal": 3, "tools": [described, extra]})
+    await played(model, task=task)
+    tools = {tool["function"]["name"]: tool["function"] for tool in model.requests[0]["tools"]}
+    assert list(tools) == ["add", "where", "fail", "other"]
+    assert tools["add"] == described
+    assert "there is no tool 'other'" in model.shown(1)[0]
+    with pytest.raises(WrongTask, match=r"metadata.tools of task 't1' is not a list of tools"):
+        await played(model, task=Task(task_id="t1", metadata={"goal": 3, "tools": [{"title": "x"}]}))
+
+
+# ---- budgets ----
+
+
+async def test_turns_are_limited_and_the_last_ones_tools_still_count() -> None:
+    model = ScriptedModel(otherwise=calls(("add", {"amount": 1})))
+    result = await played(model, turns_max=3)
+    assert (result.status, len(model.requests)) == (RolloutStatus.TRUNCATED, 3)
+    assert result.output().reward == 1.5
+    assert result.output().log_metrics["truncated"] == 1.0
+
+
+async def test_no_request_asks_for_more_tokens_than_are_left() -> None:
+    # "Count to 3." has 11 characters, so about 2 tokens; the server counts 30 and 20, then 61 and 19.
+    model = ScriptedModel(
+        completion(calls(("add", {"amount": 1})), prompt=30, tokens=20),
+        completion(calls(("add", {"amount": 1})), prompt=61, tokens=19),
+    )
+    result = await played(model, tokens_max=100)
+    assert [request["max_tokens"] for request in model.requests] == [98, 100 - 50 - 2, 100 - 80 - 2]
+    assert {headers["x-bombus-total-tokens"] for headers in model.headers} == {"100"}
+    assert (result.transcript.prompt_tokens, result.transcript.completion_tokens) == (10, 44)
+
+
+async def test_tokens_that_are_used_up_end_the_episode_before_another_request() -> None:
+    model = ScriptedModel(completion(calls(("add", {"amount": 3})), prompt=60, tokens=39))
+    result = await played(model, tokens_max=100)
+    assert (result.status, len(model.requests)) == (RolloutStatus.TRUNCATED, 1)
+    assert result.output().reward == 1.5
+
+
+async def test_an_answer_over_the_budget_is_the_last_and_its_tools_are_not_used() -> None:
+    model = ScriptedModel(completion(calls(("add", {"amount": 3})), prompt=90, tokens=11))
+    result = await played(model, tokens_max=100)
+    assert (result.status, len(model.requests)) == (RolloutStatus.TRUNCATED, 1)
+    assert result.transcript.tool_calls == 0
+
+
+async def test_an_answer_that_is_cut_at_its_length_ends_the_episode() -> None:
+    model = ScriptedModel(completion("It is", finish="length"))
+    result = await played(model)
+    assert (result.status, len(model.requests)) == (RolloutStatus.TRUNCATED, 1)
+    assert result.output().reward == -0.5
+
+
+@pytest.mark.parametrize("code", ["context_length_exceeded", "prompt_too_long", None])
+async def test_a_conversation_that_the_model_cannot_hold_is_cut_there(code: str | None) -> None:
+    message = "This model's maximum context length is 20 tokens." if code is None else "too long"
+    refusal = httpx.Response(400, json={"error": {"message": message, "code": code}})
+    result = await played(ScriptedModel(calls(("add", {"amount": 3})), refusal))
+    assert (result.status, result.output().reward) == (RolloutStatus.TRUNCATED, 1.5)
+    first = await played(ScriptedModel(refusal))
+    assert first.status == RolloutStatus.ABORTED, "a task that no model call fits is not the model's fault"
+
+
+async def test_an_answer_may_have_so_many_calls_and_a_tool_so_many_characters() -> None:
+    model = ScriptedModel(calls(*[("add", {"amount": 1})] * 3), "done")
+    result = await played(model, calls_max=2)
+    assert model.shown(1)[2] == (
+        "<error>Tool failed: it was not carried out: an answer can have 2 calls at most</error>"
+    )
+    assert result.transcript.tool_failures == 1
+
+    class Talkative(Counter):
+        def talk(self) -> str:
+            """Say much."""
+            return "x" * 150
+
+    model = ScriptedModel(calls(("talk", {})), "done")
+    await played(model, Talkative, tool_characters_max=100)
+    assert model.shown(1) == ["x" * 100 + "\n[50 more characters were left out]"]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"turns_max": 0}, "turns_max"),
+        ({"tokens_max": 1}, "tokens_max"),
+        ({"tool_s": 0}, "tool_s"),
+        ({"turns": 3}, "turns"),
+        ({"tool_s": 60, "turn_s": 30}, "tool_s is 60, turn_s 30 and episode_s 420"),
+    ],
+)
+def test_budgets_that_make_no_sense_are_refused_at_birth(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        RolloutBudgets(**given)
+    with pytest.raises(ValidationError, match="frozen"):
+        RolloutBudgets().turns_max = 7
+
+
+# ---- time ----
+
+
+async def test_a_coroutine_that_takes_too_long_is_cancelled_and_the_model_is_told() -> None:
+    model = ScriptedModel(calls(("wait", {}), ("touch", {})), "done")
+    result = await played(model, Threads, tool_s=0.05)
+    assert model.shown(1)[0] == "<error>Tool failed: it did not end within 0.05 s, and was cancelled</error>"
+    assert not model.shown(1)[1].startswith("<error>")
+    assert result.output().reward == 1.0
+
+
+async def test_a_tool_that_hangs_in_a_thread_ends_the_episode_as_infrastructure() -> None:
+    world = Threads()
+    model = ScriptedModel(calls(("hang", {})), "done")
+    result = await played(model, lambda: world, tool_s=0.05)
+    assert result.status == RolloutStatus.ABORTED
+    with pytest.raises(EnvironmentLost, match=r"`hang` did not end in its time.*cannot be cancelled"):
+        result.output()
+    assert len(model.requests) == 1
+    world.release.set()
+
+
+async def test_an_episode_that_uses_up_its_time_is_cut_and_scored() -> None:
+    result = await played(ScriptedModel(calls(("wait", {}))), Threads, tool_s=0.05, turn_s=0.05, episode_s=0.05)
+    assert (result.status, result.output().reward) == (RolloutStatus.TRUNCATED, 1.0)
+
+
+async def test_a_model_that_does_not_answer_in_its_turn_is_infrastructure() -> None:
+    model = ScriptedModel()
+    model.hangs = True
+    result = await played(model, tool_s=0.05, turn_s=0.05)
+    assert result.status == RolloutStatus.ABORTED
+    with pytest.raises(InfraError, match=r"no answer within 0.05 s"):
+        result.output()
+
+
+async def test_tools_of_an_answer_overlap_where_the_world_allows_it() -> None:
+    model = ScriptedModel(calls(("meet", {}), ("meet", {})), "done")
+    await played(model, Together)
+    assert model.shown(1) == ["met", "met"]
+
+
+async def test_a_rollout_that_is_cancelled_closes_its_world() -> None:
+    world = Counter()
+    model = ScriptedModel()
+    model.hangs = True
+    running = asyncio.create_task(played(model, lambda: world))
+    await model.asked.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert world.closed == 1
+
+
+# ---- the server ----
+
+
+async def test_a_server_that_is_away_or_busy_is_asked_again_as_a_retry() -> None:
+    model = ScriptedModel(
+        httpx.ConnectError("refused"),
+        httpx.Response(503, json={"error": {"message": "syncing"}}, headers={"retry-after": "0"}),
+        "done",
+    )
+    result = await played(model)
+    assert result.status == RolloutStatus.COMPLETED
+    assert [headers.get("x-stainless-retry-count") for headers in model.headers] == [None, "1", "2"]
+    assert result.transcript.turns == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (httpx.Response(401, json={"error": {"message": "The key has expired."}}), "answered 401: The key has expired"),
+        (httpx.Response(404, text="<html>no such page"), "answered 404: <html>no such page"),
+        (httpx.Response(200, text="hello"), "not a chat completion"),
+        (httpx.Response(200, json={"choices": []}), "no choice"),
+        (httpx.Response(200, json={"choices": [{"message": {}}]}), "no `usage`"),
+        (completion({"tool_calls": [{"name": "add"}]}), "tool calls have no id or no function"),
+    ],
+)
+async def test_a_refusal_of_the_server_is_infrastructure_and_never_a_reward(reply: httpx.Response, why: str) -> None:
+    result = await played(ScriptedModel(reply))
+    assert (result.status, result.scores) == (RolloutStatus.ABORTED, None)
+    with pytest.raises(InfraError, match=why):
+        result.output()
+
+
+class Unjudged(Counter):
+    @reward
+    def broken(self) -> float:
+        raise RuntimeError("no judge")
+
+
+async def test_a_world_that_cannot_be_judged_is_infrastructure() -> None:
+    with pytest.raises(MethodFailed, match=r"Unjudged.broken failed: RuntimeError: no judge"):
+        (await played(ScriptedModel(), Unjudged)).output()
+
+
+# ---- environments ----
+
+
+async def test_any_environment_may_be_played_and_one_that_is_given_stays_open() -> None:
+    world = Counter()
+    environment = PlainEnvironment(world)
+    rollout = Rollout(Counter, transport=ScriptedModel())
+    for _ in range(2):
+        assert (await rollout.play(TASK, CREDENTIALS, environment)).output().reward == -0.5
+    assert world.closed == 0
+    await environment.close()
+
+    async def made() -> PlainEnvironment:
+        return PlainEnvironment(world)
+
+    world.closed = 0
+    assert (await played(ScriptedModel(), made)).output().reward == -0.5
+    assert world.closed == 1
+
+
+def test_a_class_that_is_no_environment_and_an_instance_are_refused_at_once() -> None:
+    with pytest.raises(WrongClass, match="is not an environment yet"):
+        Rollout(int)
+    with pytest.raises(TypeError, match=r"an instance of Counter.*give the class"):
+        Rollout(Counter())
+
+
+async def test_a_world_that_does_not_close_in_order_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Sticky(Counter):
+        async def close(self) -> None:  # type: ignore[override]
+            await asyncio.Event().wait()
+
+    with caplog.at_level(logging.WARNING, "bombus"):
+        result = await played(ScriptedModel(), Sticky, setup_s=0.05)
+    assert result.output().reward == -0.5
+    assert "closing the environment took longer than 0.05 s" in caplog.text

@@ -1,0 +1,47 @@
+"""Agents in threads: coroutines among them, and how they learn that the program is interrupted."""
+
+import asyncio
+import threading
+
+import pytest
+
+from bombus.sdk import threads
+from tests.patience import PATIENCE_S
+
+
+async def _seven() -> float:
+    return 7.0
+
+
+def test_a_result_may_be_there_or_awaited() -> None:
+    assert threads.result_of(7.0) == 7.0
+    assert threads.result_of(_seven()) == 7.0
+
+
+async def test_an_interruption_cancels_coroutines_of_agents_too() -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def agent() -> float:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return 0.0
+
+    def attempt(index: int) -> None:
+        threads.result_of(agent())
+
+    agents = threads.AgentThreads([0], attempt, 1)
+
+    def run() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            agents.run()
+
+    running = asyncio.create_task(asyncio.to_thread(run))
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    agents.interruption.tell()
+    await running
+    assert cancelled.is_set()
+    with pytest.raises(KeyboardInterrupt), agents.interruption.telling(lambda: None):
+        raise AssertionError("what begins after the interruption does not run")
