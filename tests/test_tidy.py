@@ -228,6 +228,7 @@ IMPORTERS = {"import_module", "__import__", "find_spec", "load_module", "run_mod
 CALLERS_OF_IMPORTERS = {
     "__init__.py": "the SDK's names, which come when they are used",
     "cli.py": "`load`, for the tables above",
+    "tasks/registry.py": "whether an optional package is installed",
     "weights/models.py": "a bundled model's wheel",
     "host/doctor.py": "whether an optional package is installed",
     "host/doctor_deployment.py": "whether an optional package is installed",

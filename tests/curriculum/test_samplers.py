@@ -102,7 +102,9 @@ def test_a_group_without_a_score_says_nothing_of_its_task() -> None:
         ([WON, LOST, LOST], (False, 1 / 3)),
         ([WorkflowOutput(reward=0.4, is_success=True), None], (True, 0.4)),
         ([WorkflowOutput(reward=2.0, is_success=False)], (False, 2.0)),
-        ([WorkflowOutput(reward=[0.0, 1.0])], (True, 1.0)),
+        ([WorkflowOutput(reward=[0.0, 1.0])], (False, 0.5)),
+        ([WorkflowOutput(reward={"a": 1.0, "b": 2.0})], (True, 1.5)),
+        ([WorkflowOutput(reward={})], None),
     ],
 )
 def test_the_result_of_a_group(outputs: list[WorkflowOutput | None], result: tuple[bool, float] | None) -> None:

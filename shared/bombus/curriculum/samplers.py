@@ -93,8 +93,8 @@ def result_of_group(
     """Return whether at least half of a group's episodes succeeded, and their mean reward.
 
     An episode without a reward does not count; None is returned where no episode has one. An episode succeeded if its
-    output says so, or, where that says nothing, if its reward is `reward_of_success` or more. Of rewards for each
-    call, the last one counts.
+    output says so, or, where that says nothing, if its reward is `reward_of_success` or more. Of rewards for single
+    calls, their mean counts.
     """
     scored = [(output, reward) for output in outputs if output is not None and (reward := _reward(output)) is not None]
     if not scored:
@@ -106,6 +106,10 @@ def result_of_group(
 
 
 def _reward(output: WorkflowOutput) -> float | None:
-    if isinstance(output.reward, list):
-        return output.reward[-1] if output.reward else None
-    return output.reward
+    match output.reward:
+        case list() as by_call:
+            return sum(by_call) / len(by_call) if by_call else None
+        case dict() as by_name:
+            return sum(by_name.values()) / len(by_name) if by_name else None
+        case reward:
+            return reward
