@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 from bombus.errors import Code, Refused
-from bombus.tasks import reasoning
+from bombus.tasks import reasoning, textgames
 from bombus.tasks.kinds import TaskFamily, TaskSet, TasksNotInstalled
+from bombus.tasks.search import family as search
 
-FAMILIES: dict[str, TaskFamily] = {family.name: family for family in (reasoning.FAMILY,)}
+FAMILIES: dict[str, TaskFamily] = {
+    family.name: family for family in (reasoning.FAMILY, textgames.FAMILY, search.FAMILY)
+}
 
 
 def is_installed(family: TaskFamily) -> bool:
