@@ -15,6 +15,9 @@ TINKER_PIP := $(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-ver
 ATROPOS_VENV := .venv-atropos
 ATROPOS_STAMP := $(ATROPOS_VENV)/.installed
 ATROPOS_PIP := $(ATROPOS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+ENVIRONMENTS_VENV := .venv-environments
+ENVIRONMENTS_STAMP := $(ENVIRONMENTS_VENV)/.installed
+ENVIRONMENTS_PIP := $(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
@@ -25,7 +28,7 @@ TEMPLATES ?=
 MODEL ?=
 OUT ?=
 
-.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates test-tinker test-atropos test-harnesses check bench sim chaos fuzz histories clean
+.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench sim chaos fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it needs (TORCH=cpu or cuda: by default what the machine has)
 
@@ -98,6 +101,17 @@ test-atropos: $(STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and it
 	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored tests/trainer/test_scored_runs.py tests/system/test_scored_training.py
 	$(BIN)/python -m tests.atropos.faults
 
+# Some 600 MB in .venv-environments: OpenEnv and MiniStack, of the versions in tests/environments/outside/requirements.txt.
+$(ENVIRONMENTS_STAMP): pyproject.toml tests/environments/outside/requirements.txt
+	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
+	$(ENVIRONMENTS_PIP) -r tests/environments/outside/requirements.txt
+	$(ENVIRONMENTS_PIP) --no-deps --no-build-isolation -e .
+	touch $(ENVIRONMENTS_STAMP)
+
+test-environments: $(STAMP) $(ENVIRONMENTS_STAMP)  ## environments, pools and backends; OpenEnv and MiniStack, unmodified
+	$(BIN)/python -m pytest tests/environments
+	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/environments/outside
+
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.
 test-harnesses: $(STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md
 	$(BIN)/python -m tests.harnesses.install
@@ -129,4 +143,4 @@ histories: $(STAMP)  ## play random histories of harnesses, and judge what was r
 	$(BIN)/python -m tests.histories --histories $(HISTORIES) --seed $(SEED)
 
 clean:  ## remove the environments and what runs left in this folder
-	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) $(ATROPOS_VENV) .harnesses .bombus runs
+	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) $(ATROPOS_VENV) $(ENVIRONMENTS_VENV) .harnesses .bombus runs

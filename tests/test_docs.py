@@ -17,7 +17,7 @@ PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("bench/*.md"
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-WITH_SUBCOMMANDS = {"replay", "log"}
+WITH_SUBCOMMANDS = {"replay", "log", "env"}
 INSTALLED = {"git", "cd", "pip", "curl", "torchrun"}  # commands that are not ours
 
 

@@ -226,6 +226,7 @@ TABLES_THAT_NAME_SERVICES = {
 }
 IMPORTERS = {"import_module", "__import__", "find_spec", "load_module", "run_module", "resolve_name"}
 CALLERS_OF_IMPORTERS = {
+    "environments/loading.py": "environments by the names that users give",
     "__init__.py": "the SDK's names, which come when they are used",
     "cli.py": "`load`, for the tables above",
     "tasks/registry.py": "whether an optional package is installed",

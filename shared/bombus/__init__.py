@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from bombus.environments.plain.description import WrongClass
     from bombus.environments.plain.environment import PlainEnvironment
     from bombus.environments.plain.marks import metric, reward, stop, success
+    from bombus.environments.pools.aio import AsyncEnvPool
+    from bombus.environments.pools.blocking import EnvPool
+    from bombus.environments.pools.session import EnvSession
     from bombus.environments.rollout import Rollout
     from bombus.sdk.aio import AsyncSwarmClient
     from bombus.sdk.client import SwarmClient, start_engines
@@ -21,8 +24,11 @@ if TYPE_CHECKING:
     from bombus.sdk.types import Credentials, EpisodeUsage, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
 
 __all__ = [
+    "AsyncEnvPool",
     "AsyncSwarmClient",
     "Credentials",
+    "EnvPool",
+    "EnvSession",
     "EpisodeDatum",
     "EpisodeUsage",
     "EpisodesFailed",
@@ -48,6 +54,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncEnvPool": "bombus.environments.pools.aio",
+    "EnvPool": "bombus.environments.pools.blocking",
+    "EnvSession": "bombus.environments.pools.session",
     "AsyncSwarmClient": "bombus.sdk.aio",
     "Credentials": "bombus.sdk.types",
     "EpisodeDatum": "bombus.datums.episodes",

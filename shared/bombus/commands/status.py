@@ -1,4 +1,5 @@
-"""`bombus status`: prints what a hive is doing, as text or JSON, from its log, and how full its streams are."""
+"""`bombus status`: prints what a hive is doing, as text or JSON, from its log, its environment servers, and how full
+its streams are."""
 
 import argparse
 import asyncio
@@ -9,6 +10,7 @@ from bombus.bus import Bus, StreamState
 from bombus.bus.follow import Follower
 from bombus.bus.streams import stream_text
 from bombus.cli import add_hive_arguments, hint_at_bus
+from bombus.environments.serving.announcing import ShownServer, shown_servers
 from bombus.errors import BombusError, BusUnavailable
 from bombus.hive.inbox import Done, decode_answer
 from bombus.hive.state import EngineState, Hive, Phase
@@ -26,27 +28,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        hive, streams, doing = asyncio.run(_look(arguments.nats, arguments.hive))
+        hive, streams, doing, environments = asyncio.run(_look(arguments.nats, arguments.hive))
     except (BombusError, ValueError, TimeoutError) as error:
         why = error or "the log could not be read in time"
         complain(f"bombus status: {why}", *hint_at_bus(arguments))
         return 1
     if arguments.json:
-        say_json({**status_dict(hive), "streams": msgspec.to_builtins(streams), "doing": doing})
+        shown = {"doing": doing, "environments": msgspec.to_builtins(environments)}
+        say_json({**status_dict(hive), "streams": msgspec.to_builtins(streams), **shown})
     else:
         say(*render_status(hive, arguments.engine).splitlines())
         chosen = {name: what for name, what in doing.items() if arguments.engine in ("", name)}
         if chosen:
             say("", "at work:", *(f"  {name:<6} {what}" for name, what in chosen.items()))
+        if environments:
+            say("", "environments:", *(f"  {server.text()}" for server in environments))
         if not arguments.engine:
             say("", "streams:", *(f"  {name:<6} {stream_text(state)}" for name, state in streams.items()))
     return 0
 
 
-async def _look(url: str, name: str) -> tuple[Hive, dict[str, StreamState], dict[str, str]]:
+async def _look(url: str, name: str) -> tuple[Hive, dict[str, StreamState], dict[str, str], list[ShownServer]]:
     async with await Bus.connect(url, name, name="status") as bus:
         hive = await fold(bus)
-        return hive, await bus.limited_states(), await _doing(bus, hive)
+        return hive, await bus.limited_states(), await _doing(bus, hive), await shown_servers(bus)
 
 
 async def _doing(bus: Bus, hive: Hive) -> dict[str, str]:

@@ -128,6 +128,7 @@ class Rollout:
         self, world: PlainEnvironment, model: ChatModel, task: Task, transcript: Transcript
     ) -> RolloutResult:
         budgets = self.budgets
+        await _within(budgets.setup_s, world.world.make(), "making the environment")
         play = Play(world.world, task, budgets, transcript)
 
         async def ask(

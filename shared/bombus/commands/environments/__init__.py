@@ -1,0 +1,1 @@
+"""`bombus env` and its subcommands."""

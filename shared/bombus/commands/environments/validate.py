@@ -1,0 +1,77 @@
+"""`bombus env validate`: plays a class without a model, and says what is wrong with it before it is trained on."""
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from bombus.environments.loading import load_class, read_environment_tasks
+from bombus.environments.plain.description import WrongClass, describe
+from bombus.environments.plain.validation import CheckedTask, ClassValidation
+from bombus.sdk.types import Task
+from bombus.terminal import complain, say
+
+TASKS_MAX = 20
+CHECKS = ("plays", "gold", "range", "determinism", "isolation", "leaks")
+EPILOG = """\
+Each task is played without a model: once nothing is done, and once the calls of `gold(self, task)` are carried out,
+where the class has it: a list of ("tool", {"argument": value}), and the answer as text at its end. For a class with
+`play` it is a list of the model's answers. That is repeated with another instance beside it, and what is left behind
+after `close` is looked for.
+
+example:
+  bombus env validate worlds:Counter --task tasks.jsonl --gold
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("name", metavar="module:Class", help="the class; modules of this folder are found too")
+    parser.add_argument(
+        "--task",
+        type=Path,
+        metavar="FILE",
+        help=f"tasks, a JSON object in each line, of which the first {TASKS_MAX} are played (default: an empty task)",
+    )
+    parser.add_argument("--gold", action="store_true", help="a class without a gold solution does not pass")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    kind = load_class(arguments.name)
+    tasks = read_environment_tasks(arguments.task) if arguments.task is not None else [Task(task_id="empty")]
+    try:
+        description = describe(kind)
+    except WrongClass as error:
+        complain(f"{arguments.name} is not an environment yet:", *(f"  {problem}" for problem in error.problems))
+        return 1
+    say(
+        f"{arguments.name}: {len(description.tools)} tools, {len(description.rewards)} rewards, "
+        f"{len(description.metrics)} metrics; {min(len(tasks), TASKS_MAX)} of {len(tasks)} tasks"
+    )
+    validation = ClassValidation(kind, description, needs_gold=arguments.gold)
+    found = asyncio.run(_checked(validation, tasks[:TASKS_MAX]))
+    for check in CHECKS:
+        rows = [row for checked in found.values() for row in checked if row.check == check]
+        if rows:
+            say(_row(check, rows))
+    problems = [f"{task}: {each}" for task, checked in found.items() for row in checked for each in row.problems]
+    complain(*problems)
+    return 1 if problems else 0
+
+
+async def _checked(validation: ClassValidation, tasks: Sequence[Task]) -> dict[str, list[CheckedTask]]:
+    return {task.task_id: await validation.check(task) for task in tasks}
+
+
+def _row(check: str, rows: Sequence[CheckedTask]) -> str:
+    failed = sum(bool(row.problems) for row in rows)
+    skipped = [row for row in rows if row.skipped]
+    if failed:
+        how = f"FAILED  for {failed} of {len(rows)} tasks"
+    elif len(skipped) == len(rows):
+        how = f"skipped {skipped[0].skipped}"
+    else:
+        detail = next((row.detail for row in rows if row.detail), "")
+        how = f"ok      {detail}"
+    return f"  {check:<12} {how}".rstrip()

@@ -1,0 +1,28 @@
+"""What a backend is: a process or a folder of its own that one world at a time stands on."""
+
+from typing import Protocol
+
+
+class Backend(Protocol):
+    """Something that a world stands on, isolated from the others of its pool.
+
+    `address` is how a world reaches it: a URL, or a folder.
+    """
+
+    address: str
+
+    async def start(self) -> None:
+        """Start it, and return when it can be used. Raises `InfraError`."""
+        ...
+
+    async def is_healthy(self) -> bool:
+        """Return whether it answers."""
+        ...
+
+    async def scrub(self) -> None:
+        """Remove everything that a world left in it. Raises `InfraError` when that is not certain."""
+        ...
+
+    async def stop(self) -> None:
+        """End it, with all its processes. Stopping again does nothing."""
+        ...

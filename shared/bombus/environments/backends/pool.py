@@ -1,0 +1,163 @@
+"""A pool of backends: each is bound to one session from `take` to `give_back`, and is like new for the next one."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from bombus.environments.backends.kinds import Backend
+from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy
+from bombus.errors import in_one_line
+from bombus.sdk.errors import InfraError
+
+log = logging.getLogger(__name__)
+
+START_TRIES = 3
+CALL_S = 10.0  # for a scrub, for a question whether a backend is healthy, and for its end
+
+
+class BackendPool:
+    """`size` backends that can be in use at once, and `spares` beside them that take the place of dead ones.
+
+    `make(number)` makes the backend with that number, from 0 to `size + spares - 1`, which has not started. A backend
+    that dies, or cannot be scrubbed, is stopped, and one with the same number is started in its place.
+    """
+
+    def __init__(self, make: Callable[[int], Backend], size: int, spares: int = 0, kind: str = "Backend") -> None:
+        if size < 1 or spares < 0:
+            raise ValueError(f"a pool has at least 1 backend and 0 spares, and not {size} and {spares}")
+        self.size = size
+        self.exhausted = f"{kind} pool exhausted"
+        self._make = make
+        self._numbers = range(size + spares)
+        self._ready: deque[tuple[int, Backend]] = deque()
+        self._bound: dict[str, tuple[int, Backend]] = {}
+        self._all: dict[int, Backend] = {}
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        """Start all backends. If one does not start, stop the others, and raise the first error."""
+        done = await asyncio.gather(*(self._start(number) for number in self._numbers), return_exceptions=True)
+        failed = [each for each in done if isinstance(each, BaseException)]
+        if failed:
+            await self.close()
+            raise failed[0]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def counts(self) -> dict[str, int]:
+        return {"ready": len(self._ready), "bound": len(self._bound), "replacing": len(self._replacing)}
+
+    async def take(self, session: str) -> Backend:
+        """Bind a backend that answers to a session; for a session that has one, return that.
+
+        Raises `EnvironmentsBusy` when all are in use, and `EnvironmentLost` when none works. Where
+        all that are free are being replaced, it waits for one.
+        """
+        if session in self._bound:
+            return self._bound[session][1]
+        if self._closed or len(self._bound) >= self.size:
+            raise EnvironmentsBusy(f"{self.exhausted}: all {self.size} are in use")
+        while self._ready or self._replacing:
+            if not self._ready:
+                await asyncio.wait(self._replacing, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            number, backend = self._bound[session] = self._ready.popleft()
+            if await self._answers(backend):
+                return backend
+            del self._bound[session]
+            log.warning("backend %d at %s does not answer, and is replaced", number, backend.address)
+            self._replace(number)
+        raise EnvironmentLost(f"none of {self.size} backends works: the log of the server says why")
+
+    async def renew(self, session: str) -> None:
+        """Scrub the backend of a session, which keeps it. Raises `InfraError` when that fails."""
+        number, backend = self._bound.get(session, (0, None))
+        if backend is None:
+            raise EnvironmentLost("this session has no backend any more")
+        try:
+            async with asyncio.timeout(CALL_S):
+                await backend.scrub()
+        except (OSError, TimeoutError) as error:
+            raise EnvironmentLost(f"backend {number} could not be scrubbed: {in_one_line(error)}") from error
+
+    async def give_back(self, session: str) -> None:
+        """Release a session's backend, whether or not it can be scrubbed. Doing it again does nothing."""
+        number, backend = self._bound.pop(session, (0, None))
+        if backend is None:
+            return
+        try:
+            async with asyncio.timeout(CALL_S):
+                await backend.scrub()
+                healthy = await backend.is_healthy()
+        except (InfraError, OSError, TimeoutError) as error:
+            log.warning("backend %d could not be scrubbed, and is replaced: %s", number, in_one_line(error))
+            healthy = False
+        except BaseException:  # nobody knows what was scrubbed
+            self._replace(number)
+            raise
+        if healthy and not self._closed:
+            self._ready.append((number, backend))
+        else:
+            self._replace(number)
+
+    async def close(self) -> None:
+        """Stop all backends."""
+        self._closed = True
+        for task in list(self._replacing):
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await asyncio.gather(*(self._stop(number) for number in list(self._all)))
+        self._ready.clear()
+
+    async def _start(self, number: int) -> None:
+        for left in reversed(range(START_TRIES)):
+            backend = self._all[number] = self._make(number)
+            try:
+                await backend.start()
+            except (InfraError, OSError, TimeoutError) as error:
+                log.warning("backend %d does not start: %s", number, in_one_line(error))
+                await self._stop(number)
+                if not left:
+                    raise
+            else:
+                self._ready.append((number, backend))
+                return
+
+    def _replace(self, number: int) -> None:
+        if self._closed:
+            return
+        task = asyncio.create_task(self._replaced(number))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replaced(self, number: int) -> None:
+        await self._stop(number)
+        try:
+            await self._start(number)
+        except (InfraError, OSError, TimeoutError) as error:
+            log.error("backend %d is out of use: %s", number, in_one_line(error))
+
+    async def _stop(self, number: int) -> None:
+        backend = self._all.pop(number, None)
+        if backend is None:
+            return
+        try:
+            async with asyncio.timeout(CALL_S):
+                await backend.stop()
+        except (InfraError, OSError, TimeoutError) as error:
+            log.error("backend %d at %s was not stopped: %s", number, backend.address, in_one_line(error))
+
+    async def _answers(self, backend: Backend) -> bool:
+        try:
+            async with asyncio.timeout(CALL_S):
+                return await backend.is_healthy()
+        except (InfraError, OSError, TimeoutError):
+            return False

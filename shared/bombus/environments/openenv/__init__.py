@@ -1,0 +1,1 @@
+"""OpenEnv's messages, as clients and servers send them. Pure."""

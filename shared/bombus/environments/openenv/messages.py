@@ -1,0 +1,110 @@
+"""OpenEnv's messages on a WebSocket: one request at a time, and one answer to each.
+
+What a server of ours adds is in `Rpc`: methods of JSON-RPC, which other servers answer with an error.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+MESSAGE_BYTES_MAX = 16 << 20  # an observation may hold a picture
+SESSION_HEADER = "x-bombus-session"  # in a handshake's answer: the server is ours, and this session has a slot
+
+
+class WireError(StrEnum):
+    """The codes of an error message."""
+
+    INVALID_JSON = "INVALID_JSON"
+    UNKNOWN_TYPE = "UNKNOWN_TYPE"
+    VALIDATION_ERROR = "VALIDATION_ERROR"
+    EXECUTION_ERROR = "EXECUTION_ERROR"
+    CAPACITY_REACHED = "CAPACITY_REACHED"
+    FACTORY_ERROR = "FACTORY_ERROR"
+    SESSION_ERROR = "SESSION_ERROR"
+
+
+# After these a session is of no use any more.
+FATAL = frozenset({WireError.CAPACITY_REACHED, WireError.FACTORY_ERROR, WireError.SESSION_ERROR})
+
+
+class Rpc(StrEnum):
+    """The methods of `mcp` messages."""
+
+    LIST_TOOLS = "tools/list"
+    CALL_TOOL = "tools/call"
+    IS_OVER = "bombus/is_over"
+    SCORE = "bombus/score"
+
+
+class RpcError:
+    """The codes of JSON-RPC that are used here."""
+
+    INVALID_REQUEST = -32600
+    METHOD_NOT_FOUND = -32601
+    INVALID_PARAMS = -32602
+    INTERNAL = -32603
+
+
+class CloseCode:
+    """Why the server closed a WebSocket, where it was not the client's wish."""
+
+    BROKEN = 4500
+    LAPSED = 4408
+
+
+class WireMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A message in either direction."""
+
+    type: str
+    data: dict[str, Any] = {}
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a reset or a step: what the agent sees, what that was worth, and whether it ends here."""
+
+    observation: dict[str, Any] = {}
+    reward: float | None = None
+    done: bool = False
+    metadata: dict[str, Any] = {}
+
+
+class NotAMessage(ValueError):
+    """Raised for bytes that are no message; `code` is that of the answer."""
+
+    def __init__(self, code: WireError, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+def encode(message: WireMessage) -> str:
+    return msgspec.json.encode(message).decode()
+
+
+def decode(text: str | bytes) -> WireMessage:
+    """Return a message. Raises `NotAMessage`."""
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise NotAMessage(WireError.INVALID_JSON, f"the message is not JSON: {error}") from error
+    try:
+        return msgspec.convert(found, WireMessage)
+    except msgspec.ValidationError as error:
+        why = f'a message is an object with "type" and, for most types, "data": {error}'
+        raise NotAMessage(WireError.VALIDATION_ERROR, why) from error
+
+
+def error_message(code: WireError, why: str) -> WireMessage:
+    return WireMessage(type="error", data={"message": why, "code": code.value})
+
+
+def observation_message(result: StepResult) -> WireMessage:
+    return WireMessage(type="observation", data=msgspec.to_builtins(result))
+
+
+def rpc_result(id: object, result: dict[str, Any]) -> WireMessage:
+    return WireMessage(type="mcp", data={"jsonrpc": "2.0", "id": id, "result": result})
+
+
+def rpc_error(id: object, code: int, why: str) -> WireMessage:
+    return WireMessage(type="mcp", data={"jsonrpc": "2.0", "id": id, "error": {"code": code, "message": why}})

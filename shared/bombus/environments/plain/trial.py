@@ -1,0 +1,132 @@
+"""One trial of a plain class without a model: its gold solution is carried out, or nothing is done at all."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+
+from bombus.environments.budgets import RolloutBudgets
+from bombus.environments.kinds import MessageDict, RolloutScores, ToolCall, ToolOutcome, Transcript
+from bombus.environments.plain.environment import PlainEnvironment
+from bombus.environments.rollout import Rollout
+from bombus.errors import BombusError
+from bombus.sdk.types import Credentials, Task
+
+CALLS_MAX = 10_000  # of a gold solution
+ANSWERS_MAX = 10_000  # for agents of a `play`, which a class without end would ask for ever
+
+
+class WrongGold(BombusError):
+    """What `gold` returned is not a solution; the text says what one is."""
+
+
+class GoldSolution(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of tools that solve a task, and the answer at the end."""
+
+    calls: tuple[ToolCall, ...] = ()
+    answer: str = ""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What one trial has shown: how it opened, what its calls gave back, and its scores."""
+
+    messages: list[MessageDict]
+    outcomes: tuple[ToolOutcome, ...]
+    scores: RolloutScores
+    calls: dict[str, float] = {}  # the rewards of single calls
+
+
+def solution_of(found: object, name: str) -> GoldSolution:
+    """Return what `gold` returned as a solution. Raises `WrongGold`."""
+    if not isinstance(found, list | tuple) or len(found) > CALLS_MAX:
+        raise WrongGold(_no_gold(name, found))
+    steps = list(found)
+    answer = steps.pop() if steps and isinstance(steps[-1], str) else ""
+    calls = [_call(number, step) for number, step in enumerate(steps)]
+    if None in calls:
+        raise WrongGold(_no_gold(name, found))
+    return GoldSolution(calls=tuple(call for call in calls if call is not None), answer=answer)
+
+
+def _call(number: int, step: object) -> ToolCall | None:
+    match step:
+        case (str(name), Mapping() as arguments):
+            return ToolCall(id=f"gold-{number}", name=name, arguments=msgspec.json.encode(dict(arguments)).decode())
+        case _:
+            return None
+
+
+def _no_gold(name: str, found: object) -> str:
+    return (
+        f"{name}.gold returned {type(found).__name__}, or has other things in it: it returns a list of "
+        '("tool", {"argument": value}), and the final answer as text at its end, where there is one'
+    )
+
+
+async def tried(environment: PlainEnvironment, task: Task, *, gold: bool) -> Trial:
+    """Open the environment, carry out its gold solution or nothing, and score it. It stays open."""
+    opening = await environment.open(task)
+    description = environment.world.description
+    solution = GoldSolution()
+    if gold:
+        solution = solution_of(await environment.world.call("gold", task=task), description.name)
+    return await carried_out(environment, opening.messages, solution)
+
+
+async def carried_out(environment: PlainEnvironment, messages: Sequence[MessageDict], solution: GoldSolution) -> Trial:
+    """Carry out a solution in an environment that is open, and score it."""
+    transcript = Transcript(messages=list(messages))
+    outcomes: list[ToolOutcome] = []
+    for call in solution.calls:
+        outcome = await environment.call(call)
+        outcomes.append(outcome)
+        function = {"name": call.name, "arguments": call.arguments}
+        asked = {"id": call.id, "type": "function", "function": function}
+        transcript.messages += [
+            {"role": "assistant", "content": "", "tool_calls": [asked]},
+            {"role": "tool", "tool_call_id": call.id, "content": outcome.text},
+        ]
+        transcript.turns += 1
+        transcript.tool_calls += 1
+        transcript.tool_failures += outcome.failed
+        await environment.is_over(transcript)
+    transcript.messages.append({"role": "assistant", "content": solution.answer})
+    transcript.turns += 1
+    await environment.is_over(transcript)
+    return Trial(messages=list(messages), outcomes=tuple(outcomes), scores=await environment.score(transcript))
+
+
+async def tried_play(environment: PlainEnvironment, task: Task, *, gold: bool) -> Trial:
+    """Let a class with `play` be answered by its gold solution, a list of answers in order, or by empty texts."""
+    answers: list[str] = []
+    if gold:
+        await environment.world.make()
+        found = await environment.world.call("gold", task=task)
+        if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
+            raise WrongGold(f"{environment.world.description.name}.gold returns a list of answers, in their order")
+        answers = list(found)
+    rollout = Rollout(type(environment), RolloutBudgets(turns_max=ANSWERS_MAX), transport=_Answers(answers))
+    nobody = Credentials(base_url="http://gold.invalid/v1", api_key="none", model="gold", episode_uuid="gold")
+    result = await rollout.play(task, nobody, environment)
+    if result.scores is None:
+        raise result.error or WrongGold("the play has no scores")
+    return Trial(messages=[], outcomes=(), scores=result.scores, calls=result.call_rewards)
+
+
+class _Answers(httpx.AsyncBaseTransport):
+    """A model that gives these answers in order, and says nothing after them."""
+
+    def __init__(self, answers: Sequence[str]) -> None:
+        self._answers: Iterator[str] = iter(answers)
+        self._count = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self._count += 1
+        message = {"role": "assistant", "content": next(self._answers, "")}
+        body: dict[str, Any] = {
+            "id": str(self._count),
+            "choices": [{"message": message, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+        }
+        return httpx.Response(200, json=body)

@@ -1,0 +1,165 @@
+"""Checks of a plain class before it is trained on: its gold solution, ranges, determinism, isolation and leaks."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import msgspec
+
+from bombus.environments.plain.description import PlainClass
+from bombus.environments.plain.environment import PlainEnvironment
+from bombus.environments.plain.leaks import footprint, left_behind
+from bombus.environments.plain.trial import GoldSolution, Trial, carried_out, tried, tried_play
+from bombus.errors import BombusError, in_one_line
+from bombus.sdk.types import Task
+
+CHECK_S = 120.0
+SLACK = 1e-6  # of rewards that are compared
+
+
+class CheckedTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check has found for a task: sentences, none where all is well. `skipped` says why it was not made."""
+
+    check: str
+    problems: tuple[str, ...] = ()
+    skipped: str = ""
+    detail: str = ""
+
+
+class ClassValidation:
+    """Validates a class, which `description` describes. `needs_gold`: one without a gold solution does not pass."""
+
+    def __init__(self, kind: type, description: PlainClass, *, needs_gold: bool = False) -> None:
+        self._kind = kind
+        self._description = description
+        self._needs_gold = needs_gold
+        self._has_gold = description.has_gold
+
+    async def check(self, task: Task) -> list[CheckedTask]:
+        """Return what each check has found. Where the task cannot be played at all, that is the only one."""
+        try:
+            async with asyncio.timeout(CHECK_S):
+                nothing = await self._trial(task, gold=False)
+                best = await self._trial(task, gold=True) if self._has_gold else nothing
+        except Exception as error:  # the class's own code: whatever it raises is what is wrong with it
+            return [CheckedTask(check="plays", problems=(f"It cannot be played: {_said(error)}.",))]
+        return [
+            CheckedTask(check="plays", detail=f"reward {nothing.scores.reward:g} for nothing"),
+            self._gold(nothing, best),
+            CheckedTask(check="range", problems=tuple(dict.fromkeys([*self._outside(nothing), *self._outside(best)]))),
+            await self._again("determinism", self._determinism(task, best)),
+            await self._again("isolation", self._isolation(task, nothing, best)),
+            await self._again("leaks", self._leaks(task)),
+        ]
+
+    async def _again(self, name: str, problems: AsyncIterator[str]) -> CheckedTask:
+        if name == "isolation" and self._description.plays:
+            return CheckedTask(check=name, skipped="a class with `play` opens and ends at once")
+        try:
+            async with asyncio.timeout(CHECK_S):
+                return CheckedTask(check=name, problems=tuple([each async for each in problems]))
+        except Exception as error:  # the class's own code
+            return CheckedTask(check=name, problems=(f"It could not be played once more: {_said(error)}.",))
+
+    @asynccontextmanager
+    async def _environment(self) -> AsyncIterator[PlainEnvironment]:
+        environment = PlainEnvironment(self._kind)
+        try:
+            yield environment
+        finally:
+            await environment.close()
+
+    async def _trial(self, task: Task, *, gold: bool) -> Trial:
+        async with self._environment() as environment:
+            if self._description.plays:
+                return await tried_play(environment, task, gold=gold)
+            return await tried(environment, task, gold=gold)
+
+    # ---- the checks ---------------------------------------------------------------------------------------------
+
+    def _gold(self, nothing: Trial, best: Trial) -> CheckedTask:
+        if not self._has_gold:
+            if self._needs_gold:
+                return CheckedTask(check="gold", problems=("It has no `gold(self, task)`, which --gold asks for.",))
+            return CheckedTask(check="gold", skipped="it has no `gold`")
+        problems = [f"A call of the gold solution failed: {each.text}." for each in best.outcomes if each.failed]
+        if best.scores.is_success is False:
+            problems.append("The gold solution is not a success.")
+        if best.scores.reward <= nothing.scores.reward + SLACK:
+            problems.append(
+                f"The gold solution has the reward {best.scores.reward:g}, and doing nothing "
+                f"{nothing.scores.reward:g}, so that there is nothing to learn."
+            )
+        return CheckedTask(check="gold", problems=tuple(problems), detail=f"reward {best.scores.reward:g}")
+
+    def _outside(self, trial: Trial) -> Iterator[str]:
+        """Say which rewards were not in the range that they are declared to have."""
+        for method in self._description.rewards:
+            value, mark = trial.scores.rewards[method.name], method.mark
+            if not mark.low - SLACK <= value <= mark.high + SLACK:
+                declared = f"{mark.low:g} to {mark.high:g}"
+                yield f"The reward `{method.name}` was {value:g}, and is declared to lie from {declared}."
+
+    async def _determinism(self, task: Task, best: Trial) -> AsyncIterator[str]:
+        again = await self._trial(task, gold=self._has_gold)
+        for each in _differences(best, again):
+            yield f"Played a second time, {each}."
+
+    async def _isolation(self, task: Task, nothing: Trial, best: Trial) -> AsyncIterator[str]:
+        """Play one instance while another one is open, which must not notice."""
+        async with self._environment() as one, self._environment() as other:
+            opening = await other.open(task)
+            await tried(one, task, gold=self._has_gold)
+            noticed = await carried_out(other, opening.messages, GoldSolution())
+            for each in _differences(nothing, noticed):
+                yield f"While another instance was played, {each}."
+            for each in _differences(best, await tried(other, task, gold=self._has_gold)):
+                yield f"Made new after another instance was played, {each}."
+
+    async def _leaks(self, task: Task) -> AsyncIterator[str]:
+        with _temporary_folder() as folder:
+            folders = (folder, Path.cwd())
+            before = footprint(*folders)
+            await self._trial(task, gold=self._has_gold)
+            for what in await left_behind(before, *folders):
+                yield f"After `close` it leaves behind {what}."
+
+
+def _differences(first: Trial, second: Trial) -> Iterator[str]:
+    """Say in clauses what of two trials differs that should not."""
+    if first.messages != second.messages:
+        yield "it opened with other messages"
+    for number, (before, after) in enumerate(zip(first.outcomes, second.outcomes), 1):
+        if before != after:
+            yield f"call {number} of the gold solution gave {after.text!r} instead of {before.text!r}"
+            break
+    for name, value in first.scores.rewards.items():
+        other = second.scores.rewards[name]
+        if abs(value - other) > SLACK:
+            yield f"the reward `{name}` was {other:g} instead of {value:g}"
+    if first.scores.is_success != second.scores.is_success:
+        yield f"its success was {second.scores.is_success} instead of {first.scores.is_success}"
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Let temporary files be made in a folder of its own while the block runs."""
+    earlier, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = earlier
+            os.environ.pop("TMPDIR")
+            if variable is not None:
+                os.environ["TMPDIR"] = variable
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"it took longer than {CHECK_S:g} s"
+    return str(error) if isinstance(error, BombusError) else in_one_line(error)

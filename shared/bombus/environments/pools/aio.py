@@ -1,0 +1,356 @@
+"""`AsyncEnvPool`: several sessions at one server, opened all or none, on the caller's loop."""
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from bombus.environments.kinds import (
+    AgentEnvironment,
+    EnvironmentLost,
+    EnvironmentsBusy,
+    Opening,
+    RolloutScores,
+    ToolCall,
+    ToolOutcome,
+    Transcript,
+)
+from bombus.environments.openenv.messages import StepResult
+from bombus.environments.pools.remote import RemoteEnvironment, reset_of
+from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
+from bombus.errors import Code, Refused, in_one_line
+from bombus.sdk.errors import InfraError
+from bombus.sdk.types import Task
+
+log = logging.getLogger("bombus")
+
+GROUP_VARIABLE = "NUM_GENERATIONS"
+GROUP_SIZE = 8
+POOL_MAX = 1024
+CLOSE_S = 5.0
+RECONNECT_S = 0.2
+ACHIEVED_AT = 0.5
+
+T = TypeVar("T")
+GroupRollout = Callable[[Task, AgentEnvironment], Awaitable[T]]
+Action = dict[str, Any]
+StepOutcome = StepResult | InfraError | StepRefused
+
+
+class ResultRecorder(Protocol):
+    """What keeps the results of tasks: a curriculum."""
+
+    def record_result(self, task: Task, achieved: bool, reward: float) -> object:
+        """Note how a group of episodes of a task went."""
+        ...
+
+
+class AsyncEnvPool:
+    """A pool of `size` sessions at a server. `async with` opens all of them, or raises and leaves none behind.
+
+    A session that dies is out: what it played ends as `InfraError`, and a new session takes its place when the pool is
+    next used. `group_size` is how many play one task together: by default what `NUM_GENERATIONS` says, or 8.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        size: int | None = None,
+        *,
+        group_size: int | None = None,
+        settings: SessionSettings | None = None,
+        curriculum: ResultRecorder | None = None,
+    ) -> None:
+        self.group_size = group_size_of(os.environ) if group_size is None else group_size
+        self.size = self.group_size if size is None else size
+        if not 1 <= self.group_size <= self.size <= POOL_MAX:
+            raise Refused(
+                Code.BAD_CONFIG,
+                f"a pool of {self.size} environments cannot play groups of {self.group_size}: give a size from "
+                f"{max(1, self.group_size)} to {POOL_MAX}, or a smaller group_size",
+            )
+        self.url = url
+        self.settings = settings or SessionSettings()
+        self._curriculum = curriculum
+        self._sessions: list[EnvSession | None] = []
+        self._idle: asyncio.Queue[int] = asyncio.Queue()
+        self._using = asyncio.Lock()  # of the whole pool: groups that are stepped together
+
+    # ---- its life -------------------------------------------------------------------------------------------------
+
+    async def connect(self) -> Self:
+        """Open all sessions. If one fails, close the others and raise the first error: it can be tried again."""
+        if self._sessions:
+            return self
+        sessions = await self._open(self.size)
+        self._sessions = list(sessions)
+        self._idle = asyncio.Queue()
+        for number in range(self.size):
+            self._idle.put_nowait(number)
+        return self
+
+    async def close(self, within_s: float = CLOSE_S) -> None:
+        """Give all slots back, and cut what has not answered after `within_s` seconds. Closing again does nothing."""
+        sessions = [session for session in self._sessions if session is not None]
+        self._sessions = []
+        await close_all(sessions, within_s)
+
+    async def __aenter__(self) -> Self:
+        return await self.connect()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _open(self, count: int) -> list[EnvSession]:
+        """Open sessions, all or none. Raises the error that came first."""
+        first: list[Exception] = []
+
+        async def open_one() -> EnvSession:
+            try:
+                return await EnvSession.open(self.url, self.settings)
+            except Exception as error:
+                first.append(error)
+                raise
+
+        tasks = [asyncio.create_task(open_one()) for _ in range(count)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if not first:
+                return [task.result() for task in tasks]
+        except BaseException:  # cancelled: nothing stays open
+            await _undo(tasks)
+            raise
+        await _undo(tasks)
+        raise first[0]
+
+    # ---- one environment at a time --------------------------------------------------------------------------------
+
+    def environment(self) -> "PooledEnvironment":
+        """Return an environment that takes a session of the pool when it opens, and gives it back when it closes."""
+        return PooledEnvironment(self)
+
+    async def take(self, wait_s: float | None = None) -> int:
+        """Take a session that nothing else uses and return its number. Raises `EnvironmentsBusy`, `EnvironmentLost`.
+
+        In place of one that has died, a new one is opened; the server has `wait_s` to be there again.
+        """
+        self._check_open()
+        limit_s = max(self.settings.wait_s, self.settings.connect_s) if wait_s is None else wait_s
+        try:
+            async with asyncio.timeout(limit_s):
+                number = await self._idle.get()
+        except TimeoutError as error:
+            why = f"all {self.size} environments of the pool are in use, and none became free in {limit_s:g} s"
+            raise EnvironmentsBusy(why) from error
+        try:
+            await self._revive(number, limit_s)
+        except BaseException:
+            self._idle.put_nowait(number)
+            raise
+        return number
+
+    def give_back(self, number: int) -> None:
+        """Give back what `take` returned."""
+        self._idle.put_nowait(number)
+
+    def session(self, number: int) -> EnvSession:
+        """Return a session by its number. Raises `EnvironmentLost` once the pool is closed."""
+        found = self._sessions[number] if number < len(self._sessions) else None
+        if found is None:
+            raise EnvironmentLost(f"the pool of environments at {self.url} is closed, or this one could not be opened")
+        return found
+
+    async def _revive(self, number: int, limit_s: float) -> None:
+        """Open a new session in the place of one that has died, within `limit_s` seconds."""
+        old = self._sessions[number]
+        if old is not None and not old.is_dead:
+            return
+        self._sessions[number] = None
+        loop = asyncio.get_running_loop()
+        until = loop.time() + limit_s
+        while True:
+            try:
+                opened = await EnvSession.open(self.url, self.settings)
+            except (EnvironmentLost, EnvironmentsBusy) as error:
+                if loop.time() + RECONNECT_S > until:
+                    raise
+                log.info("no environment yet in the place of one that was lost: %s", in_one_line(error))
+                await asyncio.sleep(RECONNECT_S)
+            else:
+                if number < len(self._sessions):
+                    self._sessions[number] = opened
+                    return
+                await opened.close()
+                raise EnvironmentLost("the pool was closed meanwhile")
+
+    # ---- groups ---------------------------------------------------------------------------------------------------
+
+    async def run_group(
+        self, task: Task, rollout: GroupRollout[T], n: int | None = None, *, retries: int = 0
+    ) -> list[T | InfraError]:
+        """Play a task `n` times at once, each in a session of its own, and return the results in order.
+
+        A rollout whose environment was lost gives its `InfraError` in place of a result, after it was played again in
+        another session while any of `retries`, which is for the whole group, is left. Whatever else a rollout raises
+        is raised here.
+        """
+        count = self._group_of(n)
+        left = retries
+
+        async def play() -> T | InfraError:
+            nonlocal left
+            while True:
+                environment = self.environment()
+                try:
+                    return await rollout(task.model_copy(deep=True), environment)
+                except InfraError as error:
+                    log.warning("an episode of task %s ends as infra: %s", task.task_id, in_one_line(error))
+                    if left < 1:
+                        return error
+                    left -= 1
+                finally:
+                    await environment.close()
+
+        async with asyncio.TaskGroup() as tasks:
+            playing = [tasks.create_task(play()) for _ in range(count)]
+        return [each.result() for each in playing]
+
+    async def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
+        """Make the first `n` worlds new for the same task. Raises the first error: then none of them is to be used."""
+        count = self._group_of(n)
+        self._check_open()
+        limit_s = max(self.settings.wait_s, self.settings.connect_s)
+        data = task.model_dump(mode="json")
+
+        async def reset(number: int) -> StepResult:
+            await self._revive(number, limit_s)
+            session = self.session(number)
+            return await session.reset({"task": data} if session.is_ours else reset_of(task))
+
+        async with self._using:
+            self._check_idle()
+            done = await asyncio.gather(*(reset(number) for number in range(count)), return_exceptions=True)
+        return [_raised(each) for each in done]
+
+    async def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
+        """Take a step in each of the first worlds at the same time; None is for a world that does not act.
+
+        What one world answers or raises stands in its own place: the others are not concerned.
+        """
+        self._group_of(len(actions))
+
+        async def step(number: int, action: Action | None) -> StepOutcome | None:
+            if action is None:
+                return None
+            try:
+                return await self.session(number).step(action)
+            except (InfraError, StepRefused) as error:
+                return error
+
+        async with self._using:
+            self._check_idle()
+            return list(await asyncio.gather(*(step(number, action) for number, action in enumerate(actions))))
+
+    def record_group_result(self, task: Task, rewards: Sequence[float]) -> None:
+        """Tell the curriculum once how a group went: its mean reward, and whether that is at least 0.5."""
+        if not rewards or not all(math.isfinite(reward) for reward in rewards):
+            raise Refused(Code.BAD_REWARD, f"the rewards of a group are finite numbers, and not {list(rewards)}")
+        if self._curriculum is None:
+            raise Refused(Code.BAD_CONFIG, "this pool has no curriculum: give it one when you make the pool")
+        mean = sum(rewards) / len(rewards)
+        self._curriculum.record_result(task, mean >= ACHIEVED_AT, mean)
+
+    def _group_of(self, n: int | None) -> int:
+        count = self.group_size if n is None else n
+        if not 1 <= count <= self.size:
+            raise Refused(Code.BAD_CONFIG, f"a group of {count} does not fit into a pool of {self.size} environments")
+        return count
+
+    def _check_idle(self) -> None:
+        if (used := self.size - self._idle.qsize()) > 0:
+            why = f"{used} environments of this pool are being used by rollouts: wait for them, or make another pool"
+            raise Refused(Code.WRONG_PHASE, why)
+
+    def _check_open(self) -> None:
+        if not self._sessions:
+            raise EnvironmentLost(f"the pool of environments at {self.url} is not open: use it inside `async with`")
+
+
+class PooledEnvironment:
+    """An `AgentEnvironment` that has a session of a pool from `open` to `close`."""
+
+    def __init__(self, pool: AsyncEnvPool) -> None:
+        self._pool = pool
+        self._number: int | None = None
+        self._remote: RemoteEnvironment | None = None
+
+    async def open(self, task: Task) -> Opening:
+        """Take a session and make its world new. Raises `EnvironmentsBusy`, `ResetFailed` and `EnvironmentLost`."""
+        if self._remote is None:
+            self._number = await self._pool.take()
+            self._remote = RemoteEnvironment(self._pool.session(self._number))
+        return await self._remote.open(task)
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        return await self._opened().call(call)
+
+    async def is_over(self, transcript: Transcript) -> bool:
+        return await self._opened().is_over(transcript)
+
+    async def score(self, transcript: Transcript) -> RolloutScores:
+        return await self._opened().score(transcript)
+
+    async def close(self) -> None:
+        """Give the session back to the pool, which keeps its slot. Closing again does nothing."""
+        number, self._number, self._remote = self._number, None, None
+        if number is not None:
+            self._pool.give_back(number)
+
+    def _opened(self) -> RemoteEnvironment:
+        if self._remote is None:
+            raise EnvironmentLost("this environment is not open")
+        return self._remote
+
+
+def group_size_of(environment: Mapping[str, str]) -> int:
+    """Return how many episodes of a task are played together: `NUM_GENERATIONS`, or 8. Raises `Refused`."""
+    text = environment.get(GROUP_VARIABLE, "").strip()
+    if not text:
+        return GROUP_SIZE
+    if not text.isdecimal() or not 1 <= int(text) <= POOL_MAX:
+        raise Refused(Code.BAD_CONFIG, f"{GROUP_VARIABLE} is {text[:40]!r}: it is a number from 1 to {POOL_MAX}")
+    return int(text)
+
+
+async def close_all(sessions: Sequence[EnvSession], within_s: float) -> None:
+    """Close sessions, and cut those that have not answered in time."""
+    if not sessions:
+        return
+    closing = {asyncio.ensure_future(session.close()): session for session in sessions}
+    try:
+        await asyncio.wait(closing, timeout=within_s)
+    finally:
+        for task, session in closing.items():
+            if not task.done():
+                session.cut()
+                task.cancel()
+    await asyncio.gather(*closing, return_exceptions=True)
+
+
+async def _undo(tasks: Sequence["asyncio.Task[EnvSession]"]) -> None:
+    """Close what was opened of sessions, and open no more of them."""
+    for task in tasks:
+        task.cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    await close_all([session for session in done if isinstance(session, EnvSession)], CLOSE_S)
+
+
+def _raised(result: StepResult | BaseException) -> StepResult:
+    if isinstance(result, BaseException):
+        raise result
+    return result

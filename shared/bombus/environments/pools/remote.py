@@ -1,0 +1,141 @@
+"""A session at an environment server as an `AgentEnvironment`, which whatever runs an agent can play."""
+
+from typing import Any
+
+import msgspec
+
+from bombus.environments.kinds import (
+    EnvironmentLost,
+    Opening,
+    ResetFailed,
+    RolloutScores,
+    ToolCall,
+    ToolOutcome,
+    ToolSchema,
+    Transcript,
+)
+from bombus.environments.openenv.messages import Rpc, StepResult
+from bombus.environments.pools.session import EnvSession, StepRefused
+from bombus.sdk.types import Task
+
+ACTION_TOOL = "step"  # the one tool of an environment that has none of its own
+
+
+class RemoteEnvironment:
+    """An environment at a server. Its methods raise `InfraError` once the session is dead.
+
+    At a server of ours the world itself says when it is over and what a rollout is worth. At another server of
+    OpenEnv's, a call is a step; an episode is over when a step said so, and is worth the sum of the steps' rewards.
+    A server with tools of MCP has those; at one without, the model is given a tool `step` whose arguments are the
+    action.
+    """
+
+    def __init__(self, session: EnvSession) -> None:
+        self.session = session
+        self._has_tools = True
+        self._is_over = False
+        self._reward = 0.0
+
+    async def open(self, task: Task) -> Opening:
+        """Make the world new for a task. Raises `ResetFailed` and `EnvironmentLost`."""
+        self._is_over, self._reward = False, 0.0
+        if not self.session.is_ours:
+            return await self._open_other(task)
+        result = await self.session.reset({"task": task.model_dump(mode="json")})
+        try:
+            return msgspec.convert(result.observation, Opening)
+        except msgspec.ValidationError as error:
+            raise ResetFailed(f"the server's answer to the reset has no opening: {error}") from error
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        """Carry out a call. What the server declines is an outcome that failed; raises `EnvironmentLost`."""
+        try:
+            if self.session.is_ours:
+                params = {"name": call.name, "arguments": call.arguments, "id": call.id}
+                return _outcome(await self.session.rpc(Rpc.CALL_TOOL, params))
+            return await self._step(call)
+        except StepRefused as error:
+            return ToolOutcome(text=str(error), failed=True)
+
+    async def is_over(self, transcript: Transcript) -> bool:
+        if not self.session.is_ours:
+            return self._is_over
+        return bool((await self._told(Rpc.IS_OVER, transcript)).get("is_over"))
+
+    async def score(self, transcript: Transcript) -> RolloutScores:
+        """Return what a rollout is worth. Raises `EnvironmentLost` where the server cannot say it."""
+        if not self.session.is_ours:
+            return RolloutScores(reward=self._reward)
+        try:
+            return msgspec.convert(await self._told(Rpc.SCORE, transcript), RolloutScores)
+        except msgspec.ValidationError as error:
+            raise EnvironmentLost(f"the server's scores cannot be read: {error}") from error
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    async def _told(self, method: Rpc, transcript: Transcript) -> dict[str, Any]:
+        try:
+            return await self.session.rpc(method, {"transcript": msgspec.to_builtins(transcript)})
+        except StepRefused as error:
+            raise EnvironmentLost(f"the world does not answer {method}: {error}") from error
+
+    # ---- servers that are not ours --------------------------------------------------------------------------------
+
+    async def _open_other(self, task: Task) -> Opening:
+        result = await self.session.reset(reset_of(task))
+        self._note(result)
+        tools = await self._tools()
+        seen = result.observation
+        shown = [msgspec.json.encode(seen).decode()] if any(seen.values()) else []
+        text = "\n\n".join([task.main_query, *shown] if task.main_query else shown)
+        messages = [*task.init_messages, *([{"role": "user", "content": text}] if text else [])]
+        return Opening(messages=messages, tools=tools)
+
+    async def _tools(self) -> list[ToolSchema]:
+        """Return the tools of MCP, or where there are none, the one that takes a step."""
+        try:
+            found = (await self.session.rpc(Rpc.LIST_TOOLS, {})).get("tools")
+        except StepRefused:
+            found = None
+        self._has_tools = bool(found)
+        if not isinstance(found, list) or not found:
+            free = {"type": "object", "additionalProperties": True}
+            return [ToolSchema(name=ACTION_TOOL, description="Acts in the environment.", parameters=free)]
+        return [
+            ToolSchema(
+                name=str(tool.get("name")),
+                description=str(tool.get("description") or ""),
+                parameters=tool.get("inputSchema") or tool.get("input_schema") or {},
+            )
+            for tool in found
+        ]
+
+    async def _step(self, call: ToolCall) -> ToolOutcome:
+        try:
+            arguments = msgspec.json.decode(call.arguments, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise StepRefused("", f"the arguments are not a JSON object: {error}") from error
+        if self._has_tools:
+            arguments = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
+        elif call.name != ACTION_TOOL:
+            raise StepRefused("", f"{call.name} is not a tool: there is {ACTION_TOOL}")
+        result = await self.session.step(arguments)
+        self._note(result)
+        failed = bool(result.observation.get("error"))
+        return ToolOutcome(text=msgspec.json.encode(result.observation).decode(), failed=failed)
+
+    def _note(self, result: StepResult) -> None:
+        self._is_over = result.done
+        self._reward += result.reward or 0.0
+
+
+def _outcome(result: dict[str, Any]) -> ToolOutcome:
+    parts = [part.get("text", "") for part in result.get("content", []) if isinstance(part, dict)]
+    return ToolOutcome(text="\n".join(parts), failed=bool(result.get("isError")))
+
+
+def reset_of(task: Task) -> dict[str, Any]:
+    """Return the arguments of a reset for a server that does not know tasks: the metadata, such as `seed`."""
+    given = {"episode_id": task.task_id} if task.task_id else {}
+    return {**given, **task.metadata}

@@ -1,0 +1,263 @@
+"""One session at an environment server, ours or any other of OpenEnv's. A session that is dead stays dead."""
+
+import asyncio
+import contextlib
+import json
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlencode, urlsplit, urlunsplit
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+
+from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy, ResetFailed
+from bombus.environments.openenv.messages import (
+    FATAL,
+    MESSAGE_BYTES_MAX,
+    SESSION_HEADER,
+    NotAMessage,
+    StepResult,
+    WireError,
+    WireMessage,
+    decode,
+    encode,
+)
+from bombus.errors import FOREIGN_TEXT_MAX, BombusError, Code, Refused, in_one_line
+
+CLOSE_HANDSHAKE_S = 2.0
+
+
+class SessionSettings(BaseModel):
+    """How long a session waits, in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    connect_s: float = Field(default=10, gt=0, le=600, description="for the connection, beside `wait_s`")
+    wait_s: float = Field(default=0, ge=0, le=600, description="for a slot, where the server has a queue")
+    step_s: float = Field(default=60, gt=0, le=86_400, description="for the answer to a reset or a step")
+    silence_s: float = Field(default=20, gt=0, le=3600, description="a server that is silent for this long is gone")
+    idle_s: float = Field(default=1500, gt=0, le=86_400, description="a session unused for this long is given up")
+    key: str = Field(default="", repr=False, description="the server's key, if it has one")
+
+
+class StepRefused(BombusError):
+    """The server declined one message, and the session goes on: the action makes no sense, or the world raised."""
+
+    def __init__(self, code: str, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class EnvSession:
+    """A session, which has a slot of the server from `open` to `close`.
+
+    Whatever leaves it in doubt kills it: an answer that is late, a connection that breaks, a caller that is cancelled
+    in the middle. Then the connection is cut and every further call raises `EnvironmentLost`: it never connects again,
+    since it would find a world that was not reset.
+    """
+
+    def __init__(self, connection: ClientConnection, url: str, settings: SessionSettings) -> None:
+        self.url = url
+        self.settings = settings
+        self.name: str = connection.response.headers.get(SESSION_HEADER, "")
+        self._connection = connection
+        self._lock = asyncio.Lock()
+        self._dead = ""
+        self._used_s = asyncio.get_running_loop().time()
+        self._rpcs = 0
+
+    @classmethod
+    async def open(cls, url: str, settings: SessionSettings | None = None) -> Self:
+        """Connect and get a slot. Raises `EnvironmentsBusy`, `EnvironmentLost`, or `Refused` for a URL that is none."""
+        settings = settings or SessionSettings()
+        target = socket_url(url, settings.wait_s)
+        limit_s = settings.connect_s + settings.wait_s
+        try:
+            connection = await connect(
+                target,
+                open_timeout=limit_s,
+                close_timeout=CLOSE_HANDSHAKE_S,
+                ping_interval=settings.silence_s / 2,
+                ping_timeout=settings.silence_s / 2,
+                max_size=MESSAGE_BYTES_MAX,
+                compression=None,
+                proxy=None,
+                additional_headers={"Authorization": f"Bearer {settings.key}"} if settings.key else {},
+            )
+        except InvalidStatus as error:
+            raise _refusal(url, error.response.status_code, error.response.body or b"") from error
+        except InvalidURI as error:
+            raise Refused(Code.MALFORMED, f"{url!r} is not the address of a server: {error}") from error
+        except (OSError, TimeoutError, InvalidHandshake, EOFError) as error:
+            why = f"no environment server answers at {url} within {limit_s:g} s: {in_one_line(error)}"
+            raise EnvironmentLost(why) from error
+        session = cls(connection, url, settings)
+        if not session.is_ours:
+            await session._check_slot()
+        return session
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether the server is one of ours, which only accepts a session for which it has a slot."""
+        return bool(self.name)
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self._why_dead())
+
+    async def reset(self, data: dict[str, Any]) -> StepResult:
+        """Make the world new. Raises `ResetFailed` when the world cannot, `EnvironmentLost` when it is gone."""
+        try:
+            return await self._observe("reset", data)
+        except StepRefused as error:
+            raise ResetFailed(f"the environment could not be reset: {error}") from error
+
+    async def step(self, action: dict[str, Any]) -> StepResult:
+        """Act. Raises `StepRefused` when only this action failed, `EnvironmentLost` when the world is gone."""
+        return await self._observe("step", action)
+
+    async def state(self) -> dict[str, Any]:
+        return (await self._ask(WireMessage(type="state"))).data
+
+    async def rpc(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
+        """Call a method of JSON-RPC and return its result. Raises `StepRefused` when the server answers an error."""
+        self._rpcs += 1
+        request = {"jsonrpc": "2.0", "id": self._rpcs, "method": method, "params": params}
+        found = (await self._ask(WireMessage(type="mcp", data=request))).data
+        if (failed := found.get("error")) is not None:
+            detail = failed if isinstance(failed, dict) else {"message": failed}
+            raise StepRefused(str(detail.get("code", "")), str(detail.get("message"))[:FOREIGN_TEXT_MAX])
+        result = found.get("result")
+        return result if isinstance(result, dict) else {"result": result}
+
+    async def close(self) -> None:
+        """Give the slot back. Closing again does nothing. A server that does not answer is not waited for long."""
+        was_alive = not self._dead
+        self._dead = self._dead or "it was closed"
+        if was_alive:
+            with contextlib.suppress(ConnectionClosed, TimeoutError):
+                async with asyncio.timeout(CLOSE_HANDSHAKE_S):
+                    await self._connection.send(encode(WireMessage(type="close")))
+        await self._connection.close()
+
+    def cut(self) -> None:
+        """End the connection at once, without a word to the server."""
+        self._die("it was cut")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ---- messages -------------------------------------------------------------------------------------------------
+
+    async def _check_slot(self) -> None:
+        """Ask for the state, since a server that is full accepts the connection and says so only afterwards."""
+        try:
+            await self.state()
+        except StepRefused:
+            pass  # the world has no state before its reset, but it is there
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _observe(self, kind: str, data: dict[str, Any]) -> StepResult:
+        answer = await self._ask(WireMessage(type=kind, data=data))
+        try:
+            return msgspec.convert(answer.data, StepResult, strict=False)
+        except msgspec.ValidationError as error:
+            self._die(f"the answer to a {kind} is no observation: {error}")
+            raise EnvironmentLost(self._sentence()) from error
+
+    async def _ask(self, message: WireMessage) -> WireMessage:
+        """Send a message and return its answer. Raises `EnvironmentLost`, `EnvironmentsBusy` and `StepRefused`."""
+        async with self._lock:
+            if self._why_dead():
+                raise EnvironmentLost(self._sentence())
+            try:
+                answer = decode(await self._exchange(encode(message)))
+            except ConnectionClosed as error:
+                self._die(_closed_why(error))
+                raise EnvironmentLost(self._sentence()) from error
+            except TimeoutError as error:
+                self._die(f"the answer to a {message.type} took longer than {self.settings.step_s:g} s")
+                raise EnvironmentLost(self._sentence()) from error
+            except NotAMessage as error:
+                self._die(str(error))
+                raise EnvironmentLost(self._sentence()) from error
+            except BaseException:  # cancelled in the middle: the next answer would be that to this message
+                self._die("a call was cancelled in the middle")
+                raise
+            self._used_s = asyncio.get_running_loop().time()
+            if answer.type == "error":
+                raise self._error_of(answer)
+            return answer
+
+    async def _exchange(self, text: str) -> str | bytes:
+        async with asyncio.timeout(self.settings.step_s):
+            # A server that is full may have closed the connection already, with its reason still to be read.
+            with contextlib.suppress(ConnectionClosed):
+                await self._connection.send(text)
+            received: str | bytes = await self._connection.recv()
+            return received
+
+    def _error_of(self, answer: WireMessage) -> BombusError:
+        code, why = str(answer.data.get("code", "")), str(answer.data.get("message", ""))[:FOREIGN_TEXT_MAX]
+        if code in FATAL:
+            self._die(why)
+            return EnvironmentsBusy(why) if code == WireError.CAPACITY_REACHED else EnvironmentLost(self._sentence())
+        return StepRefused(code, why)
+
+    # ---- its end --------------------------------------------------------------------------------------------------
+
+    def _why_dead(self) -> str:
+        if not self._dead and asyncio.get_running_loop().time() - self._used_s > self.settings.idle_s:
+            self._die(
+                f"it was not used for {self.settings.idle_s:g} s, so that the server may have given its slot away"
+            )
+        if not self._dead and self._connection.close_code is not None:
+            reason = self._connection.close_reason
+            self._die(f"the server closed the connection{f': {reason}' if reason else ''}")
+        return self._dead
+
+    def _die(self, why: str) -> None:
+        self._dead = self._dead or why
+        self._connection.transport.abort()
+
+    def _sentence(self) -> str:
+        return f"the session at {self.url} is lost: {self._dead}; take another one"
+
+
+def socket_url(url: str, wait_s: float) -> str:
+    """Return the address of the WebSocket of a server. Raises `Refused`."""
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    scheme = {"http": "ws", "https": "wss", "": "ws"}.get(parts.scheme, parts.scheme)
+    if scheme not in ("ws", "wss") or not parts.hostname:
+        raise Refused(Code.MALFORMED, f"{url!r} is not the address of an environment server, as http://host:8000 is")
+    path = parts.path.rstrip("/").removesuffix("/ws")
+    query = urlencode({"wait_s": f"{wait_s:g}"}) if wait_s else ""
+    return urlunsplit((scheme, parts.netloc, f"{path}/ws", query, ""))
+
+
+def _refusal(url: str, status: int, body: bytes) -> BombusError:
+    """Return the error for an HTTP status in place of a session."""
+    try:
+        why = str(json.loads(body)["detail"])
+    except (ValueError, KeyError, TypeError):
+        why = body.decode(errors="replace")
+    sentence = f"the environment server at {url} answers {status}: {why[:FOREIGN_TEXT_MAX].strip()}"
+    return EnvironmentsBusy(sentence) if status == 503 else EnvironmentLost(sentence)
+
+
+def _closed_why(error: ConnectionClosed) -> str:
+    received = error.rcvd
+    if received is None:
+        return "the connection broke"
+    return (
+        f"the server closed the connection with code {received.code}{f', {received.reason}' if received.reason else ''}"
+    )

@@ -1,0 +1,106 @@
+"""`bombus env serve`: serves a class as an environment server."""
+
+import argparse
+import ipaddress
+import os
+from pathlib import Path
+
+from bombus import logs
+from bombus.cli import add_log_argument
+from bombus.config.flags import add_settings_arguments, check_range, name_of, settings_from
+from bombus.environments.serving.announcing import announce
+from bombus.environments.serving.running import (
+    SLOTS_VARIABLE,
+    BackendKind,
+    Deployment,
+    number_of,
+    serve_until_cancelled,
+)
+from bombus.environments.serving.server import EnvironmentServer
+from bombus.environments.serving.settings import SLOTS_MAX, ServingSettings
+from bombus.errors import Code, Refused
+from bombus.host.process import listen, run_service
+from bombus.terminal import say
+
+PORT = 8_000
+HOST = "127.0.0.1"
+KEY_VARIABLE = "BOMBUS_ENV_KEY"
+SPARES_MAX = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="module:Class", help="the environment; modules of this folder are found")
+    parser.add_argument("--host", metavar="HOST", default=HOST, help="where it listens (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, metavar="PORT", default=PORT, help="its port, 0 for any that is free (default: %(default)s)"
+    )
+    parser.add_argument("--host-name", action="append", metavar="NAME", help="a name by which clients reach it")
+    parser.add_argument("--slots", type=int, metavar="N", help=f"worlds at once (default: ${SLOTS_VARIABLE}, or 1)")
+    add_settings_arguments(parser, ServingSettings)
+    parser.add_argument(
+        "--backend",
+        choices=[kind.value for kind in BackendKind],
+        default=BackendKind.NONE.value,
+        help="what each world has of its own beside its instance: a simulator of AWS, or a sandbox for a shell "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--spares", type=int, metavar="N", default=0, help="backends that are kept warm (default: 0)")
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help=f"the server's key (default: ${KEY_VARIABLE})")
+    parser.add_argument(
+        "--trusted-network", action="store_true", help="whoever reaches the port may use the worlds without a key"
+    )
+    parser.add_argument("--nats", metavar="URL", help="a hive's bus: `bombus status` shows the slots")
+    parser.add_argument(
+        "--hive", type=name_of("hive"), metavar="NAME", default=os.environ.get("BOMBUS_HIVE", "main"), help="its hive"
+    )
+    add_log_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    check_range("--port", arguments.port, 0, 65_535)
+    check_range("--spares", arguments.spares, 0, SPARES_MAX)
+    logs.configure("env", arguments.log_level)
+    key = _key(arguments.key_file)
+    if not key and not arguments.trusted_network and not _is_loopback(arguments.host):
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"listening at {arguments.host} opens the worlds, and what they can do, to the network: give --key-file, "
+            "or say --trusted-network if everyone who can reach this port may use them",
+        )
+    slots = arguments.slots
+    if slots is None:
+        slots = number_of(os.environ, SLOTS_VARIABLE, 1, 1, SLOTS_MAX)
+    deployment = Deployment(
+        path=arguments.path,
+        settings=settings_from(ServingSettings, arguments, {"slots": slots, "key": key}),
+        backend=BackendKind(arguments.backend),
+        spares=arguments.spares,
+        host_names=tuple(arguments.host_name or ()),
+    )
+    bound = listen(arguments.host, arguments.port)
+    url = f"http://{arguments.host}:{bound.getsockname()[1]}"
+    beside = [lambda server: announce(server.counts, arguments.nats, arguments.hive, url)] if arguments.nats else []
+
+    def ready(server: EnvironmentServer) -> None:
+        say(f"ready {url}", flush=True)
+
+    return run_service(serve_until_cancelled(deployment, bound, os.environ, ready, beside))
+
+
+def _key(file: Path | None) -> str:
+    if file is None:
+        return os.environ.get(KEY_VARIABLE, "").strip()
+    try:
+        key = file.read_text().strip()
+    except OSError as error:
+        raise Refused(Code.BAD_CONFIG, f"--key-file {file} cannot be read: {error}") from error
+    if not key:
+        raise Refused(Code.BAD_CONFIG, f"--key-file {file} is empty: put a key into it")
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

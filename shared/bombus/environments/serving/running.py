@@ -1,0 +1,126 @@
+"""Where the parts of an environment server meet: class, backends, slots, pages, and the bus that shows them."""
+
+import asyncio
+import contextlib
+import inspect
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from bombus.environments.backends.kinds import Backend
+from bombus.environments.backends.pool import BackendPool
+from bombus.environments.backends.process import ministack
+from bombus.environments.backends.shell import ShellSandbox
+from bombus.environments.loading import load_class
+from bombus.environments.serving.pages import playground
+from bombus.environments.serving.server import EnvironmentServer, environment_server
+from bombus.environments.serving.settings import ServingSettings
+from bombus.environments.serving.sources import ClassSource
+from bombus.errors import Code, Refused
+from bombus.host.host_names import OwnHostNames
+
+BASE_PORT_VARIABLE = "AWS_RL_ENV_MINISTACK_BASE_PORT"
+SLOTS_VARIABLE = "AWS_RL_ENV_POOL_SIZE"
+KIND_VARIABLE = "BACKEND_TYPE"
+PORT_MAX = 65_535
+
+
+class BackendKind(StrEnum):
+    """What the worlds of a server stand on."""
+
+    NONE = "none"  # they live in the server's own process
+    MINISTACK = "ministack"  # each has a simulator of AWS
+    SHELL = "shell"  # each has a sandbox for commands
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """An environment server as its operator wants it."""
+
+    path: str  # module:Class
+    settings: ServingSettings
+    backend: BackendKind = BackendKind.NONE
+    spares: int = 0
+    host_names: tuple[str, ...] = ()
+
+
+def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> BackendPool | None:
+    """Return the pool of backends, None where worlds need none. Raises `Refused` for variables that make no sense.
+
+    With `BACKEND_TYPE=aws` there is no pool either: the class is given `backend=None`, and uses the real AWS.
+    """
+    kind, slots, spares = deployment.backend, deployment.settings.slots, deployment.spares
+    wanted = environment.get(KIND_VARIABLE, "").strip() or "simulator"
+    if wanted not in ("simulator", "aws"):
+        raise Refused(Code.BAD_CONFIG, f"{KIND_VARIABLE} is {wanted[:40]!r}: it is simulator or aws")
+    if kind == BackendKind.MINISTACK and wanted == "aws":
+        if slots > 1:
+            why = f"{KIND_VARIABLE}=aws is one account for all worlds, which would meet in it: serve it with --slots 1"
+            raise Refused(Code.BAD_CONFIG, why)
+        return None
+    match kind:
+        case BackendKind.MINISTACK:
+            base = number_of(environment, BASE_PORT_VARIABLE, 0, 1, PORT_MAX - slots - spares + 1)
+            return BackendPool(partial(ministack, base_port=base), slots, spares, "MiniStack")
+        case BackendKind.SHELL:
+            return BackendPool(_sandbox, slots, spares, "Shell")
+        case BackendKind.NONE:
+            return None
+
+
+def _sandbox(number: int) -> Backend:
+    return ShellSandbox()
+
+
+def number_of(environment: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    """Return the number in a variable, or `default` where it is not set. Raises `Refused`."""
+    text = environment.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise Refused(Code.BAD_CONFIG, f"{name} is {text[:40]!r}: it is a number from {least} to {most}")
+    return int(text)
+
+
+@contextlib.asynccontextmanager
+async def deployed(
+    deployment: Deployment, bound: socket.socket, environment: Mapping[str, str]
+) -> AsyncIterator[EnvironmentServer]:
+    """Serve a class while the block runs. Raises `Refused` for one that cannot be served, and `InfraError`."""
+    make = load_class(deployment.path)
+    check_backend(make, deployment)
+    names = OwnHostNames(str(bound.getsockname()[0]), deployment.host_names)
+    async with contextlib.AsyncExitStack() as stack:
+        backends = backends_of(deployment, environment)
+        if backends is not None:
+            await stack.enter_async_context(backends)
+        source = ClassSource(make, backends)
+        pages = playground(deployment.path) if deployment.settings.slots == 1 else {}
+        server = EnvironmentServer(deployment.settings, source, names, pages)
+        yield await stack.enter_async_context(environment_server(server, bound))
+
+
+def check_backend(make: Callable[..., Any], deployment: Deployment) -> None:
+    """Raise `Refused` where backends would be started for a class that takes none, or the other way round."""
+    takes = "backend" in inspect.signature(make).parameters
+    if deployment.backend != BackendKind.NONE and not takes:
+        why = f"{deployment.path} takes no backend: give its __init__ a parameter `backend`, or leave out --backend"
+        raise Refused(Code.BAD_CONFIG, why)
+
+
+async def serve_until_cancelled(
+    deployment: Deployment,
+    bound: socket.socket,
+    environment: Mapping[str, str],
+    ready: Callable[[EnvironmentServer], None],
+    beside: Sequence[Callable[[EnvironmentServer], Any]] = (),
+) -> None:
+    """Serve, call `ready` once clients can come, and run what is `beside` the server meanwhile."""
+    async with deployed(deployment, bound, environment) as server, asyncio.TaskGroup() as tasks:
+        for each in beside:
+            tasks.create_task(each(server))
+        ready(server)
+        await asyncio.Event().wait()

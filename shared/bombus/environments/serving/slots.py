@@ -1,0 +1,213 @@
+"""Who has which slot of an environment server: leases with a time to live, and a queue with deadlines.
+
+Pure: commands in, events out, and time is part of a command. A session whose lease has ended never gets it back.
+"""
+
+from collections import deque
+from enum import StrEnum
+from typing import assert_never
+
+import msgspec
+
+SECOND = 1_000_000_000
+
+
+class LeaseEnd(StrEnum):
+    """Why a session no longer has its slot."""
+
+    RELEASED = "released"  # its client closed it, or its connection ended
+    LAPSED = "lapsed"  # nothing was heard of its client for as long as a lease lives
+    IDLE = "idle"  # its client was there, and did nothing with it
+    BROKEN = "broken"  # its world broke, or a step took too long
+
+
+class SlotSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How many worlds there are, and for how long a silent or an idle session keeps one.
+
+    A slot that is being cleaned is as good as free: a client is kept waiting for it for `clean_ns`, unasked.
+    """
+
+    slots: int
+    clean_ns: int
+    ttl_ns: int
+    idle_ns: int
+    queue_max: int
+
+
+# ---- commands -----------------------------------------------------------------------------------------------------
+
+
+class Acquire(msgspec.Struct, frozen=True):
+    """A client asks for a slot, and waits for it until `deadline_ns`."""
+
+    session: str
+    now_ns: int
+    deadline_ns: int
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """A session's client was heard of. `worked` says that it used its world, and was not only there."""
+
+    session: str
+    now_ns: int
+    worked: bool = False
+
+
+class Release(msgspec.Struct, frozen=True):
+    """A session gives up its slot, or no longer waits for one."""
+
+    session: str
+    reason: LeaseEnd = LeaseEnd.RELEASED
+
+
+class Cleaned(msgspec.Struct, frozen=True):
+    """The world that was in a slot is gone, and its backend is like new."""
+
+    slot: int
+    now_ns: int
+
+
+class Elapsed(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+    now_ns: int
+
+
+SlotCommand = Acquire | Beat | Release | Cleaned | Elapsed
+
+
+# ---- events -------------------------------------------------------------------------------------------------------
+
+
+class LeaseGranted(msgspec.Struct, frozen=True):
+    session: str
+    slot: int
+    at_ns: int
+
+
+class LeaseQueued(msgspec.Struct, frozen=True):
+    session: str
+    deadline_ns: int
+
+
+class LeaseRenewed(msgspec.Struct, frozen=True):
+    session: str
+    at_ns: int
+    worked: bool
+
+
+class LeaseEnded(msgspec.Struct, frozen=True):
+    """A session has no slot from now on. The slot is not free before it is cleaned."""
+
+    session: str
+    slot: int
+    reason: LeaseEnd
+
+
+class LeaseRefused(msgspec.Struct, frozen=True):
+    """No slot became free in time, or too many wait already."""
+
+    session: str
+
+
+class QueueLeft(msgspec.Struct, frozen=True):
+    session: str
+
+
+class SlotFreed(msgspec.Struct, frozen=True):
+    slot: int
+
+
+SlotEvent = LeaseGranted | LeaseQueued | LeaseRenewed | LeaseEnded | LeaseRefused | QueueLeft | SlotFreed
+
+
+# ---- state --------------------------------------------------------------------------------------------------------
+
+
+class SlotLease(msgspec.Struct):
+    slot: int
+    heard_ns: int
+    worked_ns: int
+
+
+class SlotTable:
+    """The fold of the events. Each slot is free, leased to one session, or being cleaned."""
+
+    def __init__(self, settings: SlotSettings) -> None:
+        self.settings = settings
+        self.free = deque(range(settings.slots))
+        self.leases: dict[str, SlotLease] = {}
+        self.cleaning: set[int] = set()
+        self.queue: dict[str, int] = {}  # session -> deadline, in the order of their coming
+
+
+def decide(command: SlotCommand, table: SlotTable) -> list[SlotEvent]:
+    """Return what follows from a command. A repeat of what already holds gives no events."""
+    match command:
+        case Acquire():
+            return _acquire(command, table)
+        case Beat(session, now_ns, worked):
+            return [LeaseRenewed(session, now_ns, worked)] if session in table.leases else []
+        case Release(session, reason):
+            if session in table.queue:
+                return [QueueLeft(session)]
+            lease = table.leases.get(session)
+            return [] if lease is None else [LeaseEnded(session, lease.slot, reason)]
+        case Cleaned(slot, now_ns):
+            if slot not in table.cleaning:
+                return []
+            freed: list[SlotEvent] = [SlotFreed(slot)]
+            waiting = next((session for session, deadline in table.queue.items() if deadline > now_ns), None)
+            return freed if waiting is None else [*freed, LeaseGranted(waiting, slot, now_ns)]
+        case Elapsed(now_ns):
+            return _elapsed(now_ns, table)
+    assert_never(command)
+
+
+def _acquire(command: Acquire, table: SlotTable) -> list[SlotEvent]:
+    session = command.session
+    if session in table.leases or session in table.queue:
+        return []
+    if table.free:
+        return [LeaseGranted(session, table.free[0], command.now_ns)]
+    deadline_ns = command.deadline_ns
+    if len(table.queue) < len(table.cleaning):
+        deadline_ns = max(deadline_ns, command.now_ns + table.settings.clean_ns)
+    elif len(table.queue) >= table.settings.queue_max:
+        return [LeaseRefused(session)]
+    return [LeaseQueued(session, deadline_ns) if deadline_ns > command.now_ns else LeaseRefused(session)]
+
+
+def _elapsed(now_ns: int, table: SlotTable) -> list[SlotEvent]:
+    events: list[SlotEvent] = []
+    for session, lease in table.leases.items():
+        if now_ns - lease.heard_ns >= table.settings.ttl_ns:
+            events.append(LeaseEnded(session, lease.slot, LeaseEnd.LAPSED))
+        elif now_ns - lease.worked_ns >= table.settings.idle_ns:
+            events.append(LeaseEnded(session, lease.slot, LeaseEnd.IDLE))
+    return events + [LeaseRefused(session) for session, deadline in table.queue.items() if deadline <= now_ns]
+
+
+def evolve(table: SlotTable, event: SlotEvent) -> None:
+    """Fold an event into the table."""
+    match event:
+        case LeaseGranted(session, slot, at_ns):
+            table.queue.pop(session, None)
+            table.free.remove(slot)
+            table.leases[session] = SlotLease(slot=slot, heard_ns=at_ns, worked_ns=at_ns)
+        case LeaseQueued(session, deadline_ns):
+            table.queue[session] = deadline_ns
+        case LeaseRenewed(session, at_ns, worked):
+            lease = table.leases[session]
+            lease.heard_ns = at_ns
+            lease.worked_ns = at_ns if worked else lease.worked_ns
+        case LeaseEnded(session, slot):
+            del table.leases[session]
+            table.cleaning.add(slot)
+        case LeaseRefused(session) | QueueLeft(session):
+            table.queue.pop(session, None)
+        case SlotFreed(slot):
+            table.cleaning.remove(slot)
+            table.free.append(slot)
+        case _:
+            assert_never(event)

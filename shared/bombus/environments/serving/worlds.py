@@ -1,0 +1,204 @@
+"""One session at its world: OpenEnv's messages become calls of an `AgentEnvironment`, and answers. Knows no socket."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from bombus.environments.kinds import AgentEnvironment, Opening, ResetFailed, ToolCall, ToolOutcome, Transcript
+from bombus.environments.openenv.messages import (
+    Rpc,
+    RpcError,
+    StepResult,
+    WireError,
+    WireMessage,
+    error_message,
+    observation_message,
+    rpc_error,
+    rpc_result,
+)
+from bombus.errors import in_one_line
+from bombus.sdk.errors import InfraError
+from bombus.sdk.types import Task
+
+log = logging.getLogger(__name__)
+
+TRANSCRIPT_MESSAGES_MAX = 4096  # of an episode that its client plays step by step
+NOT_RESET = "the world has no task yet: send a reset first"
+
+
+class BadRequestMessage(ValueError):
+    """Raised for a message that makes no sense; its sentence goes to the client, and the session goes on."""
+
+
+class WorldSession:
+    """Answers the messages of one session, one after the other.
+
+    `answer` raises `InfraError` when the world broke: the session is over then. A client that plays by steps has its
+    transcript kept here, since only the rules of the world say when an episode is over and what it is worth.
+    """
+
+    def __init__(self, world: AgentEnvironment, session: str, renew: Callable[[], Awaitable[None]]) -> None:
+        """`renew` makes what the world stands on like new, before each reset."""
+        self.world = world
+        self._renew = renew
+        self.session = session
+        self.opening: Opening | None = None
+        self.transcript = Transcript()
+        self.steps = 0
+        self.episode = ""
+        self._is_over = False
+
+    async def answer(self, message: WireMessage) -> WireMessage:
+        """Carry out a message other than `close`. Raises `InfraError`."""
+        try:
+            match message.type:
+                case "reset":
+                    return observation_message(await self._reset(message.data))
+                case "step":
+                    return observation_message(await self._step(message.data))
+                case "state":
+                    return WireMessage(type="state", data=self.state())
+                case "mcp":
+                    return await self._rpc(message.data)
+        except (BadRequestMessage, ValidationError, msgspec.ValidationError) as error:
+            return error_message(WireError.VALIDATION_ERROR, str(error))
+        except ResetFailed as error:
+            return error_message(WireError.EXECUTION_ERROR, str(error))  # the world can be reset for another task
+        except InfraError:
+            raise
+        except Exception as error:  # the code of a world is its author's: whatever it raises is told to the client
+            log.warning("the world of session %s failed: %s", self.session, in_one_line(error), exc_info=error)
+            return error_message(WireError.EXECUTION_ERROR, in_one_line(error))
+        return error_message(WireError.UNKNOWN_TYPE, f"{message.type!r} is not a type of message")
+
+    def state(self) -> dict[str, Any]:
+        return {"episode_id": self.episode or None, "step_count": self.steps, "session": self.session}
+
+    # ---- resets and steps -----------------------------------------------------------------------------------------
+
+    async def _reset(self, data: dict[str, Any]) -> StepResult:
+        task = task_of(data)
+        self.opening = None  # if this fails, the world has no task
+        await self._renew()
+        self.opening = opening = await self.world.open(task)
+        self.transcript = Transcript(messages=list(opening.messages))
+        self.steps, self._is_over = 0, False
+        self.episode = str(data.get("episode_id") or task.task_id)
+        tools = [msgspec.to_builtins(tool) for tool in opening.tools]
+        return StepResult(observation={"messages": opening.messages, "tools": tools})
+
+    async def _step(self, data: dict[str, Any]) -> StepResult:
+        opening = self._opened()
+        if data.get("type") == "list_tools":
+            return StepResult(observation={"tools": _mcp_tools(opening)})
+        if self._is_over:
+            raise BadRequestMessage("the episode is over: send a reset for another one")
+        if len(self.transcript.messages) + 2 > TRANSCRIPT_MESSAGES_MAX:
+            raise BadRequestMessage(f"an episode has at most {TRANSCRIPT_MESSAGES_MAX} messages: send a reset")
+        if isinstance(text := data.get("message"), str):
+            self._said({"role": "assistant", "content": text})
+            return await self._ended({})
+        call = self._call_of(data)
+        made = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        outcome = await self.world.call(call)
+        self._said({"role": "assistant", "content": None, "tool_calls": [made]})
+        self.transcript.messages.append({"role": "tool", "tool_call_id": call.id, "content": outcome.text})
+        self.transcript.tool_calls += 1
+        self.transcript.tool_failures += outcome.failed
+        seen = _seen(data, call, outcome)
+        if await self.world.is_over(self.transcript):
+            return await self._ended(seen)
+        return StepResult(observation=seen)
+
+    async def _ended(self, seen: dict[str, Any]) -> StepResult:
+        self._is_over = True
+        scores = await self.world.score(self.transcript)
+        found = msgspec.to_builtins(scores)
+        return StepResult(observation=seen, reward=scores.reward, done=True, metadata={"scores": found})
+
+    def _said(self, message: dict[str, Any]) -> None:
+        self.steps += 1
+        self.transcript.turns += 1
+        self.transcript.messages.append(message)
+
+    def _call_of(self, data: dict[str, Any]) -> ToolCall:
+        """Return the call that a step asks for: `{"tool", "arguments"}`, or an OpenEnv action that calls a tool."""
+        name = data.get("tool", data.get("tool_name"))
+        if not isinstance(name, str):
+            raise BadRequestMessage('a step is {"tool": name, "arguments": {...}}, or {"message": text} to end with')
+        return _call(name, data.get("arguments", {}), str(data.get("id") or f"call_{self.steps}"))
+
+    def _opened(self) -> Opening:
+        if self.opening is None:
+            raise BadRequestMessage(NOT_RESET)
+        return self.opening
+
+    # ---- mcp ------------------------------------------------------------------------------------------------------
+
+    async def _rpc(self, data: dict[str, Any]) -> WireMessage:
+        number, method, params = data.get("id"), data.get("method"), data.get("params") or {}
+        if not isinstance(method, str) or not isinstance(params, dict):
+            why = 'a request is {"jsonrpc": "2.0", "id", "method", "params": {...}}'
+            return rpc_error(number, RpcError.INVALID_REQUEST, why)
+        try:
+            match method:
+                case Rpc.LIST_TOOLS:
+                    return rpc_result(number, {"tools": _mcp_tools(self._opened())})
+                case Rpc.CALL_TOOL:
+                    return rpc_result(number, await self._mcp_call(params))
+                case Rpc.IS_OVER:
+                    return rpc_result(number, {"is_over": await self.world.is_over(self._told(params))})
+                case Rpc.SCORE:
+                    return rpc_result(number, msgspec.to_builtins(await self.world.score(self._told(params))))
+        except (BadRequestMessage, msgspec.ValidationError) as error:
+            return rpc_error(number, RpcError.INVALID_PARAMS, str(error))
+        return rpc_error(number, RpcError.METHOD_NOT_FOUND, f"{method[:100]!r} is not a method: {', '.join(Rpc)}")
+
+    async def _mcp_call(self, params: dict[str, Any]) -> dict[str, Any]:
+        self._opened()
+        name = params.get("name")
+        if not isinstance(name, str):
+            raise BadRequestMessage('the params of tools/call are {"name", "arguments"}')
+        outcome = await self.world.call(_call(name, params.get("arguments", {}), str(params.get("id") or "call")))
+        self.steps += 1
+        return {"content": [{"type": "text", "text": outcome.text}], "isError": outcome.failed}
+
+    def _told(self, params: dict[str, Any]) -> Transcript:
+        """Return the transcript that the client sends, which has what its model said."""
+        self._opened()
+        return msgspec.convert(params.get("transcript", {}), Transcript)
+
+
+def task_of(data: dict[str, Any]) -> Task:
+    """Return the task of a reset: its field `task`; what else there is, such as `seed`, is metadata.
+
+    Raises `BadRequestMessage`.
+    """
+    given = data.get("task", {})
+    if not isinstance(given, dict):
+        raise BadRequestMessage("the field task of a reset is an object with the fields of a Task")
+    task = Task.model_validate(given)
+    rest = {name: value for name, value in data.items() if name != "task"}
+    return task.model_copy(update={"metadata": {**rest, **task.metadata}})
+
+
+def _call(name: str, arguments: object, id: str) -> ToolCall:
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return ToolCall(id=id, name=name, arguments=text)
+
+
+def _seen(data: dict[str, Any], call: ToolCall, outcome: ToolOutcome) -> dict[str, Any]:
+    """Return the observation of a step, in the form in which it was asked for."""
+    if "tool" in data:
+        return {"text": outcome.text, "failed": outcome.failed}
+    error = {"error_type": "execution_error", "message": outcome.text} if outcome.failed else None
+    return {"tool_name": call.name, "result": None if outcome.failed else outcome.text, "error": error}
+
+
+def _mcp_tools(opening: Opening) -> list[dict[str, Any]]:
+    return [
+        {"name": tool.name, "description": tool.description, "inputSchema": tool.parameters} for tool in opening.tools
+    ]

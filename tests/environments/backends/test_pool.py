@@ -1,0 +1,161 @@
+"""Pools of backends that are real processes: bound, scrubbed, replaced, and none left behind."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from bombus.environments.backends.kinds import Backend
+from bombus.environments.backends.pool import BackendPool
+from bombus.environments.backends.process import SimulatorProcess, free_port
+from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy
+from tests.patience import until
+
+PROGRAM = Path(__file__).parent.parent / "serving/programs/simulator.py"
+
+
+def simulator(number: int, base_port: int = 0) -> SimulatorProcess:
+    return SimulatorProcess(
+        [sys.executable, str(PROGRAM)],
+        health="/health",
+        reset="/reset",
+        port=base_port + number if base_port else 0,
+        port_variable="GATEWAY_PORT",
+    )
+
+
+async def put(backend: Backend, text: str, path: str = "/bucket") -> None:
+    async with httpx.AsyncClient(base_url=backend.address) as http:
+        await http.post(path, content=text)
+
+
+async def kept(backend: Backend) -> str:
+    async with httpx.AsyncClient(base_url=backend.address) as http:
+        return (await http.get("/bucket")).text
+
+
+async def test_p3_a_backend_is_bound_to_one_session_and_scrubbed_when_it_is_given_back() -> None:
+    async with BackendPool(simulator, 2) as pool:
+        one, other = await pool.take("a"), await pool.take("b")
+        assert one is not other
+        assert await pool.take("a") is one, "it stays bound"
+        await put(one, "of a")
+        await put(other, "of b")
+        assert (await kept(one), await kept(other)) == ("of a", "of b"), "the same name, and no cross-talk"
+        await pool.give_back("a")
+        await pool.give_back("a")
+        assert pool.counts() == {"ready": 1, "bound": 1, "replacing": 0}, "giving back is idempotent"
+        assert await pool.take("c") is one
+        assert await kept(one) == ""
+
+
+async def test_p2_a_pool_that_is_exhausted_says_so() -> None:
+    async with BackendPool(simulator, 1, spares=1, kind="MiniStack") as pool:
+        await pool.take("a")
+        with pytest.raises(EnvironmentsBusy, match="MiniStack pool exhausted: all 1 are in use"):
+            await pool.take("b")
+
+
+async def test_a_backend_that_was_killed_is_replaced_and_a_spare_takes_its_place() -> None:
+    async with BackendPool(simulator, 1, spares=1) as pool:
+        first = await pool.take("a")
+        assert isinstance(first, SimulatorProcess)
+        assert first.pid is not None
+        os.kill(first.pid, signal.SIGKILL)
+        await until(lambda: first.pid is None or not psutil.pid_exists(first.pid))
+        assert not await first.is_healthy()
+        await pool.give_back("a")
+        second = await pool.take("b")
+        assert second is not first
+        await put(second, "of b")
+        await until(lambda: pool.counts()["ready"] == 1)
+
+
+async def test_p3_a_backend_that_cannot_be_scrubbed_is_released_all_the_same_and_replaced() -> None:
+    async with BackendPool(simulator, 1) as pool:
+        first = await pool.take("a")
+        await put(first, "", "/break")
+        with pytest.raises(EnvironmentLost, match="could not be reset"):
+            await pool.renew("a")
+        await pool.give_back("a")
+        second = await pool.take("b")
+        assert second is not first
+        assert await kept(second) == ""
+
+
+async def test_a_session_keeps_its_backend_when_it_is_made_new() -> None:
+    async with BackendPool(simulator, 1) as pool:
+        backend = await pool.take("a")
+        await put(backend, "of the task before")
+        await pool.renew("a")
+        assert await kept(backend) == ""
+        assert await pool.take("a") is backend
+        await pool.give_back("a")
+        with pytest.raises(EnvironmentLost, match="no backend any more"):
+            await pool.renew("a")
+
+
+async def test_ports_begin_at_the_base_and_a_port_in_use_is_named() -> None:
+    base = free_port()
+    async with BackendPool(lambda number: simulator(number, base), 1) as pool:
+        assert (await pool.take("a")).address == f"http://127.0.0.1:{base}"
+        with pytest.raises(EnvironmentLost, match=f"port {base} is in use"):
+            await simulator(0, base).start()
+
+
+async def test_a_pool_whose_backend_does_not_start_starts_none() -> None:
+    started: list[SimulatorProcess] = []
+
+    def make(number: int) -> SimulatorProcess:
+        made = (
+            simulator(number)
+            if number == 0
+            else SimulatorProcess(
+                [sys.executable, "-c", "raise SystemExit(4)"],
+                health="/health",
+                reset="/reset",
+                port=0,
+                port_variable="GATEWAY_PORT",
+            )
+        )
+        started.append(made)
+        return made
+
+    with pytest.raises(EnvironmentLost, match="ended with code 4 at its start"):
+        await BackendPool(make, 2).__aenter__()
+    assert [each.pid for each in started] == [None] * len(started), "the one that started was stopped"
+
+
+async def test_no_process_is_left_after_a_pool() -> None:
+    made: list[SimulatorProcess] = []
+
+    def make(number: int) -> SimulatorProcess:
+        made.append(simulator(number))
+        return made[-1]
+
+    async with BackendPool(make, 2, spares=1) as pool:
+        await pool.take("a")
+        pids = [each.pid for each in made]
+        assert all(pid is not None and psutil.pid_exists(pid) for pid in pids)
+    assert not any(pid is not None and psutil.pid_exists(pid) for pid in pids)
+
+
+async def test_many_sessions_share_few_backends_without_meeting() -> None:
+    async with BackendPool(simulator, 3) as pool:
+        gate = asyncio.Semaphore(3)
+
+        async def use(session: str) -> None:
+            async with gate:
+                backend = await pool.take(session)
+                assert await kept(backend) == ""
+                await put(backend, session)
+                assert await kept(backend) == session
+                await pool.give_back(session)
+
+        await asyncio.gather(*(use(f"s{number}") for number in range(12)))
+        assert pool.counts() == {"ready": 3, "bound": 0, "replacing": 0}

@@ -1,0 +1,360 @@
+"""The guarantees of pools, P1 to P9, one suite for both of them (P7)."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bombus.environments.kinds import (
+    AgentEnvironment,
+    EnvironmentLost,
+    EnvironmentsBusy,
+    ResetFailed,
+    ToolCall,
+    Transcript,
+)
+from bombus.environments.openenv.messages import StepResult
+from bombus.environments.pools.aio import AsyncEnvPool, group_size_of
+from bombus.environments.pools.blocking import BlockingEnvironment
+from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
+from bombus.errors import Refused
+from bombus.sdk.types import Task
+from tests.environments.pools.both import POOLS, MakePool, opened
+from tests.environments.serving.served import served
+from tests.environments.serving.worlds import Counter
+from tests.patience import until
+
+TASK = Task(main_query="three", task_id="t1")
+ADD = {"tool": "add"}
+
+
+@pytest.fixture(params=POOLS)
+def make(request: pytest.FixtureRequest) -> MakePool:
+    return POOLS[request.param]
+
+
+async def count_to_three(task: Task, environment: AgentEnvironment) -> tuple[str, float]:
+    """Play an episode, and return in which world it was and what it is worth."""
+    await environment.open(task)
+    seen = []
+    while not await environment.is_over(Transcript()):
+        outcome = await environment.call(ToolCall(id="c", name="add"))
+        seen.append(outcome.text.split(":"))
+        await environment.call(ToolCall(id="n", name="nap"))
+    assert [count for _, count in seen] == ["1", "2", "3"], "nobody else counts in this world"
+    assert len({world for world, _ in seen}) == 1
+    return seen[0][0], (await environment.score(Transcript())).reward
+
+
+# ---- P1: acquire and release under contention ------------------------------------------------------------------
+
+
+async def test_p1_no_slot_is_given_to_two_sessions_under_contention() -> None:
+    async with served(slots=4) as (server, url):
+
+        async def play(number: int) -> str:
+            async with await EnvSession.open(url, SessionSettings(wait_s=60, connect_s=60)) as session:
+                await session.reset({"task": {}})
+                texts = [(await session.step(ADD)).observation["text"] for _ in range(2)]
+                assert [text.split(":")[1] for text in texts] == ["1", "2"]
+                return session.name
+
+        names = await asyncio.gather(*(play(number) for number in range(24)))
+        assert len(set(names)) == 24
+        await until(lambda: len(server.table.free) == 4)
+
+
+async def test_p1_a_pool_shares_its_environments_among_more_rollouts(make: MakePool) -> None:
+    async with served(slots=2) as (_, url), opened(make, url, 2, group_size=2) as pool:
+        done = await asyncio.gather(*(pool.run_group(TASK, count_to_three, 2) for _ in range(3)))
+        assert [reward for group in done for _, reward in group] == [1.0] * 6
+
+
+# ---- P2: exhaustion is a typed error, or a queue with a deadline ----------------------------------------------
+
+
+async def test_p2_a_pool_that_finds_too_few_slots_is_told_when_it_connects(make: MakePool) -> None:
+    async with served(slots=2) as (_, url):
+        with pytest.raises(EnvironmentsBusy, match="all 2 slots are taken"):
+            await make(url, 3, group_size=3).connect()
+
+
+async def test_p2_a_pool_may_wait_for_slots(make: MakePool) -> None:
+    async with served(slots=2) as (server, url):
+        other = await EnvSession.open(url)
+        pool = make(url, 2, group_size=2, settings=SessionSettings(wait_s=60))
+        connecting = asyncio.create_task(pool.connect())
+        await until(lambda: server.counts()["waiting"] == 1)
+        await other.close()
+        await connecting
+        await pool.close()
+
+
+async def test_p2_more_rollouts_than_a_pool_has_environments_wait_and_are_refused() -> None:
+    async with served() as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
+        number = await pool.take()
+        with pytest.raises(EnvironmentsBusy, match="all 1 environments of the pool are in use"):
+            await pool.take(wait_s=0.05)
+        pool.give_back(number)
+        assert await pool.take(wait_s=0.05) == number
+
+
+# ---- P3: a session is bound for its life, and its release is idempotent ----------------------------------------
+
+
+async def test_p3_a_session_stays_in_its_world_and_gives_it_back_once(make: MakePool) -> None:
+    made: list[Counter] = []
+
+    class Noted(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    async with served(Noted, slots=2) as (server, url):
+        async with opened(make, url, 2, group_size=2) as pool:
+            for _ in range(3):
+                await pool.reset_group(TASK)
+                await pool.run_group_step([ADD, ADD])
+            await pool.close()
+            await pool.close()
+        await until(lambda: len(server.table.free) == 2)
+        assert [(world.count, world.closed) for world in made] == [(1, 1), (1, 1)]
+
+
+# ---- P4: connecting is all or nothing --------------------------------------------------------------------------
+
+
+async def test_p4_a_pool_that_cannot_connect_leaves_no_slot_and_can_be_tried_again(make: MakePool) -> None:
+    async with served(slots=3) as (server, url):
+        other = await EnvSession.open(url)
+        pool = make(url, 3, group_size=3)
+        with pytest.raises(EnvironmentsBusy):
+            await pool.connect()
+        await until(lambda: server.counts()["leased"] == 1)
+        await other.close()
+        await pool.connect()
+        assert server.counts()["leased"] == 3
+        assert len(await pool.reset_group(TASK)) == 3
+        await pool.close()
+
+
+async def test_p4_the_first_error_is_the_one_that_is_raised(make: MakePool) -> None:
+    with pytest.raises(EnvironmentLost, match=r"no environment server answers at http://127\.0\.0\.1:9"):
+        await make("http://127.0.0.1:9", 2, group_size=2).connect()
+
+
+async def test_p4_a_pool_that_is_cancelled_while_it_connects_leaves_no_slot() -> None:
+    async with served(slots=1) as (server, url):
+        pool = AsyncEnvPool(url, 2, group_size=2, settings=SessionSettings(wait_s=60))
+        connecting = asyncio.create_task(pool.connect())
+        await until(lambda: server.counts()["waiting"] == 1)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        await until(lambda: server.counts() == {"slots": 1, "leased": 0, "waiting": 0})
+
+
+# ---- P6: one task for all, by value ----------------------------------------------------------------------------
+
+
+async def test_p6_all_worlds_of_a_group_get_the_same_task_by_value(make: MakePool) -> None:
+    made: list[Counter] = []
+
+    class Noted(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    async with served(Noted, slots=3) as (_, url), opened(make, url, 3, group_size=3) as pool:
+        task = TASK.model_copy(update={"metadata": {"seeds": [1, 2]}})
+        results = await pool.reset_group(task)
+        assert [each.observation["messages"][0]["content"] for each in results] == ["count for three"] * 3
+        assert [world.task for world in made] == [task] * 3
+        made[0].task.metadata["seeds"].append(3)
+        assert made[1].task.metadata["seeds"] == [1, 2]
+        assert task.metadata["seeds"] == [1, 2]
+
+
+async def test_p6_a_rollout_cannot_change_the_task_of_another(make: MakePool) -> None:
+    async def greedy(task: Task, environment: AgentEnvironment) -> int:
+        task.metadata["seen"].append(1)
+        return len(task.metadata["seen"])
+
+    async with served(slots=2) as (_, url), opened(make, url, 2, group_size=2) as pool:
+        assert await pool.run_group(Task(metadata={"seen": []}), greedy) == [1, 1]
+
+
+# ---- P8: closing is bounded in time ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deaf() -> Iterator[str]:
+    """Accepts connections, and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(16)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+async def test_p8_a_server_that_says_nothing_is_not_waited_for(deaf: str, make: MakePool) -> None:
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(EnvironmentLost, match=r"within 0\.2 s"):
+        await make(deaf, 2, group_size=2, settings=SessionSettings(connect_s=0.2)).connect()
+    assert asyncio.get_running_loop().time() - began < 5
+
+
+async def test_p8_a_pool_is_closed_in_time_while_its_worlds_are_busy(make: MakePool) -> None:
+    async with served(slots=2) as (server, url):
+        pool = make(url, 2, group_size=2)
+        await pool.connect()
+        await pool.reset_group(TASK)
+        stepping = asyncio.ensure_future(pool.run_group_step([{"tool": "hang"}, {"tool": "hang"}]))
+        await until(lambda: server.working() == 2)
+        began = asyncio.get_running_loop().time()
+        await pool.close(within_s=0.2)
+        assert asyncio.get_running_loop().time() - began < 5
+        if isinstance(pool, AsyncEnvPool):
+            assert all(isinstance(each, EnvironmentLost) for each in await stepping)
+        stepping.cancel()
+        await asyncio.gather(stepping, return_exceptions=True)
+        await until(lambda: len(server.table.free) == 2)
+
+
+# ---- P9: a pool below the size of a group ----------------------------------------------------------------------
+
+
+def test_p9_a_pool_that_is_smaller_than_a_group_is_refused_at_its_start(make: MakePool) -> None:
+    with pytest.raises(Refused, match=r"a pool of 4 environments cannot play groups of 8: give a size from 8"):
+        make("http://127.0.0.1:9", 4, group_size=8)
+    with pytest.raises(Refused, match="cannot play groups of 0"):
+        make("http://127.0.0.1:9", 4, group_size=0)
+
+
+async def test_p9_a_group_that_does_not_fit_is_refused(make: MakePool) -> None:
+    async with served(slots=2) as (_, url), opened(make, url, 2, group_size=1) as pool:
+        with pytest.raises(Refused, match="a group of 3 does not fit into a pool of 2"):
+            await pool.run_group(TASK, count_to_three, 3)
+
+
+@pytest.mark.parametrize(("given", "size"), [({}, 8), ({"NUM_GENERATIONS": "4"}, 4), ({"NUM_GENERATIONS": " "}, 8)])
+def test_the_size_of_a_group_is_that_of_num_generations(given: dict[str, str], size: int) -> None:
+    assert group_size_of(given) == size
+
+
+@pytest.mark.parametrize("text", ["0", "eight", "-1", "2000"])
+def test_a_num_generations_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(Refused, match="NUM_GENERATIONS"):
+        group_size_of({"NUM_GENERATIONS": text})
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_group_is_played_at_once_in_worlds_of_their_own(make: MakePool) -> None:
+    async with served(slots=4) as (_, url), opened(make, url, 4, group_size=4) as pool:
+        results = await pool.run_group(TASK, count_to_three)
+        assert len({world for world, _ in results}) == 4
+        assert [reward for _, reward in results] == [1.0] * 4
+
+
+async def test_a_function_that_waits_plays_in_a_thread() -> None:
+    def play(task: Task, environment: BlockingEnvironment) -> float:
+        opening = environment.open(task)
+        assert [tool.name for tool in opening.tools] == ["add", "nap"]
+        while not environment.is_over(Transcript()):
+            environment.call(ToolCall(id="c", name="add"))
+        return environment.score(Transcript()).reward
+
+    async with served(slots=8, ttl_s=2) as (_, url), opened(POOLS["blocking"], url, 8) as pool:
+        assert await pool.run_group(TASK, play) == [1.0] * 8
+
+
+async def test_a_world_that_breaks_is_infra_in_its_place_and_is_played_again_in_another(make: MakePool) -> None:
+    broken: list[int] = []
+
+    async def play(task: Task, environment: AgentEnvironment) -> str:
+        await environment.open(task)
+        if len(broken) < 2:
+            broken.append(1)
+            await environment.call(ToolCall(id="c", name="break"))
+        return "played"
+
+    async with served(slots=3) as (_, url), opened(make, url, 3, group_size=3) as pool:
+        results = await pool.run_group(TASK, play, retries=1)
+        assert sorted(type(each).__name__ for each in results) == ["EnvironmentLost", "str", "str"]
+        assert await pool.run_group(TASK, play) == ["played"] * 3, "the dead ones were replaced"
+
+
+async def test_what_goes_wrong_in_one_world_of_a_step_does_not_concern_the_others(make: MakePool) -> None:
+    async with served(slots=3) as (_, url), opened(make, url, 3, group_size=3) as pool:
+        await pool.reset_group(TASK)
+        counted, declined, lost = await pool.run_group_step([ADD, {"colour": 1}, {"tool": "break"}])
+        assert isinstance(counted, StepResult)
+        assert isinstance(declined, StepRefused)
+        assert isinstance(lost, EnvironmentLost)
+        counted, left_out, lost = await pool.run_group_step([ADD, None, ADD])
+        assert (counted.observation["text"].split(":")[1], left_out, type(lost)) == ("2", None, EnvironmentLost)
+        assert len(await pool.reset_group(TASK)) == 3
+        with pytest.raises(ResetFailed, match="there is no such world"):
+            await pool.reset_group(Task(metadata={"fail": True}))
+
+
+async def test_worlds_that_rollouts_use_are_not_reset_by_others(make: MakePool) -> None:
+    async with served(slots=2) as (server, url), opened(make, url, 2, group_size=1) as pool:
+        done = asyncio.Event()
+
+        async def play(task: Task, environment: AgentEnvironment) -> None:
+            await environment.open(task)
+            while not done.is_set():
+                await environment.call(ToolCall(id="n", name="nap"))
+
+        playing = asyncio.create_task(pool.run_group(TASK, play))
+        await until(lambda: server.working() == 1)
+        with pytest.raises(Refused, match="1 environments of this pool are being used by rollouts"):
+            await pool.reset_group(TASK)
+        done.set()
+        await playing
+
+
+class Recorder:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, bool, float]] = []
+
+    def record_result(self, task: Task, achieved: bool, reward: float) -> None:
+        self.told.append((task.task_id, achieved, reward))
+
+
+def test_c1_the_curriculum_is_told_once_for_a_group(make: MakePool) -> None:
+    recorder = Recorder()
+    pool: Any = make("http://127.0.0.1:9", 2, group_size=2, curriculum=recorder)
+    pool.record_group_result(TASK, [1.0, 0.0])
+    pool.record_group_result(TASK, [0.25, 0.25])
+    assert recorder.told == [("t1", True, 0.5), ("t1", False, 0.25)]
+    with pytest.raises(Refused, match="finite numbers"):
+        pool.record_group_result(TASK, [])
+    with pytest.raises(Refused, match="has no curriculum"):
+        make("http://127.0.0.1:9", 2, group_size=2).record_group_result(TASK, [1.0])
+
+
+# ---- G1: steps overlap -----------------------------------------------------------------------------------------
+
+
+async def test_g1_eight_steps_of_50_ms_take_the_time_of_one(make: MakePool) -> None:
+    async with served(slots=8) as (_, url), opened(make, url, 8) as pool:
+        await pool.reset_group(TASK)
+        clock = asyncio.get_running_loop().time
+        best = []
+        for _ in range(5):
+            began = clock()
+            await pool.run_group_step([{"tool": "nap"}] * 8)
+            best.append(clock() - began)
+        assert min(best) < 0.2, "one after the other they take 0.4 s"
+
+
+async def test_a_pool_that_is_not_open_says_so(make: MakePool) -> None:
+    with pytest.raises(EnvironmentLost, match="is not open"):
+        await make("http://127.0.0.1:9", 2, group_size=2).reset_group(TASK)

@@ -1,0 +1,93 @@
+"""`bombus env serve`: what it refuses, and the variables that it honours."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from bombus.cli import main
+from bombus.environments.backends.pool import BackendPool
+from bombus.environments.serving.running import BackendKind, Deployment, backends_of, deployed
+from bombus.environments.serving.settings import ServingSettings
+from bombus.errors import Refused
+from bombus.host.process import listen
+
+COUNTER = "tests.environments.worlds:Counter"
+STORE = "tests.environments.serving.test_plain_classes:Store"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ([COUNTER, "--host", "0.0.0.0"], "give --key-file, or say --trusted-network"),
+        ([COUNTER, "--slots", "0"], "slots"),
+        ([COUNTER, "--ttl-s", "0"], "--ttl-s"),
+        ([COUNTER, "--port", "-1"], "--port -1 is refused"),
+        ([COUNTER, "--spares", "65"], "--spares 65 is refused"),
+        ([COUNTER, "--key-file", "/nonexistent"], "cannot be read"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused(
+    flags: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", "serve", *flags]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_pool_size_in_the_environment_that_makes_no_sense_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_RL_ENV_POOL_SIZE", "many")
+    assert main(["env", "serve", COUNTER]) == 2
+    assert "AWS_RL_ENV_POOL_SIZE is 'many': it is a number from 1 to 1024" in capsys.readouterr().err
+
+
+def deployment(path: str = STORE, backend: BackendKind = BackendKind.NONE, slots: int = 2) -> Deployment:
+    return Deployment(path=path, settings=ServingSettings(slots=slots), backend=backend)
+
+
+def test_b2_one_variable_chooses_between_the_simulator_and_the_real_backend() -> None:
+    wanted = deployment(backend=BackendKind.MINISTACK, slots=1)
+    assert isinstance(backends_of(wanted, {}), BackendPool)
+    assert isinstance(backends_of(wanted, {"BACKEND_TYPE": "simulator"}), BackendPool)
+    assert backends_of(wanted, {"BACKEND_TYPE": "aws"}) is None, "the pool is off"
+    with pytest.raises(Refused, match="it is simulator or aws"):
+        backends_of(wanted, {"BACKEND_TYPE": "azure"})
+    with pytest.raises(Refused, match="serve it with --slots 1"):
+        backends_of(deployment(backend=BackendKind.MINISTACK), {"BACKEND_TYPE": "aws"})
+
+
+@pytest.mark.parametrize("port", ["0", "65535", "high"])
+def test_a_base_port_that_leaves_no_room_is_refused(port: str) -> None:
+    with pytest.raises(Refused, match="AWS_RL_ENV_MINISTACK_BASE_PORT"):
+        backends_of(deployment(backend=BackendKind.MINISTACK), {"AWS_RL_ENV_MINISTACK_BASE_PORT": port})
+
+
+def test_a_pool_of_simulators_says_whose_it_is() -> None:
+    pool = backends_of(deployment(backend=BackendKind.MINISTACK), {})
+    assert pool is not None
+    assert pool.exhausted == "MiniStack pool exhausted"
+
+
+@contextlib.asynccontextmanager
+async def running(wanted: Deployment) -> AsyncIterator[str]:
+    bound = listen("127.0.0.1", 0)
+    async with deployed(wanted, bound, {}):
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+async def test_the_playground_is_there_for_one_slot_and_not_for_more() -> None:
+    async with running(deployment(COUNTER, slots=1)) as url, httpx.AsyncClient() as http:
+        page = await http.get(url)
+        assert page.headers["content-type"].startswith("text/html")
+        assert f"<title>{COUNTER}</title>" in page.text
+        assert "default-src" in page.headers["content-security-policy"]
+    async with running(deployment(COUNTER, slots=2)) as url, httpx.AsyncClient() as http:
+        assert (await http.get(url)).status_code == 404
+
+
+async def test_a_class_that_takes_no_backend_is_refused_one() -> None:
+    with pytest.raises(Refused, match="takes no backend: give its __init__ a parameter `backend`"):
+        async with running(deployment(COUNTER, BackendKind.SHELL)):
+            pass

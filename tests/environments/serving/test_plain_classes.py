@@ -1,0 +1,156 @@
+"""Plain classes at a server: a rollout there is the rollout here, and what cannot be served is refused by name."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from bombus import Task
+from bombus.environments.backends.kinds import Backend
+from bombus.environments.backends.pool import BackendPool
+from bombus.environments.kinds import AgentEnvironment, EnvironmentLost, ResetFailed, RolloutStatus, ToolCall
+from bombus.environments.plain.marks import reward
+from bombus.environments.pools.aio import AsyncEnvPool
+from bombus.environments.pools.blocking import EnvPool
+from bombus.environments.pools.session import EnvSession
+from bombus.environments.rollout import Rollout
+from bombus.environments.serving.sources import ClassSource
+from bombus.errors import Refused
+from tests.environments.backends.test_pool import kept, put, simulator
+from tests.environments.scripted import CREDENTIALS, ScriptedModel, calls
+from tests.environments.serving.served import served
+from tests.environments.worlds import Counter
+from tests.patience import until
+
+TASK = Task(task_id="t1", metadata={"goal": 3})
+
+
+def model() -> ScriptedModel:
+    wrong = calls(("add", {"amount": 1}), ("fail", {}), ("add", {"amount": "many"}), ("subtract", {}))
+    return ScriptedModel(wrong, calls(("add", {"amount": 2})), "It is 3.")
+
+
+async def test_a_rollout_at_a_server_is_the_rollout_in_this_process() -> None:
+    here, there = model(), model()
+    local = await Rollout(Counter, transport=here).play(TASK, CREDENTIALS)
+    async with served(Counter) as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
+        remote = await Rollout(pool.environment, transport=there).play(TASK, CREDENTIALS)
+    assert local.status == RolloutStatus.COMPLETED
+    assert remote.transcript == local.transcript
+    assert remote.output() == local.output()
+    assert there.requests == here.requests
+    assert remote.output().reward == 1.5
+
+
+async def test_a_rollout_takes_environments_of_a_pool_with_a_loop_of_its_own() -> None:
+    async with served(Counter, slots=2) as (_, url):
+
+        def play() -> list[float | None]:
+            with EnvPool(url, 2, group_size=2) as pool:
+                rollout = Rollout(pool.environment, transport=ScriptedModel(otherwise=calls(("add", {"amount": 9}))))
+
+                async def both() -> list[Any]:
+                    return list(await asyncio.gather(*(rollout(TASK, CREDENTIALS) for _ in range(2))))
+
+                return [output.reward for output in asyncio.run(both())]
+
+        assert await asyncio.to_thread(play) == [-0.5, -0.5]
+
+
+async def test_a_rollout_whose_world_dies_is_infra_and_not_worth_zero() -> None:
+    class Breaking(Counter):
+        def snap(self) -> str:
+            """Break."""
+            raise EnvironmentLost("the disk is gone")
+
+    async with served(Breaking) as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
+        result = await Rollout(pool.environment, transport=ScriptedModel(calls(("snap", {})))).play(TASK, CREDENTIALS)
+        assert result.status == RolloutStatus.ABORTED
+        with pytest.raises(EnvironmentLost, match="the disk is gone"):
+            result.output()
+        again = Rollout(pool.environment, transport=ScriptedModel(calls(("add", {"amount": 3}))))
+        assert (await again(TASK, CREDENTIALS)).reward == 1.5, "the pool has a new session in its place"
+
+
+async def test_steps_of_a_plain_class_end_with_its_stop_and_its_rewards() -> None:
+    async with served(Counter) as (_, url), await EnvSession.open(url) as session:
+        await session.reset({"task": TASK.model_dump()})
+        first = await session.step({"tool": "add", "arguments": {"amount": 3}})
+        assert (first.observation, first.done) == ({"text": '{"count":3}', "failed": False}, False)
+        last = await session.step({"tool": "add", "arguments": {"amount": 1}})
+        assert (last.done, last.reward) == (True, -0.5)
+        with pytest.raises(ResetFailed, match="KeyError: 'goal'"):
+            await session.reset({})
+
+
+async def test_the_schema_has_the_arguments_of_each_tool() -> None:
+    async with served(Counter) as (_, url), httpx.AsyncClient() as http:
+        kinds = (await http.get(f"{url}/schema")).json()["action"]["oneOf"]
+    named = {kind["properties"].get("tool", {}).get("const"): kind for kind in kinds}
+    assert list(named) == ["add", "where", "fail", None]
+    assert named["add"]["properties"]["arguments"]["required"] == ["amount"]
+
+
+class Store:
+    """Puts text into its backend."""
+
+    def __init__(self, backend: Backend | None) -> None:
+        self._backend = backend
+
+    def reset(self, task: Task) -> str:
+        return "Store it."
+
+    async def store(self, text: str) -> str:
+        """Store a text, and say what was there before."""
+        if self._backend is None:
+            return "in the real one"
+        before = await kept(self._backend)
+        await put(self._backend, text)
+        return f"before: {before}"
+
+    @reward()
+    def always(self) -> float:
+        return 1.0
+
+
+async def test_b2_a_class_gets_a_simulator_of_its_own_or_uses_the_real_backend() -> None:
+    async def store(task: Task, environment: AgentEnvironment) -> str:
+        await environment.open(task)
+        made = [ToolCall(id="c", name="store", arguments='{"text": "mine"}')] * 2
+        return " ".join([(await environment.call(call)).text for call in made])
+
+    async with BackendPool(simulator, 2) as backends, served(Store, backends, slots=2) as (server, url):
+        async with AsyncEnvPool(url, 2, group_size=2) as pool:
+            for _ in range(2):
+                assert await pool.run_group(TASK, store) == ["before:  before: mine"] * 2, "new at each reset"
+            assert backends.counts()["bound"] == 2
+        await until(lambda: len(server.table.free) == 2)
+        assert backends.counts() == {"ready": 2, "bound": 0, "replacing": 0}
+    async with served(Store) as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
+        assert await pool.run_group(TASK, store) == ["in the real one in the real one"]
+
+
+class Playing:
+    async def play(self, task: Task, agents: dict[str, Any]) -> None: ...
+
+    @reward()
+    def always(self) -> float:
+        return 1.0
+
+
+class Unrewarded:
+    def reset(self, task: Task) -> str:
+        return "go"
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Playing, "Playing cannot be served: it has `play`"),
+        (Unrewarded, "It has no method with @reward"),
+    ],
+)
+def test_a_class_that_cannot_be_served_is_refused(kind: type, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        ClassSource(kind)

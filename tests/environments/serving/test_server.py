@@ -1,0 +1,208 @@
+"""An environment server over real sockets: leases, limits, and what it says to whoever is not let in."""
+
+import asyncio
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy, ResetFailed
+from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
+from tests.environments.serving.served import served
+from tests.environments.serving.worlds import Clinging, Unmakeable
+from tests.patience import until
+
+TASK = {"task": {"main_query": "three", "task_id": "t1"}}
+
+
+async def test_a_session_resets_and_steps_in_a_world_of_its_own() -> None:
+    async with served(slots=2) as (_, url), await EnvSession.open(url) as one, await EnvSession.open(url) as other:
+        opened = await one.reset(TASK)
+        assert opened.observation["messages"] == [{"role": "user", "content": "count for three"}]
+        assert [tool["name"] for tool in opened.observation["tools"]] == ["add", "nap"]
+        await other.reset(TASK)
+        texts = [(await one.step({"tool": "add"})).observation["text"].split(":") for _ in range(2)]
+        theirs = (await other.step({"tool": "add"})).observation["text"].split(":")
+        assert [count for _, count in texts] == ["1", "2"]
+        assert theirs[1] == "1"
+        assert theirs[0] != texts[0][0]
+        assert (await one.state())["step_count"] == 2
+
+
+async def test_the_step_that_ends_an_episode_has_its_reward_and_no_step_follows_it() -> None:
+    async with served() as (_, url), await EnvSession.open(url) as session:
+        await session.reset(TASK)
+        results = [await session.step({"tool": "add"}) for _ in range(3)]
+        assert [(result.done, result.reward) for result in results] == [(False, None), (False, None), (True, 1.0)]
+        with pytest.raises(StepRefused, match="the episode is over"):
+            await session.step({"tool": "add"})
+        await session.reset(TASK)
+        ended = await session.step({"message": "I give up"})
+        assert (ended.done, ended.reward) == (True, 0.0)
+
+
+async def test_one_too_many_is_refused_at_the_handshake() -> None:
+    async with served() as (server, url), await EnvSession.open(url):
+        with pytest.raises(EnvironmentsBusy, match=r"503: Environment pool exhausted: all 1 slots are taken"):
+            await EnvSession.open(url)
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(url.replace("http", "ws") + "/ws", proxy=None)
+        assert refused.value.response.status_code == 503
+        assert server.counts() == {"slots": 1, "leased": 1, "waiting": 0}
+
+
+async def test_one_that_waits_gets_the_slot_that_is_given_back() -> None:
+    async with served() as (server, url):
+        first = await EnvSession.open(url)
+        waiting = asyncio.create_task(EnvSession.open(url, SessionSettings(wait_s=60)))
+        await until(lambda: server.counts()["waiting"] == 1)
+        await first.close()
+        async with await waiting as second:
+            assert (await second.reset(TASK)).done is False
+
+
+async def test_one_that_waits_is_refused_at_its_deadline() -> None:
+    async with served(ttl_s=0.4) as (server, url), await EnvSession.open(url):
+        with pytest.raises(EnvironmentsBusy, match=r"none became free in 0\.1 s"):
+            await EnvSession.open(url, SessionSettings(wait_s=0.1))
+        assert server.counts()["waiting"] == 0
+
+
+async def test_one_that_leaves_while_it_waits_takes_no_slot() -> None:
+    async with served() as (server, url):
+        first = await EnvSession.open(url)
+        waiting = asyncio.create_task(EnvSession.open(url, SessionSettings(wait_s=60)))
+        await until(lambda: server.counts()["waiting"] == 1)
+        waiting.cancel()
+        await until(lambda: server.counts()["waiting"] == 0)
+        await first.close()
+        await until(lambda: server.counts()["leased"] == 0)
+
+
+async def test_an_idle_session_loses_its_slot_and_is_refused_for_good() -> None:
+    async with served(ttl_s=5, idle_s=0.3) as (server, url), await EnvSession.open(url) as session:
+        await session.reset(TASK)
+        await until(lambda: server.counts()["leased"] == 0)
+        await until(lambda: session.is_dead)
+        for _ in range(2):
+            with pytest.raises(EnvironmentLost, match="the session was idle for too long"):
+                await session.step({"tool": "add"})
+        async with await EnvSession.open(url) as another:
+            await another.reset(TASK)
+
+
+async def test_a_long_step_is_neither_silence_nor_idleness() -> None:
+    async with served(ttl_s=0.2, idle_s=0.2) as (_, url), await EnvSession.open(url) as session:
+        await session.reset(TASK)
+        assert (await session.step({"tool": "block"})).observation["failed"] is True
+
+
+async def test_a_step_that_takes_too_long_ends_the_session() -> None:
+    async with served(step_s=0.2) as (server, url):
+        session = await EnvSession.open(url)
+        await session.reset(TASK)
+        with pytest.raises(EnvironmentLost, match=r"the step took longer than 0\.2 s"):
+            await session.step({"tool": "hang"})
+        await until(lambda: server.counts()["leased"] == 0)
+
+
+async def test_a_world_that_breaks_ends_the_session() -> None:
+    async with served() as (server, url):
+        session = await EnvSession.open(url)
+        await session.reset(TASK)
+        with pytest.raises(EnvironmentLost, match="its backend is gone"):
+            await session.step({"tool": "break"})
+        await until(lambda: server.counts()["leased"] == 0)
+
+
+async def test_a_world_that_cannot_be_opened_says_why_and_the_session_goes_on() -> None:
+    async with served() as (_, url), await EnvSession.open(url) as session:
+        with pytest.raises(ResetFailed, match="there is no such world"):
+            await session.reset({"fail": True})
+        with pytest.raises(StepRefused, match="send a reset first"):
+            await session.step({"tool": "add"})
+        assert (await session.reset(TASK)).done is False
+
+
+async def test_a_world_that_cannot_be_made_is_told_at_the_handshake_and_holds_no_slot() -> None:
+    async with served(Unmakeable) as (server, url):
+        with pytest.raises(EnvironmentLost, match="500: RuntimeError: there is no disk"):
+            await EnvSession.open(url)
+        await until(lambda: server.counts()["leased"] == 0 and len(server.table.free) == 1)
+
+
+async def test_a_world_that_cannot_be_closed_does_not_keep_its_slot() -> None:
+    async with served(Clinging, close_s=0.2) as (server, url):
+        async with await EnvSession.open(url) as session:
+            await session.reset(TASK)
+        await until(lambda: len(server.table.free) == 1)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        ("{", "INVALID_JSON"),
+        ("[]", "VALIDATION_ERROR"),
+        ('{"type": "fly"}', "UNKNOWN_TYPE"),
+        ('{"type": "step", "data": {"colour": 1}}', "VALIDATION_ERROR"),
+        ('{"type": "reset", "data": {"task": 1}}', "VALIDATION_ERROR"),
+        ('{"type": "reset", "data": {"fail": true}}', "EXECUTION_ERROR"),
+    ],
+)
+async def test_what_makes_no_sense_is_answered_with_a_code_and_the_session_goes_on(sent: str, code: str) -> None:
+    async with served() as (_, url), connect(url.replace("http", "ws") + "/ws", proxy=None) as socket:
+        await socket.send(sent)
+        assert f'"code":"{code}"' in str(await socket.recv())
+        await socket.send('{"type": "state"}')
+        assert '"type":"state"' in str(await socket.recv())
+
+
+async def test_a_client_that_vanishes_in_the_middle_of_a_step_leaves_no_slot() -> None:
+    async with served() as (server, url):
+        session = await EnvSession.open(url)
+        await session.reset(TASK)
+        stepping = asyncio.create_task(session.step({"tool": "hang"}))
+        await until(lambda: server.working() == 1)
+        stepping.cancel()
+        await until(lambda: server.counts()["leased"] == 0)
+        assert session.is_dead
+
+
+async def test_health_and_schema_are_there_and_strangers_are_not_let_in() -> None:
+    async with served(slots=3) as (_, url), httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/health")).json() == {"status": "healthy", "slots": 3, "leased": 0, "waiting": 0}
+        assert set((await http.get("/schema")).json()) == {"action", "observation", "state"}
+        assert (await http.get("/nowhere")).status_code == 404
+        assert (await http.get("/ws")).status_code == 426
+        assert (await http.get("/health", headers={"Host": "evil.example"})).status_code == 421
+        with pytest.raises(InvalidStatus, match="403"):
+            await connect(url.replace("http", "ws") + "/ws", proxy=None, origin="http://evil.example")
+        with pytest.raises(InvalidStatus, match="400"):
+            await connect(url.replace("http", "ws") + "/ws?wait_s=soon", proxy=None)
+
+
+async def test_a_server_with_a_key_lets_in_only_those_that_have_it() -> None:
+    async with served(key="sesame") as (_, url):
+        with pytest.raises(EnvironmentLost, match="401: this server needs its key"):
+            await EnvSession.open(url)
+        async with await EnvSession.open(url, SessionSettings(key="sesame")) as session:
+            await session.reset(TASK)
+
+
+async def test_a_server_that_stops_ends_its_sessions() -> None:
+    async with served() as (_, url):
+        session = await EnvSession.open(url)
+        await session.reset(TASK)
+    with pytest.raises(EnvironmentLost):
+        await session.step({"tool": "add"})
+    with pytest.raises(EnvironmentLost, match="no environment server answers"):
+        await EnvSession.open(url)
+
+
+async def test_a_close_message_ends_the_connection() -> None:
+    async with served() as (_, url), connect(url.replace("http", "ws") + "/ws", proxy=None) as socket:
+        await socket.send('{"type": "close"}')
+        with pytest.raises(ConnectionClosed):
+            await socket.recv()
+        assert socket.close_code == 1000
