@@ -39,7 +39,7 @@ def test_other_seeds_and_the_other_split_give_other_tasks() -> None:
 
 async def test_a_reply_is_scored_by_the_verifier() -> None:
     task = drawn(1)[0]
-    gold = ReasoningPuzzle().gold(task)
+    (gold,) = ReasoningPuzzle().gold(task)
     right = await scored(task, f"Let me count. {gold}")
     assert (right.reward, right.is_success, right.metrics) == (1.0, True, {"has_answer": 1.0})
     wrong = await scored(task, "<answer>-1</answer>")
@@ -67,7 +67,7 @@ async def test_the_gold_answer_of_every_generator_is_worth_1_but_for_those_that_
     (task,) = drawn(1, name=name)
     world = PlainEnvironment(ReasoningPuzzle())
     await world.open(task)
-    gold = ReasoningPuzzle().gold(task)
+    (gold,) = ReasoningPuzzle().gold(task)
     scores = await world.score(Transcript(messages=[{"role": "assistant", "content": gold}]))
     await world.close()
     assert scores.reward == 1.0 or (name in GOLD_SCORES_NOTHING and scores.reward <= 0.01), scores

@@ -29,7 +29,7 @@ def nothing(_: Conversation) -> str:
 def first_is_right() -> Callable[[Conversation], str]:
     """Return a model that knows the answer to the first question that it is asked."""
     (task,) = open_tasks(LEGS).draw(TaskDraw(size=1))
-    gold = ReasoningPuzzle().gold(task)
+    (gold,) = ReasoningPuzzle().gold(task)
     return lambda messages: gold if messages[-1]["content"] == task.main_query else nothing(messages)
 
 

@@ -84,11 +84,11 @@ class ReasoningPuzzle:
         self._scores = {}
         return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": self._entry["question"]}]
 
-    def gold(self, task: Task) -> str:
+    def gold(self, task: Task) -> list[str]:
         """Return the reply that is right."""
         known = task.metadata
         entry = entry_of(known["generator"], known["generator_seed"], known["index"])
-        return f"<answer>{entry['answer']}</answer>"
+        return [f"<answer>{entry['answer']}</answer>"]
 
     @reward
     def score(self, transcript: Transcript) -> float:
