@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 from bombus.errors import Code, Refused
-from bombus.tasks import reasoning, textgames
+from bombus.tasks import reasoning, shell, textgames
 from bombus.tasks.aws import family as aws
 from bombus.tasks.kinds import TaskFamily, TaskSet, TasksNotInstalled
 from bombus.tasks.search import family as search
 
 FAMILIES: dict[str, TaskFamily] = {
-    family.name: family for family in (reasoning.FAMILY, textgames.FAMILY, search.FAMILY, aws.FAMILY)
+    family.name: family for family in (reasoning.FAMILY, textgames.FAMILY, search.FAMILY, shell.FAMILY, aws.FAMILY)
 }
 
 
