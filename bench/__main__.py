@@ -21,6 +21,7 @@ PARTS = {
     "atropos_wire": ["-m", "bench.atropos_wire"],
     "operations": ["-m", "bench.operations"],
     "deltas": ["-m", "bench.deltas"],
+    "environments": ["-m", "bench.environments"],
     "peak_memory": ["bench/peak_memory.py"],
 }
 

@@ -94,11 +94,37 @@ async def test_p2_a_pool_may_wait_for_slots(make: MakePool) -> None:
 
 async def test_p2_more_rollouts_than_a_pool_has_environments_wait_and_are_refused() -> None:
     async with served() as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
-        number = await pool.take()
+        first = await pool.take()
         with pytest.raises(EnvironmentsBusy, match="all 1 environments of the pool are in use"):
             await pool.take(wait_s=0.05)
-        pool.give_back(number)
-        assert await pool.take(wait_s=0.05) == number
+        pool.give_back(first)
+        pool.give_back(first)
+        second = await pool.take(wait_s=0.05)
+        assert second.session is first.session
+        pool.give_back(first)
+        with pytest.raises(EnvironmentsBusy):
+            await pool.take(wait_s=0.05)
+
+
+async def test_p1_what_was_taken_before_a_pool_was_closed_is_not_given_back_to_it_later() -> None:
+    async with served() as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
+        before = await pool.take()
+        await pool.close()
+        await pool.connect()
+        pool.give_back(before)
+        await pool.take()
+        with pytest.raises(EnvironmentsBusy):
+            await pool.take(wait_s=0.05)
+
+
+async def test_one_that_waits_for_an_environment_is_told_when_the_pool_is_closed() -> None:
+    async with served() as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
+        await pool.take()
+        waiting = asyncio.create_task(pool.take())
+        await asyncio.sleep(0)
+        await pool.close()
+        with pytest.raises(EnvironmentLost, match="is not open"):
+            await waiting
 
 
 # ---- P3: a session is bound for its life, and its release is idempotent ----------------------------------------

@@ -1,6 +1,8 @@
 """Plain classes at a server: a rollout there is the rollout here, and what cannot be served is refused by name."""
 
 import asyncio
+import os
+import signal
 from typing import Any
 
 import httpx
@@ -9,6 +11,7 @@ import pytest
 from bombus import Task
 from bombus.environments.backends.kinds import Backend
 from bombus.environments.backends.pool import BackendPool
+from bombus.environments.backends.process import SimulatorProcess
 from bombus.environments.kinds import AgentEnvironment, EnvironmentLost, ResetFailed, RolloutStatus, ToolCall
 from bombus.environments.plain.marks import reward
 from bombus.environments.pools.aio import AsyncEnvPool
@@ -154,3 +157,19 @@ class Unrewarded:
 def test_a_class_that_cannot_be_served_is_refused(kind: type, why: str) -> None:
     with pytest.raises(Refused, match=why):
         ClassSource(kind)
+
+
+async def test_a_backend_that_dies_in_the_middle_is_infra_and_not_the_models_failure() -> None:
+    async with BackendPool(simulator, 1) as backends, served(Store, backends) as (_, url):
+        session = await EnvSession.open(url)
+        await session.reset({})
+        backend = await backends.take(session.name)
+        assert isinstance(backend, SimulatorProcess)
+        assert backend.pid is not None
+        os.kill(backend.pid, signal.SIGKILL)
+        with pytest.raises(EnvironmentLost, match="backend 0 of this session has died"):
+            await session.step({"tool": "store", "arguments": {"text": "mine"}})
+        async with await EnvSession.open(url) as another:
+            await another.reset({})
+            stored = await another.step({"tool": "store", "arguments": {"text": "mine"}})
+            assert stored.observation == {"text": "before: ", "failed": False}

@@ -10,7 +10,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy, ResetFailed
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from tests.environments.serving.served import served
-from tests.environments.serving.worlds import Clinging, Unmakeable
+from tests.environments.serving.worlds import Clinging, Slow, Unmakeable
 from tests.patience import until
 
 TASK = {"task": {"main_query": "three", "task_id": "t1"}}
@@ -206,3 +206,24 @@ async def test_a_close_message_ends_the_connection() -> None:
         with pytest.raises(ConnectionClosed):
             await socket.recv()
         assert socket.close_code == 1000
+
+
+async def test_a_world_whose_client_left_while_it_was_made_is_closed() -> None:
+    async with served(Slow) as (server, url):
+        opening = asyncio.create_task(EnvSession.open(url))
+        await until(lambda: server.counts()["leased"] == 1)
+        opening.cancel()
+        await until(lambda: len(server.table.free) == 1)
+        assert [world.closed for world in Slow.instances[-1:]] == [1]
+
+
+async def test_a_server_that_is_stopping_opens_no_session() -> None:
+    async with served(Clinging, slots=2, close_s=1) as (server, url):
+        session = await EnvSession.open(url)
+        await session.reset(TASK)
+        stopping = asyncio.create_task(server.close())
+        await until(lambda: server.counts()["leased"] == 0)
+        with pytest.raises(EnvironmentsBusy, match="503: the server is stopping"):
+            await EnvSession.open(url)
+        await stopping
+        assert len(server.table.free) == 2

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import time
+from typing import ClassVar
 
 from bombus.environments.kinds import (
     EnvironmentLost,
@@ -75,3 +76,14 @@ class Clinging(Counter):
 class Unmakeable(Counter):
     def __init__(self) -> None:
         raise RuntimeError("there is no disk")
+
+
+class Slow(Counter):
+    """Takes a while to be made, and notes what becomes of it."""
+
+    instances: ClassVar[list["Slow"]] = []
+
+    def __init__(self) -> None:
+        time.sleep(0.3)
+        super().__init__()
+        self.instances.append(self)

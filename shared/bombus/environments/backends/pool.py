@@ -88,6 +88,12 @@ class BackendPool:
         except (OSError, TimeoutError) as error:
             raise EnvironmentLost(f"backend {number} could not be scrubbed: {in_one_line(error)}") from error
 
+    async def check(self, session: str) -> None:
+        """Raise `EnvironmentLost` when the backend of a session does not answer any more."""
+        number, backend = self._bound.get(session, (0, None))
+        if backend is None or not await self._answers(backend):
+            raise EnvironmentLost(f"backend {number} of this session has died")
+
     async def give_back(self, session: str) -> None:
         """Release a session's backend, whether or not it can be scrubbed. Doing it again does nothing."""
         number, backend = self._bound.pop(session, (0, None))

@@ -77,6 +77,8 @@ class AsyncEnvPool:
         self._curriculum = curriculum
         self._sessions: list[EnvSession | None] = []
         self._idle: asyncio.Queue[int] = asyncio.Queue()
+        self._taken: set[TakenSession] = set()
+        self._closed = asyncio.Event()
         self._using = asyncio.Lock()  # of the whole pool: groups that are stepped together
 
     # ---- its life -------------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ class AsyncEnvPool:
             return self
         sessions = await self._open(self.size)
         self._sessions = list(sessions)
-        self._idle = asyncio.Queue()
+        self._idle, self._taken, self._closed = asyncio.Queue(), set(), asyncio.Event()
         for number in range(self.size):
             self._idle.put_nowait(number)
         return self
@@ -96,6 +98,8 @@ class AsyncEnvPool:
         """Give all slots back, and cut what has not answered after `within_s` seconds. Closing again does nothing."""
         sessions = [session for session in self._sessions if session is not None]
         self._sessions = []
+        self._taken = set()  # what they give back now is another pool's
+        self._closed.set()
         await close_all(sessions, within_s)
 
     async def __aenter__(self) -> Self:
@@ -134,29 +138,44 @@ class AsyncEnvPool:
         """Return an environment that takes a session of the pool when it opens, and gives it back when it closes."""
         return PooledEnvironment(self)
 
-    async def take(self, wait_s: float | None = None) -> int:
-        """Take a session that nothing else uses and return its number. Raises `EnvironmentsBusy`, `EnvironmentLost`.
+    async def take(self, wait_s: float | None = None) -> "TakenSession":
+        """Take a session that nothing else uses, until `give_back`. Raises `EnvironmentsBusy` and `EnvironmentLost`.
 
-        In place of one that has died, a new one is opened; the server has `wait_s` to be there again.
+        In place of one that has died, a new one is opened: the server has as long to be there again as a session has
+        to connect.
         """
         self._check_open()
-        limit_s = max(self.settings.wait_s, self.settings.connect_s) if wait_s is None else wait_s
+        number = await self._next_idle(self.settings.take_s if wait_s is None else wait_s)
+        idle = self._idle
         try:
-            async with asyncio.timeout(limit_s):
-                number = await self._idle.get()
-        except TimeoutError as error:
-            why = f"all {self.size} environments of the pool are in use, and none became free in {limit_s:g} s"
-            raise EnvironmentsBusy(why) from error
-        try:
-            await self._revive(number, limit_s)
+            await self._revive(number)
+            taken = TakenSession(number, self.session(number))
         except BaseException:
-            self._idle.put_nowait(number)
+            idle.put_nowait(number)
             raise
-        return number
+        self._taken.add(taken)
+        return taken
 
-    def give_back(self, number: int) -> None:
-        """Give back what `take` returned."""
-        self._idle.put_nowait(number)
+    def give_back(self, taken: "TakenSession") -> None:
+        """Give back what `take` returned. Giving it back again does nothing."""
+        if taken in self._taken:
+            self._taken.remove(taken)
+            self._idle.put_nowait(taken.number)
+
+    async def _next_idle(self, limit_s: float) -> int:
+        if not self._idle.empty():
+            return self._idle.get_nowait()
+        getting, closing = asyncio.ensure_future(self._idle.get()), asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait({getting, closing}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if getting.done():
+                return getting.result()
+            self._check_open()
+            why = f"all {self.size} environments of the pool are in use, and none became free in {limit_s:g} s"
+            raise EnvironmentsBusy(why)
+        finally:
+            getting.cancel()
+            closing.cancel()
 
     def session(self, number: int) -> EnvSession:
         """Return a session by its number. Raises `EnvironmentLost` once the pool is closed."""
@@ -165,12 +184,16 @@ class AsyncEnvPool:
             raise EnvironmentLost(f"the pool of environments at {self.url} is closed, or this one could not be opened")
         return found
 
-    async def _revive(self, number: int, limit_s: float) -> None:
-        """Open a new session in the place of one that has died, within `limit_s` seconds."""
-        old = self._sessions[number]
+    async def _revive(self, number: int) -> None:
+        """Open a new session in the place of one that has died."""
+        limit_s = max(self.settings.wait_s, self.settings.connect_s)
+        sessions = self._sessions
+        if number >= len(sessions):
+            raise EnvironmentLost(f"the pool of environments at {self.url} is closed")
+        old = sessions[number]
         if old is not None and not old.is_dead:
             return
-        self._sessions[number] = None
+        sessions[number] = None
         loop = asyncio.get_running_loop()
         until = loop.time() + limit_s
         while True:
@@ -182,8 +205,8 @@ class AsyncEnvPool:
                 log.info("no environment yet in the place of one that was lost: %s", in_one_line(error))
                 await asyncio.sleep(RECONNECT_S)
             else:
-                if number < len(self._sessions):
-                    self._sessions[number] = opened
+                if sessions is self._sessions:
+                    sessions[number] = opened
                     return
                 await opened.close()
                 raise EnvironmentLost("the pool was closed meanwhile")
@@ -224,11 +247,10 @@ class AsyncEnvPool:
         """Make the first `n` worlds new for the same task. Raises the first error: then none of them is to be used."""
         count = self._group_of(n)
         self._check_open()
-        limit_s = max(self.settings.wait_s, self.settings.connect_s)
         data = task.model_dump(mode="json")
 
         async def reset(number: int) -> StepResult:
-            await self._revive(number, limit_s)
+            await self._revive(number)
             session = self.session(number)
             return await session.reset({"task": data} if session.is_ours else reset_of(task))
 
@@ -281,19 +303,27 @@ class AsyncEnvPool:
             raise EnvironmentLost(f"the pool of environments at {self.url} is not open: use it inside `async with`")
 
 
+class TakenSession:
+    """A session of a pool that nothing else uses until it is given back."""
+
+    def __init__(self, number: int, session: EnvSession) -> None:
+        self.number = number
+        self.session = session
+
+
 class PooledEnvironment:
     """An `AgentEnvironment` that has a session of a pool from `open` to `close`."""
 
     def __init__(self, pool: AsyncEnvPool) -> None:
         self._pool = pool
-        self._number: int | None = None
+        self._taken: TakenSession | None = None
         self._remote: RemoteEnvironment | None = None
 
     async def open(self, task: Task) -> Opening:
         """Take a session and make its world new. Raises `EnvironmentsBusy`, `ResetFailed` and `EnvironmentLost`."""
         if self._remote is None:
-            self._number = await self._pool.take()
-            self._remote = RemoteEnvironment(self._pool.session(self._number))
+            self._taken = await self._pool.take()
+            self._remote = RemoteEnvironment(self._taken.session)
         return await self._remote.open(task)
 
     async def call(self, call: ToolCall) -> ToolOutcome:
@@ -307,9 +337,9 @@ class PooledEnvironment:
 
     async def close(self) -> None:
         """Give the session back to the pool, which keeps its slot. Closing again does nothing."""
-        number, self._number, self._remote = self._number, None, None
-        if number is not None:
-            self._pool.give_back(number)
+        taken, self._taken, self._remote = self._taken, None, None
+        if taken is not None:
+            self._pool.give_back(taken)
 
     def _opened(self) -> RemoteEnvironment:
         if self._remote is None:

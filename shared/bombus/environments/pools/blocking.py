@@ -1,6 +1,7 @@
 """`EnvPool`: the same pool for programs without a loop. It owns a loop in a thread, where heartbeats go on."""
 
 import asyncio
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,10 +19,19 @@ from bombus.environments.kinds import (
     Transcript,
 )
 from bombus.environments.openenv.messages import StepResult
-from bombus.environments.pools.aio import CLOSE_S, Action, AsyncEnvPool, GroupRollout, ResultRecorder, StepOutcome
+from bombus.environments.pools.aio import (
+    CLOSE_S,
+    Action,
+    AsyncEnvPool,
+    GroupRollout,
+    ResultRecorder,
+    StepOutcome,
+)
 from bombus.environments.pools.session import SessionSettings
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
+
+STOP_S = 2.0
 
 T = TypeVar("T")
 
@@ -47,11 +57,22 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
+        """End the loop, and whatever still waits in it."""
         if not self.loop.is_closed():
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop).result(STOP_S)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self._executor.shutdown(wait=False, cancel_futures=True)
             self.loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=STOP_S)
 
 
 class BlockingEnvironment:

@@ -37,6 +37,7 @@ class SessionSettings(BaseModel):
     connect_s: float = Field(default=10, gt=0, le=600, description="for the connection, beside `wait_s`")
     wait_s: float = Field(default=0, ge=0, le=600, description="for a slot, where the server has a queue")
     step_s: float = Field(default=60, gt=0, le=86_400, description="for the answer to a reset or a step")
+    take_s: float = Field(default=600, gt=0, le=86_400, description="for an environment of a pool to be idle")
     silence_s: float = Field(default=20, gt=0, le=3600, description="a server that is silent for this long is gone")
     idle_s: float = Field(default=1500, gt=0, le=86_400, description="a session unused for this long is given up")
     key: str = Field(default="", repr=False, description="the server's key, if it has one")

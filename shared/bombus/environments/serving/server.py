@@ -82,6 +82,10 @@ class WorldSource(Protocol):
         """Make what the session's world stands on like new, for another task. Raises `InfraError`."""
         ...
 
+    async def check(self, session: str) -> None:
+        """Raise `InfraError` when what the session's world stands on is broken."""
+        ...
+
     async def clean(self, session: str) -> None:
         """Take back what the session's world stood on. Doing it again does nothing."""
         ...
@@ -97,11 +101,17 @@ class _Seat:
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
         self.granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.world: AgentEnvironment | None = None
         self.making: asyncio.Task[AgentEnvironment] | None = None
         self.step: asyncio.Task[WireMessage] | None = None
         self.beating: asyncio.Task[None] | None = None
         self.gone: asyncio.Future[None] | None = None
+
+    def made(self) -> AgentEnvironment | None:
+        """Return the world, None when there is none (yet)."""
+        making = self.making
+        if making is None or not making.done() or making.cancelled() or making.exception() is not None:
+            return None
+        return making.result()
 
     @property
     def is_at_work(self) -> bool:
@@ -140,6 +150,7 @@ class EnvironmentServer:
         self._seats: dict[str, _Seat] = {}
         self._sessions: dict[ServerConnection, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     # ---- the handshake ----------------------------------------------------------------------------------------
 
@@ -165,6 +176,8 @@ class EnvironmentServer:
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, why)
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise NotLetIn(HTTPStatus.UPGRADE_REQUIRED, Code.MALFORMED, "/ws speaks WebSocket: connect to ws://")
+        if self._closing:
+            raise NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: come again later")
         await self._take_slot(connection, wait_s_of(url.query))
         return None
 
@@ -194,7 +207,7 @@ class EnvironmentServer:
         try:
             if not making.done() or making.cancelled():
                 raise InfraError(f"no world could be made within {HANDSHAKE_S:.0f} s")
-            seat.world = making.result()
+            making.result()
         except Exception as error:  # the code of a world is its author's: whatever it raises is told to the client
             self._do(Release(session, LeaseEnd.BROKEN))
             log.warning("no world could be made for session %s: %s", session, in_one_line(error))
@@ -215,10 +228,13 @@ class EnvironmentServer:
         """Answer the messages of a session until it ends."""
         session = self._sessions[connection]
         seat = self._seats.get(session)
-        if seat is None or seat.world is None:  # its lease ended during the handshake
+        world = None if seat is None else seat.made()
+        if seat is None or world is None:  # its lease ended during the handshake
             return
         seat.beating = asyncio.create_task(self._beat(session, seat))
-        worlds = WorldSession(seat.world, session, partial(self._source.renew, session))
+        worlds = WorldSession(
+            world, session, partial(self._source.renew, session), partial(self._source.check, session)
+        )
         with contextlib.suppress(ConnectionClosed):
             async for text in connection:
                 if session not in self.table.leases:
@@ -290,14 +306,14 @@ class EnvironmentServer:
         seat = self._seats.pop(session)
         self._sessions.pop(seat.connection, None)
         self._spawn(seat.connection.close(*ENDED[reason]))  # it is cut if the client does not answer
-        for task in (seat.beating, seat.step, seat.making):
+        for task in (seat.beating, seat.step):
             if task is not None:
                 task.cancel()
         running = {task for task in (seat.step, seat.making) if task is not None}
-        if running:
+        if running:  # a world that is being made is waited for, so that it can be closed
             await asyncio.wait(running, timeout=self.settings.close_s)
-        if seat.world is not None:
-            await self._within("the world was not closed", session, seat.world.close())
+        if (world := seat.made()) is not None:
+            await self._within("the world was not closed", session, world.close())
         await self._within("what the world stood on was not cleaned", session, self._source.clean(session))
         self._do(Cleaned(slot, self._clock()))
 
@@ -311,17 +327,19 @@ class EnvironmentServer:
     async def run(self) -> None:
         """Let time pass, until cancelled."""
         pause_s = min(TICK_S_MAX, self.settings.ttl_s / 8)
-        before = self._clock()
+        before, stood_still = self._clock(), False
         while True:
             await asyncio.sleep(pause_s)
             now = self._clock()
             # After this process itself stood still, clients have one more moment to be heard of.
-            if now - before < max(self.settings.ttl_s / 2, 4 * pause_s) * SECOND:
+            stood_still = not stood_still and now - before > max(self.settings.ttl_s / 2, 4 * pause_s) * SECOND
+            if not stood_still:
                 self._do(Elapsed(now))
             before = now
 
     async def close(self) -> None:
-        """End all sessions, and wait until their worlds are given up. It takes at most about twice `close_s`."""
+        """End all sessions, and wait until their worlds are given up. It takes at most about three times `close_s`."""
+        self._closing = True
         for session in [*self.table.queue, *self.table.leases]:
             self._do(Release(session))
         while self._tasks:

@@ -47,6 +47,10 @@ class ClassSource:
         if self._backends is not None:
             await self._backends.renew(session)
 
+    async def check(self, session: str) -> None:
+        if self._backends is not None:
+            await self._backends.check(session)
+
     async def clean(self, session: str) -> None:
         if self._backends is not None:
             await self._backends.give_back(session)

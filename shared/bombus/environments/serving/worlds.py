@@ -40,10 +40,21 @@ class WorldSession:
     transcript kept here, since only the rules of the world say when an episode is over and what it is worth.
     """
 
-    def __init__(self, world: AgentEnvironment, session: str, renew: Callable[[], Awaitable[None]]) -> None:
-        """`renew` makes what the world stands on like new, before each reset."""
+    def __init__(
+        self,
+        world: AgentEnvironment,
+        session: str,
+        renew: Callable[[], Awaitable[None]],
+        check: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`renew` makes what the world stands on like new, before each reset.
+
+        `check` raises `InfraError` when that is broken. It is asked after a failure and before a score, so that a
+        dead backend is never taken for the model's fault.
+        """
         self.world = world
         self._renew = renew
+        self._check = check
         self.session = session
         self.opening: Opening | None = None
         self.transcript = Transcript()
@@ -70,6 +81,7 @@ class WorldSession:
         except InfraError:
             raise
         except Exception as error:  # the code of a world is its author's: whatever it raises is told to the client
+            await self._check()
             log.warning("the world of session %s failed: %s", self.session, in_one_line(error), exc_info=error)
             return error_message(WireError.EXECUTION_ERROR, in_one_line(error))
         return error_message(WireError.UNKNOWN_TYPE, f"{message.type!r} is not a type of message")
@@ -103,7 +115,7 @@ class WorldSession:
             return await self._ended({})
         call = self._call_of(data)
         made = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        outcome = await self.world.call(call)
+        outcome = await self._outcome(call)
         self._said({"role": "assistant", "content": None, "tool_calls": [made]})
         self.transcript.messages.append({"role": "tool", "tool_call_id": call.id, "content": outcome.text})
         self.transcript.tool_calls += 1
@@ -115,9 +127,16 @@ class WorldSession:
 
     async def _ended(self, seen: dict[str, Any]) -> StepResult:
         self._is_over = True
+        await self._check()
         scores = await self.world.score(self.transcript)
         found = msgspec.to_builtins(scores)
         return StepResult(observation=seen, reward=scores.reward, done=True, metadata={"scores": found})
+
+    async def _outcome(self, call: ToolCall) -> ToolOutcome:
+        outcome = await self.world.call(call)
+        if outcome.failed:
+            await self._check()
+        return outcome
 
     def _said(self, message: dict[str, Any]) -> None:
         self.steps += 1
@@ -152,6 +171,7 @@ class WorldSession:
                 case Rpc.IS_OVER:
                     return rpc_result(number, {"is_over": await self.world.is_over(self._told(params))})
                 case Rpc.SCORE:
+                    await self._check()
                     return rpc_result(number, msgspec.to_builtins(await self.world.score(self._told(params))))
         except (BadRequestMessage, msgspec.ValidationError) as error:
             return rpc_error(number, RpcError.INVALID_PARAMS, str(error))
@@ -162,7 +182,7 @@ class WorldSession:
         name = params.get("name")
         if not isinstance(name, str):
             raise BadRequestMessage('the params of tools/call are {"name", "arguments"}')
-        outcome = await self.world.call(_call(name, params.get("arguments", {}), str(params.get("id") or "call")))
+        outcome = await self._outcome(_call(name, params.get("arguments", {}), str(params.get("id") or "call")))
         self.steps += 1
         return {"content": [{"type": "text", "text": outcome.text}], "isError": outcome.failed}
 
