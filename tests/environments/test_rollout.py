@@ -200,9 +200,7 @@ async def test_a_tool_that_hangs_in_a_thread_ends_the_episode_as_infrastructure(
 
 async def test_an_episode_that_uses_up_its_time_is_cut_and_scored() -> None:
     limits = {"tool_s": SHORT_S, "turn_s": SHORT_S, "episode_s": SHORT_S}
-    result = await played(
-        ScriptedModel(calls(("wait", {}))), Threads, tool_s=SHORT_S, turn_s=SHORT_S, episode_s=SHORT_S
-    )
+    result = await played(ScriptedModel(calls(("wait", {}))), Threads, **limits)
     assert (result.status, result.output().reward) == (RolloutStatus.TRUNCATED, 1.0)
 
 
