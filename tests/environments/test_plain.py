@@ -149,6 +149,17 @@ def test_everything_that_is_wrong_with_a_class_is_said_in_sentences() -> None:
     )
 
 
+class Forgetful(Counter):
+    def reached(self, task: Task, state: dict[str, int]) -> float:
+        """Say how far it is."""
+        return 0.5
+
+
+def test_a_reward_that_is_overridden_without_its_decorator_is_not_lost_silently() -> None:
+    with pytest.raises(WrongClass, match="`reached` overrides a method with @reward and has no decorator itself"):
+        describe(Forgetful)
+
+
 class Nothing:
     async def play(self, task: Task) -> None:
         pass
@@ -224,14 +235,14 @@ async def test_a_reward_that_fails_is_infrastructure_and_not_zero(what: str, why
 
 
 async def test_methods_of_a_world_run_off_the_loop_in_one_thread_which_ends_with_it() -> None:
-    world = Threads()
-    environment = PlainEnvironment(world)
+    before = set(threading.enumerate())
+    environment = PlainEnvironment(Threads())
     await environment.open(TASK)
     idents = await asyncio.gather(*(environment.call(call("touch")) for _ in range(8)))
     assert len({outcome.text for outcome in idents}) == 1
     assert idents[0].text != str(threading.get_ident())
     await environment.close()
-    assert not {thread.name for thread in threading.enumerate()} & set(world.names)
+    assert not set(threading.enumerate()) - before
 
 
 async def test_tools_overlap_where_their_class_says_so() -> None:
@@ -247,7 +258,7 @@ async def test_a_world_whose_tool_hangs_in_a_thread_is_given_up() -> None:
     environment = PlainEnvironment(world)
     await environment.open(TASK)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
+        async with asyncio.timeout(1.0):
             await environment.call(call("hang"))
     with pytest.raises(EnvironmentLost, match=r"`hang` did not end in its time.*cannot be cancelled"):
         await environment.is_over(Transcript())

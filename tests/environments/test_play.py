@@ -6,8 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
-from bombus import AsyncSwarmClient, InfraError, Task
+from bombus import AsyncSwarmClient, Credentials, InfraError, Task
 from bombus.bus import Bus
 from bombus.environments.budgets import RolloutBudgets
 from bombus.environments.kinds import RolloutStatus
@@ -17,6 +18,7 @@ from bombus.environments.rollout import Rollout, RolloutResult
 from bombus.hive.generation import Generate
 from bombus.hive.records import decode_record
 from tests.environments.scripted import CREDENTIALS, ScriptedModel
+from tests.environments.worlds import Counter
 from tests.gateway.openai_hive import GatewayHive, Send, gateway_hive, says
 
 TASK = Task(task_id="t1", main_query="1+1")
@@ -147,6 +149,34 @@ async def test_a_role_is_a_short_printable_text() -> None:
 
     with pytest.raises(InfraError, match="is not a text of 1 to 64 printable ASCII characters"):
         (await played(ScriptedModel(), Odd)).output()
+
+
+class Joint(BaseModel):
+    """A joint episode: an episode of an engine for each role."""
+
+    credentials: dict[str, Credentials]
+
+
+async def test_roles_of_a_joint_episode_are_played_by_the_models_of_their_engines() -> None:
+    model = ScriptedModel("a", "bcd", "aye")
+    joint = Joint(
+        credentials={
+            role: CREDENTIALS.model_copy(update={"model": f"{role}-model", "api_key": f"sk-{role}"})
+            for role in ("speaker", "judge", "silent")
+        }
+    )
+    outputs = await Rollout(Debate, transport=model).joint(TASK, joint)
+    assert [request["model"] for request in model.requests] == ["speaker-model", "speaker-model", "judge-model"]
+    assert [headers["authorization"] for headers in model.headers][1:] == ["Bearer sk-speaker", "Bearer sk-judge"]
+    assert {role: output.reward for role, output in outputs.items()} == {
+        "speaker": {"1": 2.5, "2": 6.5},
+        "judge": 1.5,
+        "silent": pytest.approx((2.5 + 6.5 + 1.5) / 3),  # it has no calls of its own
+    }
+    with pytest.raises(InfraError, match="the joint episode has no role 'judge'"):
+        await Rollout(Debate, transport=ScriptedModel()).joint(TASK, Joint(credentials={"speaker": CREDENTIALS}))
+    with pytest.raises(TypeError, match="only a class with `play` has agents for the roles"):
+        await Rollout(Counter, transport=ScriptedModel()).joint(Task(metadata={"goal": 1}), joint)
 
 
 # ---- on a hive ----

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from typing import Any
 
 import httpx
@@ -10,14 +11,16 @@ from pydantic import ValidationError
 
 from bombus import InfraError, Task
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.kinds import EnvironmentLost, MethodFailed, RolloutStatus
+from bombus.environments.kinds import EnvironmentLost, MethodFailed, ResetFailed, RolloutStatus
 from bombus.environments.plain.description import WrongClass
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.marks import reward
 from bombus.environments.rollout import Rollout, RolloutResult, WrongTask
 from tests.environments.scripted import CREDENTIALS, ScriptedModel, calls, completion
 from tests.environments.worlds import Counter, Threads, Together
+from tests.patience import PATIENCE_S
 
+SHORT_S = 2.0  # for what never ends, where something else has to end within it on a machine that is slow
 TASK = Task(task_id="t1", metadata={"goal": 3})
 
 
@@ -87,7 +90,7 @@ async def test_tools_that_a_task_describes_are_handed_to_the_model() -> None:
 # ---- budgets ----
 
 
-async def test_turns_are_limited_and_the_last_ones_tools_still_count() -> None:
+async def test_b1_turns_are_limited_and_the_last_ones_tools_still_count() -> None:
     model = ScriptedModel(otherwise=calls(("add", {"amount": 1})))
     result = await played(model, turns_max=3)
     assert (result.status, len(model.requests)) == (RolloutStatus.TRUNCATED, 3)
@@ -95,7 +98,7 @@ async def test_turns_are_limited_and_the_last_ones_tools_still_count() -> None:
     assert result.output().log_metrics["truncated"] == 1.0
 
 
-async def test_no_request_asks_for_more_tokens_than_are_left() -> None:
+async def test_b1_no_request_asks_for_more_tokens_than_are_left() -> None:
     # "Count to 3." has 11 characters, so about 2 tokens; the server counts 30 and 20, then 61 and 19.
     model = ScriptedModel(
         completion(calls(("add", {"amount": 1})), prompt=30, tokens=20),
@@ -107,7 +110,7 @@ async def test_no_request_asks_for_more_tokens_than_are_left() -> None:
     assert (result.transcript.prompt_tokens, result.transcript.completion_tokens) == (10, 44)
 
 
-async def test_tokens_that_are_used_up_end_the_episode_before_another_request() -> None:
+async def test_b1_tokens_that_are_used_up_end_the_episode_before_another_request() -> None:
     model = ScriptedModel(completion(calls(("add", {"amount": 3})), prompt=60, tokens=39))
     result = await played(model, tokens_max=100)
     assert (result.status, len(model.requests)) == (RolloutStatus.TRUNCATED, 1)
@@ -178,8 +181,8 @@ def test_budgets_that_make_no_sense_are_refused_at_birth(given: dict[str, Any], 
 
 async def test_a_coroutine_that_takes_too_long_is_cancelled_and_the_model_is_told() -> None:
     model = ScriptedModel(calls(("wait", {}), ("touch", {})), "done")
-    result = await played(model, Threads, tool_s=0.05)
-    assert model.shown(1)[0] == "<error>Tool failed: it did not end within 0.05 s, and was cancelled</error>"
+    result = await played(model, Threads, tool_s=SHORT_S)
+    assert model.shown(1)[0] == "<error>Tool failed: it did not end within 2 s, and was cancelled</error>"
     assert not model.shown(1)[1].startswith("<error>")
     assert result.output().reward == 1.0
 
@@ -187,7 +190,7 @@ async def test_a_coroutine_that_takes_too_long_is_cancelled_and_the_model_is_tol
 async def test_a_tool_that_hangs_in_a_thread_ends_the_episode_as_infrastructure() -> None:
     world = Threads()
     model = ScriptedModel(calls(("hang", {})), "done")
-    result = await played(model, lambda: world, tool_s=0.05)
+    result = await played(model, lambda: world, tool_s=1.0)
     assert result.status == RolloutStatus.ABORTED
     with pytest.raises(EnvironmentLost, match=r"`hang` did not end in its time.*cannot be cancelled"):
         result.output()
@@ -196,7 +199,8 @@ async def test_a_tool_that_hangs_in_a_thread_ends_the_episode_as_infrastructure(
 
 
 async def test_an_episode_that_uses_up_its_time_is_cut_and_scored() -> None:
-    result = await played(ScriptedModel(calls(("wait", {}))), Threads, tool_s=0.05, turn_s=0.05, episode_s=0.05)
+    limits = {"tool_s": SHORT_S, "turn_s": SHORT_S, "episode_s": SHORT_S}
+    result = await played(ScriptedModel(calls(("wait", {}))), Threads, **limits)
     assert (result.status, result.output().reward) == (RolloutStatus.TRUNCATED, 1.0)
 
 
@@ -213,6 +217,20 @@ async def test_tools_of_an_answer_overlap_where_the_world_allows_it() -> None:
     model = ScriptedModel(calls(("meet", {}), ("meet", {})), "done")
     await played(model, Together)
     assert model.shown(1) == ["met", "met"]
+
+
+async def test_g1_tools_of_eight_episodes_run_at_the_same_time() -> None:
+    meeting = threading.Barrier(8, timeout=PATIENCE_S)
+
+    class Meeting(Counter):
+        def meet(self) -> str:
+            """Wait until all eight are here."""
+            meeting.wait()
+            return "met"
+
+    models = [ScriptedModel(calls(("meet", {}))) for _ in range(8)]
+    await asyncio.gather(*(played(model, Meeting) for model in models))
+    assert [model.shown(1) for model in models] == [["met"]] * 8
 
 
 async def test_a_rollout_that_is_cancelled_closes_its_world() -> None:
@@ -291,6 +309,37 @@ async def test_any_environment_may_be_played_and_one_that_is_given_stays_open() 
     assert world.closed == 1
 
 
+class Unmade(Counter):
+    def __init__(self) -> None:
+        raise OSError("no space left")
+
+
+def unmade() -> Counter:
+    return Unmade()
+
+
+@pytest.mark.parametrize("made", [Unmade, unmade])
+async def test_an_environment_that_cannot_be_made_is_infrastructure_and_leaves_no_thread(made: Any) -> None:
+    before = set(threading.enumerate())
+    result = await played(ScriptedModel(), made)
+    with pytest.raises(ResetFailed, match="could not be made: OSError: no space left"):
+        result.output()
+    assert not {thread.name for thread in set(threading.enumerate()) - before}
+
+
+async def test_a_function_that_hangs_while_it_makes_an_environment_is_given_up() -> None:
+    release = threading.Event()
+
+    def stuck() -> Counter:
+        release.wait()
+        return Counter()
+
+    result = await played(ScriptedModel(), stuck, setup_s=0.05)
+    with pytest.raises(EnvironmentLost, match=r"making the environment took longer than 0.05 s"):
+        result.output()
+    release.set()
+
+
 def test_a_class_that_is_no_environment_and_an_instance_are_refused_at_once() -> None:
     with pytest.raises(WrongClass, match="is not an environment yet"):
         Rollout(int)
@@ -304,6 +353,6 @@ async def test_a_world_that_does_not_close_in_order_changes_nothing(caplog: pyte
             await asyncio.Event().wait()
 
     with caplog.at_level(logging.WARNING, "bombus"):
-        result = await played(ScriptedModel(), Sticky, setup_s=0.05)
+        result = await played(ScriptedModel(), Sticky, setup_s=SHORT_S)
     assert result.output().reward == -0.5
-    assert "closing the environment took longer than 0.05 s" in caplog.text
+    assert "closing the environment took longer than 2 s" in caplog.text

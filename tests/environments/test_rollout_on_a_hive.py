@@ -82,7 +82,7 @@ async def test_turns_with_tools_are_one_sequence_in_which_no_result_of_a_tool_is
     assert served.engine.pool[episode].reward == 1.5
 
 
-async def test_the_hive_keeps_the_budget_of_tokens_exactly(served: GatewayHive, client: AsyncSwarmClient) -> None:
+async def test_b1_the_hive_keeps_the_budget_of_tokens_exactly(served: GatewayHive, client: AsyncSwarmClient) -> None:
     served.replica.otherwise = says(writes("add", amount=0))
     claimed = (await client.begin_episodes(1, task_id="t1"))[0]
     result = await Rollout(Counter, RolloutBudgets(tokens_max=1500, turns_max=50)).play(TASK, claimed)

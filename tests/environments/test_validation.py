@@ -15,7 +15,7 @@ from bombus.cli import main
 from bombus.environments.loading import load_class, read_environment_tasks
 from bombus.environments.plain.description import describe
 from bombus.environments.plain.marks import reward, success
-from bombus.environments.plain.play import PlayAgents
+from bombus.environments.plain.play import AgentCall, PlayAgents
 from bombus.environments.plain.validation import ClassValidation
 from bombus.errors import Refused
 from tests.environments.worlds import Counter
@@ -173,6 +173,22 @@ class WrongQuiz(Quiz):
 async def test_a_class_with_play_is_answered_by_its_gold_solution() -> None:
     assert await problems(Quiz, needs_gold=True) == {}
     assert (await problems(WrongQuiz))["gold"][0] == "The gold solution is not a success."
+
+
+class Uneven(Quiz):
+    """Rewards two calls with 2 and 0, which is 1 on average."""
+
+    async def play(self, task: Task, agents: PlayAgents) -> None:
+        await super().play(task, agents)
+        await agents["solver"].ask("and 3+2?")
+
+    @reward(role="solver")
+    def uneven(self, calls: list[AgentCall]) -> list[float]:
+        return [2.0, 0.0]
+
+
+async def test_the_range_of_a_reward_holds_for_each_call() -> None:
+    assert (await problems(Uneven))["range"] == ("The reward `uneven` was 2, and is declared to lie from 0 to 1.",)
 
 
 # ---- the command ----

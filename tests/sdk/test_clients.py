@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from bombus import AsyncSwarmClient, Credentials, EpisodesFailed, InfraError, Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
 from bombus.hive.events import AbortReason
-from bombus.hive.inbox import Claim
+from bombus.hive.inbox import Claim, Touch
 from bombus.hive.state import Phase
 from bombus.host.hive_keys import HiveKeys
-from bombus.sdk import transport
+from bombus.sdk import running, transport
 from bombus.sdk.errors import BadRequest, EpisodeGone, NotYourEpisode, OtherOutcome, ServerUnreachable, Unauthorized
 from bombus.sdk.progress import ProgressBar
 from tests.gateway.swarm_hive import PlayedHive, played_hive
@@ -123,6 +123,36 @@ async def test_a_client_that_is_interrupted_while_it_claims_leaves_no_episode_op
     await played.gateway.follower.wait_for(lambda _: not played.engine.open, PATIENCE_S)
     (closed,) = played.engine.closed.values()
     assert closed.aborted == AbortReason.CLIENT
+
+
+@pytest.mark.parametrize("kind", ["async", "threads"])
+async def test_episodes_that_are_done_are_kept_while_the_rest_of_their_group_goes_on(
+    played: PlayedHive, url: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "KEEP_FINISHED_S", 0.01)
+    kept = threading.Event()
+    names: list[str] = []
+
+    async def agent(task: Task, credentials: Credentials) -> float:
+        names.append(credentials.episode)
+        if len(names) == 1:
+            await asyncio.to_thread(kept.wait, PATIENCE_S)
+        return 1.0
+
+    def threaded() -> None:
+        with SwarmClient(url, verbose=False) as client:
+            client.run_group(TASK, agent, 2)
+
+    async def grouped() -> None:
+        async with AsyncSwarmClient(url, verbose=False) as client:
+            await client.run_group(TASK, agent, 2)
+
+    group = asyncio.create_task(grouped() if kind == "async" else asyncio.to_thread(threaded))
+    await played.until_received(
+        lambda message: isinstance(message, Touch) and bool(names) and message.episodes == tuple(names[1:])
+    )
+    kept.set()
+    await group
 
 
 async def test_another_clients_episode_cannot_be_ended(url: str) -> None:

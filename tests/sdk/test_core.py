@@ -328,6 +328,17 @@ def test_an_episode_that_is_in_time_is_ended() -> None:
     assert driver.sent[-1].path == "/end_episodes"
 
 
+@pytest.mark.parametrize(("done_s", "path"), [(119.0, "/end_episodes"), (121.0, "/abort_episodes")])
+def test_an_episode_whose_agent_was_done_in_time_may_wait_for_the_rest_of_its_group(done_s: float, path: str) -> None:
+    driver = Driver([ok(GRANTED), ok({"success": True})])
+    episode, _ = driver.run(driver.core.begin_episode(discard_episode_timeout=60.0))
+    driver.now += done_s
+    driver.core.finished(episode)
+    driver.now += 1000.0
+    driver.run(driver.core.end_episodes([(Task(task_id="t7"), episode, WorkflowOutput(reward=1.0))]))
+    assert driver.sent[-1].path == path
+
+
 def test_the_longest_time_of_an_episode_can_be_set() -> None:
     driver = Driver([ok(GRANTED), ok({"success": True})])
     driver.run(driver.core.begin_episode(discard_episode_timeout=60.0, max_episode_time=1000.0))

@@ -3,9 +3,9 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol, TypeVar
 
 import httpx
 import msgspec
@@ -16,6 +16,7 @@ from bombus.environments.kinds import (
     AgentEnvironment,
     EnvironmentLost,
     MessageDict,
+    ResetFailed,
     RolloutScores,
     RolloutStatus,
     ToolCall,
@@ -25,7 +26,8 @@ from bombus.environments.kinds import (
 )
 from bombus.environments.plain.description import describe
 from bombus.environments.plain.environment import PlainEnvironment
-from bombus.environments.plain.play import Play
+from bombus.environments.plain.play import Play, RewardedCall
+from bombus.environments.plain.world_thread import in_a_thread
 from bombus.errors import BombusError, in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
@@ -41,16 +43,23 @@ class WrongTask(BombusError):
     """A task has something in it that no rollout can use."""
 
 
+class JointCredentials(Protocol):
+    """The credentials of a joint episode: those of one engine's episode for each role."""
+
+    @property
+    def credentials(self) -> Mapping[str, Credentials]: ...
+
+
 class RolloutResult(msgspec.Struct, kw_only=True):
     """How a rollout went. One that was aborted has an `error` and no scores.
 
-    `call_rewards` has the reward of each call by its id, where they differ.
+    `calls` has the reward of each call where the class has agents of its own, in the order of their answers.
     """
 
     transcript: Transcript
     scores: RolloutScores | None = None
     error: InfraError | None = None
-    call_rewards: dict[str, float] = {}
+    calls: tuple[RewardedCall, ...] = ()
 
     @property
     def status(self) -> RolloutStatus:
@@ -58,6 +67,13 @@ class RolloutResult(msgspec.Struct, kw_only=True):
 
     def output(self) -> WorkflowOutput:
         """Return what the episode is ended with. Raises the error of a rollout that was aborted."""
+        return self._output(self.calls)
+
+    def outputs(self, roles: Iterable[str]) -> dict[str, WorkflowOutput]:
+        """Return what the episode of each role is ended with. Raises the error of a rollout that was aborted."""
+        return {role: self._output([call for call in self.calls if call.role == role]) for role in roles}
+
+    def _output(self, calls: Sequence[RewardedCall]) -> WorkflowOutput:
         if self.scores is None:
             raise self.error or InfraError("the rollout has no scores")
         transcript = self.transcript
@@ -70,11 +86,19 @@ class RolloutResult(msgspec.Struct, kw_only=True):
             "truncated": float(self.status == RolloutStatus.TRUNCATED),
         }
         return WorkflowOutput(
-            reward=self.call_rewards or self.scores.reward,
+            reward=_reward_of(calls, self.scores.reward),
             is_success=self.scores.is_success,
             metadata={"status": self.status.value, "turns": transcript.turns},
             log_metrics=metrics,
         )
+
+
+def _reward_of(calls: Sequence[RewardedCall], whole: float) -> float | dict[str, float]:
+    """Return one number where all calls have the same, and else the number of each by its id."""
+    given = {call.reward for call in calls}
+    if len(given) > 1:
+        return {call.call: call.reward for call in calls}
+    return given.pop() if given else whole
 
 
 class Rollout:
@@ -109,15 +133,37 @@ class Rollout:
         """Play one episode, and return its outcome. Raises `InfraError` for one that was aborted."""
         return (await self.play(task, credentials)).output()
 
+    async def joint(self, task: Task, joint: JointCredentials) -> dict[str, WorkflowOutput]:
+        """Play one joint episode, whose roles are those of the class's agents, each with the model of its own engine.
+
+        Returns the outcome of each role. Raises `InfraError` for one that was aborted.
+        """
+        roles = joint.credentials
+        return (await self._played(task, None, None, roles)).outputs(roles)
+
     async def play(
         self, task: Task, credentials: Credentials, environment: AgentEnvironment | None = None
     ) -> RolloutResult:
         """Play one episode, and return all that is known of it. An `environment` that is given is not closed."""
+        return await self._played(task, environment, credentials, {})
+
+    async def _played(
+        self,
+        task: Task,
+        environment: AgentEnvironment | None,
+        credentials: Credentials | None,
+        roles: Mapping[str, Credentials],
+    ) -> RolloutResult:
         transcript = Transcript()
         try:
-            async with self._environment(environment) as world, self._model(credentials) as model:
+            async with AsyncExitStack() as stack:
+                world = await stack.enter_async_context(self._environment(environment))
+                model = await stack.enter_async_context(self._model(credentials)) if credentials is not None else None
+                models = {role: await stack.enter_async_context(self._model(one)) for role, one in roles.items()}
                 if isinstance(world, PlainEnvironment) and world.world.has_play:
-                    return await self._play(world, model, task, transcript)
+                    return await self._play(world, lambda role: models.get(role, model), task, transcript)
+                if model is None:
+                    raise TypeError("only a class with `play` has agents for the roles of a joint episode")
                 loop = _ToolLoop(world, model, self.budgets, task, transcript)
                 return RolloutResult(transcript=transcript, scores=await loop.run())
         except InfraError as error:
@@ -125,7 +171,11 @@ class Rollout:
             return RolloutResult(transcript=transcript, error=error)
 
     async def _play(
-        self, world: PlainEnvironment, model: ChatModel, task: Task, transcript: Transcript
+        self,
+        world: PlainEnvironment,
+        model_of: Callable[[str], ChatModel | None],
+        task: Task,
+        transcript: Transcript,
     ) -> RolloutResult:
         budgets = self.budgets
         await _within(budgets.setup_s, world.world.make(), "making the environment")
@@ -134,6 +184,9 @@ class Rollout:
         async def ask(
             role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
         ) -> ChatAnswer:
+            model = model_of(role)
+            if model is None:
+                raise ValueError(f"the joint episode has no role {role!r}: name it among the engines of the claim")
             room = max(1, budgets.tokens_max - _tokens_guessed(messages))
             return await model.ask(
                 messages,
@@ -145,8 +198,8 @@ class Rollout:
             )
 
         transcript.status = await play.run(ask)
-        scores, by_call = await _within(budgets.setup_s, play.score(), "scoring the environment")
-        return RolloutResult(transcript=transcript, scores=scores, call_rewards=by_call)
+        scores, calls = await _within(budgets.setup_s, play.score(), "scoring the environment")
+        return RolloutResult(transcript=transcript, scores=scores, calls=calls)
 
     def _model(self, credentials: Credentials) -> ChatModel:
         return ChatModel(
@@ -164,19 +217,24 @@ class Rollout:
             return
         world = await self._made()
         try:
+            if isinstance(world, PlainEnvironment):
+                await _within(self.budgets.setup_s, world.world.make(), "making the environment")
             yield world
         finally:
             await self._close(world)
 
     async def _made(self) -> AgentEnvironment:
-        """Make the environment of one episode. Raises `EnvironmentLost`, and `InfraError` of the function itself."""
+        """Return the environment of one episode, which is perhaps to be made yet. Raises `InfraError`, `WrongClass`."""
         make: Any = self._make
         if inspect.isclass(make) and not _is_environment(make):
-            world = PlainEnvironment(make)
-            await _within(self.budgets.setup_s, world.world.make(), "making the environment")
-            return world
-        made = make() if inspect.iscoroutinefunction(make) else asyncio.to_thread(make)
-        found = await _within(self.budgets.setup_s, made, "making the environment")
+            return PlainEnvironment(make)
+        making = make() if inspect.iscoroutinefunction(make) else in_a_thread(make, "make")
+        try:
+            found: Any = await _within(self.budgets.setup_s, making, "making the environment")
+        except InfraError:
+            raise
+        except Exception as error:  # the function's own code: whatever it raises, there is no world
+            raise ResetFailed(f"the environment could not be made: {in_one_line(error)}") from error
         return found if _is_environment(found) else PlainEnvironment(found)
 
     async def _close(self, world: AgentEnvironment) -> None:

@@ -168,11 +168,19 @@ class AsyncSwarmClient:
 
     @asynccontextmanager
     async def keep_alive(self, *episode_uuids: str, every_s: float = 30.0) -> AsyncIterator[None]:
+        async with self._kept_alive(lambda: episode_uuids, every_s):
+            yield
+
+    @asynccontextmanager
+    async def _kept_alive(self, episodes: Callable[[], Sequence[str]], every_s: float) -> AsyncIterator[None]:
+        """Keep those episodes from going idle that there are each time."""
+
         async def beat() -> None:
             while True:
                 await asyncio.sleep(every_s)
                 try:
-                    await self.touch_episodes(episode_uuids)
+                    if now := episodes():
+                        await self.touch_episodes(now)
                 except SwarmError as error:
                     log.warning("could not keep the episodes alive: %s", error)
 
@@ -273,6 +281,7 @@ class AsyncSwarmClient:
         async def attempt(index: int) -> None:
             try:
                 outcome.succeeded(index, await func(task, outcome.credentials(index)))
+                self._core.finished(outcome.credentials(index).episode_uuid)
             except Exception as error:  # the caller's code: the rest of the group goes on
                 outcome.failed(index, error)
 
@@ -293,7 +302,7 @@ class AsyncSwarmClient:
                 await attempt(index)
 
         try:
-            async with asyncio.TaskGroup() as group:
+            async with self._kept_alive(outcome.finished, running.KEEP_FINISHED_S), asyncio.TaskGroup() as group:
                 for index in range(n):
                     group.create_task(fill(index))
         except BaseException:

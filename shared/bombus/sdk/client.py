@@ -32,6 +32,8 @@ from bombus.sdk.types import (
 
 log = logging.getLogger("bombus")
 
+KEPT_ALIVE_S = 5.0  # for a sign of life that is under way when it is not needed any more
+
 T = TypeVar("T")
 
 
@@ -210,12 +212,19 @@ class SwarmClient:
     @contextmanager
     def keep_alive(self, *episode_uuids: str, every_s: float = 30.0) -> Iterator[None]:
         """Keep episodes from going idle while the block runs: for tools that take long."""
+        with self._kept_alive(lambda: episode_uuids, every_s):
+            yield
+
+    @contextmanager
+    def _kept_alive(self, episodes: Callable[[], Sequence[str]], every_s: float) -> Iterator[None]:
+        """Keep those episodes from going idle that there are each time."""
         over = threading.Event()
 
         def beat() -> None:
             while not over.wait(every_s):
                 try:
-                    self.touch_episodes(episode_uuids)
+                    if now := episodes():
+                        self.touch_episodes(now)
                 except SwarmError as error:
                     log.warning("could not keep the episodes alive: %s", error)
 
@@ -225,6 +234,7 @@ class SwarmClient:
             yield
         finally:
             over.set()
+            thread.join(KEPT_ALIVE_S)
 
     # ---- the engine -------------------------------------------------------------------------------------------
 
@@ -338,8 +348,9 @@ class SwarmClient:
         `func(task, credentials)` returns the outcome or just the reward; it may be a coroutine function. An episode
         whose agent raises is aborted (for an `InfraError`, as an infrastructure failure) and is None in the result. Up
         to `replace_infra` of those that infrastructure is to blame for are played again, as episodes of their own, so
-        that a broken environment leaves no hole in the group. What was lost is logged, and counted by the kind of its
-        error in `lost_episodes`. Raises `EpisodesFailed` when all fail.
+        that a broken environment leaves no hole in the group. Episodes that are done are kept while others go on. What
+        was lost is logged, and counted by the kind of its error in `lost_episodes`. Raises `EpisodesFailed` when all
+        fail.
         """
         claimed = self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id, sampler=sampler)
         outcome = running.GroupOutcome(task, claimed, replace_infra)
@@ -347,6 +358,7 @@ class SwarmClient:
         def attempt(index: int) -> None:
             try:
                 outcome.succeeded(index, threads.result_of(func(task, outcome.credentials(index))))
+                self._core.finished(outcome.credentials(index).episode_uuid)
             except Exception as error:  # the caller's code: the rest of the group goes on
                 threads.check()
                 outcome.failed(index, error)
@@ -368,7 +380,8 @@ class SwarmClient:
                 attempt(index)
 
         try:
-            self._each(range(n), fill, running.workers_for(n, max_workers or n))
+            with self._kept_alive(outcome.finished, running.KEEP_FINISHED_S):
+                self._each(range(n), fill, running.workers_for(n, max_workers or n))
         except BaseException:
             self._run(self._core.give_up(outcome.episodes()))
             raise

@@ -350,6 +350,12 @@ class ClientCore:
                 if episode in self._sampled and episode not in late:
                     self._sampled[episode] = True
 
+    def finished(self, episode: str) -> None:
+        """Note that an agent is done in time: the episode may wait for the others of its group as long as they take."""
+        if not self._is_late(episode):
+            with self._lock:
+                self._begun[episode] = math.inf
+
     def _is_late(self, episode: str) -> bool:
         with self._lock:
             over_at = self._begun.get(episode)

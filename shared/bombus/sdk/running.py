@@ -15,6 +15,7 @@ log = logging.getLogger("bombus")
 ATTEMPTS_MAX = 3
 RETRY_FIRST_S = 2.0
 WORKERS_MAX = 64
+KEEP_FINISHED_S = 30.0  # between two signs of life of episodes that wait for the rest of their group
 
 T = TypeVar("T")
 AgentResult = WorkflowOutput | float  # the outcome, or just the reward
@@ -112,6 +113,10 @@ class GroupOutcome:
             for one, output in zip(self._claimed, self.outputs, strict=True)
             if output is not None
         ]
+
+    def finished(self) -> list[str]:
+        """Return the episodes whose agents are done."""
+        return [one.episode_uuid for one, output in zip(self._claimed, self.outputs) if output is not None]
 
     def abort(self, index: int) -> EpisodeAbort:
         """Return how the episode that failed in this place is aborted."""

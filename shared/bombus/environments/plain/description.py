@@ -78,7 +78,12 @@ class _Reading:
         tools: dict[str, MethodTool] = {}
         for name, method in methods.items():
             mark = mark_of(method)
-            if mark is not None:
+            if mark is None and (lost := self._mark_of_base(name)) is not None:
+                self._say(
+                    f"`{name}` overrides a method with @{lost.kind} and has no decorator itself: decorate it too, or "
+                    "give it another name."
+                )
+            elif mark is not None:
                 marked[mark.kind].append(self._marked(name, method, mark, plays))
             elif name not in NOT_TOOLS and not plays:
                 self._add_tool(name, method, tools)
@@ -116,6 +121,11 @@ class _Reading:
             found = inspect.getattr_static(self._kind, name)
             if not name.startswith("_") and inspect.isfunction(found):
                 yield name, found
+
+    def _mark_of_base(self, name: str) -> MethodMark | None:
+        """Return what a decorator says of the method that this name has in a base class."""
+        found = (mark_of(vars(base)[name]) for base in self._kind.__mro__[1:] if name in vars(base))
+        return next((mark for mark in found if mark is not None), None)
 
     def _add_tool(self, name: str, method: Callable[..., Any], tools: dict[str, MethodTool]) -> None:
         try:

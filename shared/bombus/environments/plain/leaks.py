@@ -13,6 +13,7 @@ import msgspec
 SETTLE_S = 2.0  # for threads and processes that are ending
 LOOK_S = 0.02
 SHOWN = 5
+_OF_THE_LOOP = "asyncio_"  # threads of `asyncio.to_thread`, which are kept for the next use
 _PROC = Path("/proc")  # without it, as on macOS, files and processes are not seen
 
 
@@ -30,7 +31,7 @@ def footprint(*folders: Path) -> Footprint:
     """Return what this process has now, and what is in these folders."""
     this = asyncio.current_task()
     return Footprint(
-        threads=Counter(thread.name for thread in threading.enumerate()),
+        threads=Counter(thread.name for thread in threading.enumerate() if not thread.name.startswith(_OF_THE_LOOP)),
         tasks=Counter(task.get_name() for task in asyncio.all_tasks() if task is not this),
         files=Counter(_open_files()),
         processes=Counter(_children()),

@@ -40,6 +40,14 @@ class AgentCall(msgspec.Struct, frozen=True, kw_only=True):
         return self.answer.text
 
 
+class RewardedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call's share of the reward. `call` is its id on the log."""
+
+    role: str
+    call: str
+    reward: float
+
+
 Ask = Callable[[str, Sequence[MessageDict], Sequence[ToolSchema], int | None], Awaitable[ChatAnswer]]
 
 
@@ -84,10 +92,14 @@ class PlayAgents(Mapping[str, PlayAgent]):
 
 
 class Play:
-    """One episode of a class with `play`. `calls` has what its agents have been answered, in that order."""
+    """One episode of a class with `play`. `calls` has what its agents have been answered, in that order.
+
+    Once it is scored, `numbers` has what each reward gave the calls that it is for.
+    """
 
     def __init__(self, world: PlainWorld, task: Task, budgets: RolloutBudgets, transcript: Transcript) -> None:
         self.calls: list[AgentCall] = []
+        self.numbers: dict[str, list[float]] = {}
         self._world = world
         self._task = task
         self._budgets = budgets
@@ -127,8 +139,8 @@ class Play:
             raise _failed(name, error) from error
         return RolloutStatus.COMPLETED
 
-    async def score(self) -> tuple[RolloutScores, dict[str, float]]:
-        """Return the scores, and the reward of each call by its id where these differ. Raises `MethodFailed`.
+    async def score(self) -> tuple[RolloutScores, tuple[RewardedCall, ...]]:
+        """Return the scores, and the reward of each call. Raises `MethodFailed`.
 
         A reward for a role counts for its calls alone; one without a role counts for all. A method may return a list
         with one number for each of them.
@@ -140,6 +152,7 @@ class Play:
         for method in description.rewards:
             places = [place for place, call in enumerate(self.calls) if method.mark.role in ("", call.role)]
             numbers = await self._numbers(method, places)
+            self.numbers[method.name] = numbers
             rewards[method.name] = sum(numbers) / len(numbers) if numbers else 0.0
             total += method.mark.weight * rewards[method.name]
             for place, number in zip(places, numbers):
@@ -152,8 +165,10 @@ class Play:
             metrics=metrics,
             is_success=bool(await self._asked_for(achieved, self.calls)) if achieved is not None else None,
         )
-        differ = len(set(by_call)) > 1
-        return scores, {call.answer.call: by_call[place] for place, call in enumerate(self.calls)} if differ else {}
+        return scores, tuple(
+            RewardedCall(role=call.role, call=call.answer.call, reward=given)
+            for call, given in zip(self.calls, by_call, strict=True)
+        )
 
     async def _numbers(self, method: MarkedMethod, places: list[int]) -> list[float]:
         """Return the number of each of these calls. One for all of them is repeated, once where there is none."""

@@ -1,17 +1,17 @@
 """One trial of a plain class without a model: its gold solution is carried out, or nothing is done at all."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Mapping, Sequence
 
-import httpx
 import msgspec
 
 from bombus.environments.budgets import RolloutBudgets
+from bombus.environments.chat_model import ChatAnswer
 from bombus.environments.kinds import MessageDict, RolloutScores, ToolCall, ToolOutcome, Transcript
 from bombus.environments.plain.environment import PlainEnvironment
-from bombus.environments.rollout import Rollout
+from bombus.environments.plain.play import Play
 from bombus.errors import BombusError
-from bombus.sdk.types import Credentials, Task
+from bombus.sdk.types import Task
 
 CALLS_MAX = 10_000  # of a gold solution
 ANSWERS_MAX = 10_000  # for agents of a `play`, which a class without end would ask for ever
@@ -34,7 +34,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[MessageDict]
     outcomes: tuple[ToolOutcome, ...]
     scores: RolloutScores
-    calls: dict[str, float] = {}  # the rewards of single calls
+    numbers: dict[str, list[float]] = {}  # what each reward gave single calls of a `play`
 
 
 def solution_of(found: object, name: str) -> GoldSolution:
@@ -106,27 +106,24 @@ async def tried_play(environment: PlainEnvironment, task: Task, *, gold: bool) -
         if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
             raise WrongGold(f"{environment.world.description.name}.gold returns a list of answers, in their order")
         answers = list(found)
-    rollout = Rollout(type(environment), RolloutBudgets(turns_max=ANSWERS_MAX), transport=_Answers(answers))
-    nobody = Credentials(base_url="http://gold.invalid/v1", api_key="none", model="gold", episode_uuid="gold")
-    result = await rollout.play(task, nobody, environment)
-    if result.scores is None:
-        raise result.error or WrongGold("the play has no scores")
-    return Trial(messages=[], outcomes=(), scores=result.scores, calls=result.call_rewards)
+    said = iter(answers)
+    asked = itertools.count(1)
 
+    async def ask(*_: object) -> ChatAnswer:
+        text = next(said, "")
+        return ChatAnswer(
+            message={"role": "assistant", "content": text},
+            text=text,
+            tool_calls=(),
+            finish="stop",
+            prompt_tokens=1,
+            completion_tokens=1,
+            call=str(next(asked)),
+        )
 
-class _Answers(httpx.AsyncBaseTransport):
-    """A model that gives these answers in order, and says nothing after them."""
-
-    def __init__(self, answers: Sequence[str]) -> None:
-        self._answers: Iterator[str] = iter(answers)
-        self._count = 0
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        self._count += 1
-        message = {"role": "assistant", "content": next(self._answers, "")}
-        body: dict[str, Any] = {
-            "id": str(self._count),
-            "choices": [{"message": message, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 1, "completion_tokens": 1},
-        }
-        return httpx.Response(200, json=body)
+    await environment.world.make()
+    budgets = RolloutBudgets(turns_max=ANSWERS_MAX)
+    play = Play(environment.world, task, budgets, Transcript())
+    await play.run(ask)
+    scores, _ = await play.score()
+    return Trial(messages=[], outcomes=(), scores=scores, numbers=play.numbers)

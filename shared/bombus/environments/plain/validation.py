@@ -98,9 +98,9 @@ class ClassValidation:
     def _outside(self, trial: Trial) -> Iterator[str]:
         """Say which rewards were not in the range that they are declared to have."""
         for method in self._description.rewards:
-            value, mark = trial.scores.rewards[method.name], method.mark
-            if not mark.low - SLACK <= value <= mark.high + SLACK:
-                declared = f"{mark.low:g} to {mark.high:g}"
+            mark, declared = method.mark, f"{method.mark.low:g} to {method.mark.high:g}"
+            given = trial.numbers.get(method.name, [trial.scores.rewards[method.name]])
+            for value in (each for each in given if not mark.low - SLACK <= each <= mark.high + SLACK):
                 yield f"The reward `{method.name}` was {value:g}, and is declared to lie from {declared}."
 
     async def _determinism(self, task: Task, best: Trial) -> AsyncIterator[str]:
