@@ -230,6 +230,8 @@ CALLERS_OF_IMPORTERS = {
     "environments/loading.py": "environments by the names that users give",
     "__init__.py": "the SDK's names, which come when they are used",
     "cli.py": "`load`, for the tables above",
+    "tasks/aws/family.py": "whether an optional package is installed",
+    "tasks/registry.py": "whether an optional package is installed",
     "weights/models.py": "a bundled model's wheel",
     "host/doctor.py": "whether an optional package is installed",
     "host/doctor_deployment.py": "whether an optional package is installed",

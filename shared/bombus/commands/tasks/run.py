@@ -1,0 +1,258 @@
+"""`bombus run`: plays ready tasks against any OpenAI-compatible server, scores them, and trains nothing."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from bombus.config.flags import Flag, add_settings_arguments, settings_from
+from bombus.environments.budgets import RolloutBudgets
+from bombus.environments.rollout import Rollout
+from bombus.errors import BombusError, Refused, in_one_line
+from bombus.host.process import is_heeded
+from bombus.sdk.transport import is_loopback
+from bombus.sdk.types import Credentials, Task
+from bombus.tasks.kinds import SIZE_MAX, TaskDraw, TaskSet, TaskSplit
+from bombus.tasks.playing import EpisodeScore, EpisodeSummary, ScoreFile, TaskRun, table
+from bombus.tasks.registry import family_of, open_tasks
+from bombus.terminal import complain, escaped, say
+
+TERMINATED = 143  # as a shell reports a program that SIGTERM has ended
+ASK_S = 30.0  # for the list of models
+KEY_VARIABLE = "OPENAI_API_KEY"
+NO_KEY = "none"  # for servers that want no key; an empty header would be malformed
+EPILOG = """\
+example:
+  bombus run --task reasoning_gym:leg_counting --engine http://127.0.0.1:8000/v1 -n 8
+
+`bombus tasks` lists the names. The key comes from $OPENAI_API_KEY. docs/tasks.md has the rest.
+"""
+
+
+class RunOptions(BaseModel):
+    """The command line of `bombus run`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: Annotated[tuple[str, ...], Flag(declared_elsewhere=True)]
+    engine: Annotated[str, Flag(declared_elsewhere=True)]
+    n: Annotated[int, Flag(declared_elsewhere=True)] = Field(default=8, ge=1, le=SIZE_MAX)
+    repeat: Annotated[int, Flag(metavar="N")] = Field(
+        default=1, ge=1, le=4096, description="how many episodes of each task"
+    )
+    split: TaskSplit = Field(
+        default=TaskSplit.TRAIN, description="tasks to train on, or tasks that are never trained on"
+    )
+    seed: Annotated[int, Flag(metavar="N")] = Field(default=0, ge=0, le=999, description="which tasks are drawn")
+    model: Annotated[str, Flag(metavar="NAME", default="the first one that the server lists")] = Field(
+        default="", description="the model that plays"
+    )
+    temperature: Annotated[float | None, Flag(metavar="T", default="the server's")] = Field(
+        default=None, ge=0, le=10, description="the temperature of sampling"
+    )
+    turns_max: Annotated[int | None, Flag(metavar="N", default="that of the tasks")] = Field(
+        default=None, ge=1, le=10_000, description="answers of the model in an episode"
+    )
+    tokens_max: Annotated[int | None, Flag(metavar="N", default="that of the tasks")] = Field(
+        default=None, ge=2, le=10_000_000, description="tokens of a conversation"
+    )
+    at_once: Annotated[int, Flag(metavar="N")] = Field(
+        default=8, ge=1, le=1024, description="episodes that run at the same time"
+    )
+    option: Annotated[tuple[str, ...], Flag(name="--set", metavar="NAME=VALUE")] = Field(
+        default=(), description="an option of the tasks; may be given several times"
+    )
+    out: Annotated[Path | None, Flag(metavar="FILE")] = Field(
+        default=None, description="write a JSON line for each episode to this new file"
+    )
+
+    @field_validator("option")
+    @classmethod
+    def _named(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for each in given:
+            if "=" not in each:
+                raise ValueError(f"--set {each!r} has no value: write NAME=VALUE")
+        return given
+
+    @field_validator("engine")
+    @classmethod
+    def _is_url(cls, given: str) -> str:
+        if not given.startswith(("http://", "https://")):
+            raise ValueError(f"--engine {given!r} is not the address of a server, such as http://127.0.0.1:8000/v1")
+        return given
+
+    @property
+    def options(self) -> dict[str, str]:
+        return dict(each.split("=", 1) for each in self.option)
+
+    @property
+    def base_url(self) -> str:
+        url = self.engine.rstrip("/")
+        return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--task",
+        action="append",
+        required=True,
+        metavar="NAME",
+        help="the tasks, such as reasoning_gym:leg_counting; may be given several times",
+    )
+    parser.add_argument(
+        "--engine",
+        required=True,
+        metavar="URL",
+        help="an OpenAI-compatible server; /v1 is added where it is missing",
+    )
+    parser.add_argument(
+        "-n", type=int, default=8, metavar="N", help="how many tasks of each name (default: %(default)s)"
+    )
+    add_settings_arguments(parser, RunOptions)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = settings_from(RunOptions, arguments, flags={"n": "-n"})
+    opened: list[TaskSet] = []
+    try:
+        for name in dict.fromkeys(options.task):
+            opened.append(open_tasks(name, options.options))
+        drawn = {one.name: one.draw(TaskDraw(size=options.n, seed=options.seed, split=options.split)) for one in opened}
+        return asyncio.run(_play(options, opened, drawn))
+    except Refused:
+        raise
+    except BombusError as error:
+        complain(f"bombus run: {error}")
+        return 1
+    except asyncio.CancelledError:
+        return TERMINATED
+    finally:
+        for one in opened:
+            one.close()
+
+
+async def _play(options: RunOptions, opened: list[TaskSet], drawn: Mapping[str, list[Task]]) -> int:
+    this = asyncio.current_task()
+    assert this is not None
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if is_heeded(ending):
+            asyncio.get_running_loop().add_signal_handler(ending, this.cancel)
+    model = options.model or await _first_model(options.base_url)
+    credentials = Credentials(base_url=options.base_url, api_key=_key(), model=model, episode_uuid="")
+    for one in opened:
+        if flaw := _flaw(one.name):
+            complain(f"bombus run: {one.name}: {flaw}")
+    scores = ScoreFile(options.out) if options.out is not None else None
+    board = RunBoard(scores, sum(map(len, drawn.values())) * options.repeat)
+    try:
+        for one in opened:
+            rollout = Rollout(one.environment, _budgets(options, one), sampling=_sampling(options))
+            play = TaskRun(one.name, rollout, credentials, board.told, options.at_once)
+            board.begin(one)
+            await play.run(drawn[one.name], options.repeat)
+    finally:
+        board.close(model)
+    return 0 if any(summary.rewards for summary in board.summaries) else 1
+
+
+class RunBoard:
+    """What is printed of a run: its progress in one line of a terminal, or a line for each episode; then the table."""
+
+    def __init__(self, scores: ScoreFile | None, total: int) -> None:
+        self.summaries: list[EpisodeSummary] = []
+        self._sets: list[TaskSet] = []
+        self._scores = scores
+        self._total = total
+        self._done = 0
+        self._began = time.monotonic()
+        self._is_terminal = sys.stdout.isatty()
+
+    def begin(self, tasks: TaskSet) -> None:
+        self.summaries.append(EpisodeSummary(tasks.name))
+        self._sets.append(tasks)
+
+    def told(self, score: EpisodeScore) -> None:
+        self._done += 1
+        self.summaries[-1].add(score)
+        if self._scores is not None:
+            self._scores.add(score)
+        if not self._is_terminal:
+            say(score.line(), flush=True)
+            return
+        rewards = [reward for summary in self.summaries for reward in summary.rewards]
+        mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "-"
+        sys.stdout.write("\r\x1b[2K" + escaped(f"{self._done}/{self._total} episodes, mean reward {mean}"))
+        sys.stdout.flush()
+
+    def close(self, model: str) -> None:
+        """Write the table, of what there is."""
+        if self._is_terminal:
+            sys.stdout.write("\r\x1b[2K")
+        cut = "" if self._done == self._total else f" of {self._total}"
+        say(
+            "", f"{model}: {self._done}{cut} episodes in {time.monotonic() - self._began:.1f} s", *table(self.summaries)
+        )
+        for summary, tasks in zip(self.summaries, self._sets, strict=True):
+            say(*summary.notes())
+            if figures := tasks.figures():
+                say(f"{tasks.name}: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
+        if self._scores is not None:
+            self._scores.close()
+
+
+def _budgets(options: RunOptions, tasks: TaskSet) -> RolloutBudgets:
+    given = {"turns_max": options.turns_max, "tokens_max": options.tokens_max}
+    return tasks.budgets.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+def _sampling(options: RunOptions) -> dict[str, float]:
+    return {} if options.temperature is None else {"temperature": options.temperature}
+
+
+def _key() -> str:
+    return os.environ.get(KEY_VARIABLE) or NO_KEY
+
+
+def _flaw(name: str) -> str:
+    family, _, member = name.partition(":")
+    return next((each.flaw for each in family_of(family).names() if each.name == member), "")
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def _first_model(base_url: str) -> str:
+    """Return the first model that a server lists. Raises `BombusError` where it lists none."""
+    local = is_loopback(httpx.URL(base_url).host)
+    try:
+        async with httpx.AsyncClient(timeout=ASK_S, trust_env=not local) as client:
+            response = await client.get(f"{base_url}/models", headers={"Authorization": f"Bearer {_key()}"})
+        if response.status_code != 200:
+            raise BombusError(
+                f"{base_url}/models answered {response.status_code}: is it an OpenAI-compatible server, and is "
+                f"${KEY_VARIABLE} its key? Or name the model with --model"
+            )
+        models = msgspec.json.decode(response.content, type=_Models).data
+    except httpx.HTTPError as error:
+        raise BombusError(f"{base_url} cannot be reached ({in_one_line(error)}): start a server there") from error
+    except msgspec.MsgspecError as error:
+        raise BombusError(f"{base_url}/models is not a list of models: name one with --model") from error
+    if not models:
+        raise BombusError(f"{base_url} serves no model: name one with --model")
+    return models[0].id

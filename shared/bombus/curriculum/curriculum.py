@@ -1,0 +1,92 @@
+"""`Curriculum`: the tasks, what was recorded of them, and the file that keeps it."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from bombus.curriculum import choosing
+from bombus.curriculum.deciding import RecordResult, decide
+from bombus.curriculum.events import AnyCurriculumEvent
+from bombus.curriculum.journal import CurriculumJournal
+from bombus.curriculum.plan import CurriculumPlan
+from bombus.curriculum.progress import CurriculumProgress
+from bombus.sdk.types import Task
+
+
+class CurriculumFigures(NamedTuple):
+    """How far a curriculum is, for people."""
+
+    tier: str
+    tier_results: int
+    tier_rate: float
+    results: int
+    tried: int
+    graduated: int
+    tasks: int
+
+    def line(self) -> str:
+        return (
+            f"tier {self.tier}: {self.tier_results} results at a rate of {self.tier_rate:.2f}; "
+            f"{self.graduated} of {self.tasks} tasks graduated, {self.tried} tried"
+        )
+
+
+class Curriculum:
+    """Says which task comes next. `record_result` is the only thing that changes it.
+
+    With a `path`, what is recorded is kept in that file, and is there again when the file is opened again. Raises
+    `Refused` where another process has the file open.
+    """
+
+    def __init__(self, plan: CurriculumPlan, path: Path | str | None = None) -> None:
+        self.progress = CurriculumProgress(plan)
+        self._journal = CurriculumJournal(Path(path)) if path is not None else None
+        if self._journal is not None:
+            self.progress.fold(self._journal.events)
+
+    def record_result(
+        self, task: Task | str, achieved: bool, reward: float, *, group: str = ""
+    ) -> list[AnyCurriculumEvent]:
+        """Record how a group of a task went, once for the whole group, and return what follows from it.
+
+        A group that has a name is recorded once: recording it again changes nothing and returns nothing. Raises
+        `Refused` for a task that the curriculum does not have.
+        """
+        name = task.task_id if isinstance(task, Task) else task
+        events = decide(RecordResult(task=name, achieved=achieved, reward=reward, group=group), self.progress)
+        if events and self._journal is not None:
+            self._journal.append(events)
+        self.progress.fold(events)
+        return events
+
+    def choose(self, seed: int, draw: int, taken: Collection[str] = ()) -> str | None:
+        """Return the id of the task that comes next, None if all that may come are taken. Changes nothing."""
+        return choosing.choose(self.progress, seed, draw, taken)
+
+    def open_tasks(self) -> list[str]:
+        """Return the ids of all tasks that may come next."""
+        return list(choosing.open_tasks(self.progress))
+
+    def figures(self) -> CurriculumFigures:
+        progress = self.progress
+        known = [progress.of(task) for task in progress.tier_of]
+        return CurriculumFigures(
+            tier=progress.tier.name,
+            tier_results=progress.tier_results,
+            tier_rate=progress.tier_rate(),
+            results=progress.results,
+            tried=sum(task.results > 0 for task in known),
+            graduated=sum(task.has_graduated for task in known),
+            tasks=len(known),
+        )
+
+    def close(self) -> None:
+        """Let another process open the file. Closing again does nothing."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def __enter__(self) -> "Curriculum":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,115 @@
+"""Endless iterators of tasks for `run_group` and `begin_episodes`: by a curriculum, or each task equally often."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from bombus.curriculum.curriculum import Curriculum
+from bombus.sdk.types import Task, WorkflowOutput
+
+
+class TaskSampler(Protocol):
+    """Gives one task after another, and is told how their groups went."""
+
+    def __iter__(self) -> Iterator[Task]: ...
+
+    def __next__(self) -> Task: ...
+
+    def record(self, task: Task, outputs: Sequence[WorkflowOutput | None], *, group: str = "") -> None:
+        """Take note of what `run_group` has returned for a task, once for the whole group."""
+        ...
+
+
+class UniformSampler:
+    """Gives all tasks in an order of its own, then all of them again in another one. The seed says in which."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int = 0) -> None:
+        if not tasks:
+            raise ValueError("there are no tasks to sample from: give at least one")
+        self._tasks = list(tasks)
+        self._random = random.Random(seed)
+        self._left: list[int] = []
+
+    def __iter__(self) -> Iterator[Task]:
+        return self
+
+    def __next__(self) -> Task:
+        if not self._left:
+            self._left = self._random.sample(range(len(self._tasks)), len(self._tasks))
+        return self._tasks[self._left.pop()]
+
+    def record(self, task: Task, outputs: Sequence[WorkflowOutput | None], *, group: str = "") -> None:
+        """Do nothing: results do not change what comes next."""
+
+
+class CurriculumSampler:
+    """Gives the tasks that a curriculum chooses.
+
+    The same seed and the same results in the same order give the same tasks. A task whose group still runs is not given
+    again as long as there is another one that may come: two groups of one task would be taken for one.
+    """
+
+    def __init__(
+        self, curriculum: Curriculum, tasks: Sequence[Task], seed: int = 0, reward_of_success: float = 1.0
+    ) -> None:
+        self.curriculum = curriculum
+        self._tasks = {task.task_id: task for task in tasks}
+        self._seed = seed
+        self._reward_of_success = reward_of_success
+        self._draws = curriculum.progress.results  # so that a restart does not repeat the lots of the beginning
+        self._running: dict[str, None] = {}  # the task that was given first, first
+        missing = curriculum.progress.tier_of.keys() - self._tasks.keys()
+        if missing:
+            raise ValueError(f"the curriculum has the task {min(missing)!r}, which is not among the tasks given")
+
+    def __iter__(self) -> Iterator[Task]:
+        return self
+
+    def __next__(self) -> Task:
+        chosen = self.curriculum.choose(self._seed, self._draws, self._running)
+        if chosen is None:  # all of them run: the one that was given longest ago
+            free = set(self.curriculum.open_tasks())
+            chosen = next(task for task in self._running if task in free)
+        self._draws += 1
+        self._running.pop(chosen, None)
+        self._running[chosen] = None
+        return self._tasks[chosen]
+
+    def record(self, task: Task, outputs: Sequence[WorkflowOutput | None], *, group: str = "") -> None:
+        """Record a group's result. A group of which no episode was scored says nothing of its task."""
+        self._running.pop(task.task_id, None)
+        result = result_of_group(outputs, self._reward_of_success)
+        if result is not None:
+            self.curriculum.record_result(task, *result, group=group)
+
+    def give_back(self, task: Task) -> None:
+        """Let a task be given again whose group came to nothing."""
+        self._running.pop(task.task_id, None)
+
+
+def result_of_group(
+    outputs: Sequence[WorkflowOutput | None], reward_of_success: float = 1.0
+) -> tuple[bool, float] | None:
+    """Return whether at least half of a group's episodes succeeded, and their mean reward.
+
+    An episode without a reward does not count; None is returned where no episode has one. An episode succeeded if its
+    output says so, or, where that says nothing, if its reward is `reward_of_success` or more. Of rewards for single
+    calls, their mean counts.
+    """
+    scored = [(output, reward) for output in outputs if output is not None and (reward := _reward(output)) is not None]
+    if not scored:
+        return None
+    successes = sum(
+        reward >= reward_of_success if output.is_success is None else output.is_success for output, reward in scored
+    )
+    return 2 * successes >= len(scored), sum(reward for _, reward in scored) / len(scored)
+
+
+def _reward(output: WorkflowOutput) -> float | None:
+    match output.reward:
+        case list() as by_call:
+            return sum(by_call) / len(by_call) if by_call else None
+        case dict() as by_name:
+            return sum(by_name.values()) / len(by_name) if by_name else None
+        case reward:
+            return reward

@@ -1,0 +1,200 @@
+"""Play ready tasks against a model, without training: how each episode went, and what is shown of all of them."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from bombus.environments.kinds import RolloutStatus
+from bombus.environments.rollout import Rollout, RolloutResult
+from bombus.errors import BombusError, Code, Refused, in_one_line
+from bombus.sdk.types import Credentials, Task
+
+FAILURES_IN_A_ROW_MAX = 16  # a server that has failed so often does not recover by itself
+
+
+class ServerFailed(BombusError):
+    """So many episodes in a row failed that the others would, too."""
+
+
+class EpisodeScore(msgspec.Struct, frozen=True, kw_only=True):
+    """How an episode went. One that was aborted has no reward, and `error` says why."""
+
+    tasks: str
+    task_id: str
+    number: int  # among the episodes of its task
+    status: RolloutStatus
+    reward: float | None = None
+    is_success: bool | None = None
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    turns: int = 0
+    tool_calls: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    def line(self) -> str:
+        """Return it for a person."""
+        if self.reward is None:
+            return f"{self.task_id}: aborted: {self.error}"
+        truncated = ", truncated" if self.status == RolloutStatus.TRUNCATED else ""
+        used = f"{self.turns} turns, {self.completion_tokens} tokens"
+        return f"{self.task_id}: reward {self.reward:.3g} ({self.seconds:.1f} s, {used}{truncated})"
+
+
+def score_of_rollout(tasks: str, task: Task, number: int, result: RolloutResult, seconds: float) -> EpisodeScore:
+    """Return what is kept of a rollout."""
+    transcript, scores = result.transcript, result.scores
+    return EpisodeScore(
+        tasks=tasks,
+        task_id=task.task_id,
+        number=number,
+        status=result.status,
+        reward=scores.reward if scores is not None else None,
+        is_success=scores.is_success if scores is not None else None,
+        rewards=scores.rewards if scores is not None else {},
+        metrics=scores.metrics if scores is not None else {},
+        turns=transcript.turns,
+        tool_calls=transcript.tool_calls,
+        completion_tokens=transcript.completion_tokens,
+        seconds=round(seconds, 3),
+        error=in_one_line(result.error) if result.error is not None else "",
+    )
+
+
+class EpisodeSummary:
+    """The sums over the episodes of one set of tasks."""
+
+    HEAD = ("tasks", "episodes", "reward", "solved", "truncated", "aborted", "turns", "tokens", "seconds")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.rewards: list[float] = []
+        self.solved = 0
+        self.judged = 0  # episodes of which the environment says whether they were solved
+        self.truncated = 0
+        self.aborted: Counter[str] = Counter()
+        self.turns = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self.metrics: dict[str, list[float]] = {}
+
+    def add(self, score: EpisodeScore) -> None:
+        if score.reward is None:
+            self.aborted[score.error] += 1
+            return
+        self.rewards.append(score.reward)
+        self.judged += score.is_success is not None
+        self.solved += bool(score.is_success)
+        self.truncated += score.status == RolloutStatus.TRUNCATED
+        self.turns += score.turns
+        self.tokens += score.completion_tokens
+        self.seconds += score.seconds
+        for name, value in score.metrics.items():
+            self.metrics.setdefault(name, []).append(value)
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of the table; the means are over the episodes that have a reward."""
+        count = len(self.rewards)
+        return (
+            self.name,
+            str(count),
+            _mean(sum(self.rewards), count, 3),
+            f"{self.solved}/{self.judged}" if self.judged else "-",
+            str(self.truncated),
+            str(self.aborted.total()),
+            _mean(self.turns, count, 1),
+            _mean(self.tokens, count, 0),
+            _mean(self.seconds, count, 1),
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Yield lines with the means of metrics, and with the reasons of what was aborted."""
+        if self.metrics:
+            yield f"{self.name}: " + ", ".join(
+                f"{name} {sum(values) / len(values):.3g}" for name, values in self.metrics.items()
+            )
+        for why, count in self.aborted.most_common(5):
+            yield f"{self.name}: {count} aborted: {why}"
+
+
+def table(summaries: Sequence[EpisodeSummary]) -> list[str]:
+    """Return the lines of a table, the names at the left and the figures at the right of their columns."""
+    rows = [EpisodeSummary.HEAD, *(summary.row() for summary in summaries)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(EpisodeSummary.HEAD))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        for row in rows
+    ]
+
+
+class ScoreFile:
+    """A file with a JSON line for each episode. It must not exist yet: what another run has written is kept."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("xb")
+        except FileExistsError as error:
+            raise Refused(Code.BAD_CONFIG, f"{path} exists already: name another file, or move that one") from error
+        except OSError as error:
+            raise Refused(Code.BAD_CONFIG, f"{path} cannot be written: {in_one_line(error)}") from error
+
+    def add(self, score: EpisodeScore) -> None:
+        self._file.write(msgspec.json.encode(score) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TaskRun:
+    """Plays each task of a set so many times. Episodes run side by side, `at_once` of them.
+
+    `told` hears of each episode that is over. Raises `ServerFailed` where nothing works.
+    """
+
+    def __init__(
+        self, name: str, rollout: Rollout, credentials: Credentials, told: Callable[[EpisodeScore], None], at_once: int
+    ) -> None:
+        self._name = name
+        self._rollout = rollout
+        self._credentials = credentials
+        self._told = told
+        self._slots = asyncio.Semaphore(at_once)
+        self._failed = 0
+
+    async def run(self, tasks: Sequence[Task], repeat: int = 1) -> None:
+        waiting = iter([(task, number) for task in tasks for number in range(repeat)])
+        try:
+            async with asyncio.TaskGroup() as group:
+                for task, number in waiting:
+                    await self._slots.acquire()
+                    group.create_task(self._episode(task, number))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _episode(self, task: Task, number: int) -> None:
+        async with self._released():
+            began = time.monotonic()
+            result = await self._rollout.play(task, self._credentials)
+            score = score_of_rollout(self._name, task, number, result, time.monotonic() - began)
+            self._told(score)
+            self._failed = self._failed + 1 if score.reward is None else 0
+            if self._failed >= FAILURES_IN_A_ROW_MAX:
+                raise ServerFailed(f"{self._failed} episodes in a row failed, the last one with: {score.error}")
+
+    @asynccontextmanager
+    async def _released(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+
+def _mean(total: float, count: int, digits: int) -> str:
+    return f"{total / count:.{digits}f}" if count else "-"

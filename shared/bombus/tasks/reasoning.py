@@ -1,0 +1,173 @@
+"""The task generators of reasoning-gym, each with its own verifier: `reasoning_gym:<name>`."""
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from bombus.environments.budgets import RolloutBudgets
+from bombus.environments.kinds import Transcript
+from bombus.environments.plain.marks import metric, reward, success
+from bombus.errors import Code, Refused, in_one_line
+from bombus.sdk.types import Task
+from bombus.tasks.kinds import SIZE_MAX, TaskDraw, TaskFamily, TaskName, TasksNotInstalled, TaskSplit, options_of
+
+SEEDS_OF_A_DRAW = 1_000_000  # a generator makes its task i from seed + i, and no two draws may meet
+EVAL_SEEDS = 1_000_000_000  # seeds of evaluation tasks begin here, so that no task is in both splits
+TIMES_DRAWN_MAX = 8  # how many generators are kept
+INSTRUCTION = (
+    "Solve the task. You may think first. Then write your final answer, and nothing else, between <answer> and "
+    "</answer>."
+)
+ABOUT = "puzzles, arithmetic, logic and algorithms from reasoning-gym, each with a verifier"
+
+# Their own gold answers score 0, or 0.01, in reasoning-gym 0.1.25.
+GOLD_SCORES_NOTHING = frozenset({"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"})
+NOT_A_GENERATOR = frozenset({"composite"})  # it mixes others, and has no tasks of its own
+
+_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+_making = threading.Lock()  # generators of some kinds read files that others write
+
+
+class ReasoningOptions(BaseModel):
+    """There is nothing to choose."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ReasoningTasks:
+    """The tasks of one generator."""
+
+    budgets = RolloutBudgets(turns_max=1, tokens_max=4096)
+
+    def __init__(self, generator: str) -> None:
+        self.generator = generator
+        self.name = f"reasoning_gym:{generator}"
+
+    def draw(self, draw: TaskDraw) -> list[Task]:
+        first = draw.seed * SEEDS_OF_A_DRAW + (EVAL_SEEDS if draw.split == TaskSplit.EVAL else 0)
+        return [self._task(first, index, draw) for index in range(draw.size)]
+
+    def _task(self, seed: int, index: int, draw: TaskDraw) -> Task:
+        return Task(
+            main_query=entry_of(self.generator, seed, index)["question"],
+            task_id=f"{self.name}/{draw.split}/{draw.seed}/{index}",
+            env_type=self.name,
+            metadata={"generator": self.generator, "generator_seed": seed, "index": index},
+        )
+
+    def environment(self) -> object:
+        return ReasoningPuzzle()
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class ReasoningPuzzle:
+    """One question. The reward is what the generator's own verifier gives the answer, from 0 to 1."""
+
+    def __init__(self) -> None:
+        self._generator = ""
+        self._entry: dict[str, Any] = {}
+        self._scores: dict[str, float] = {}
+
+    def reset(self, task: Task) -> list[dict[str, str]]:
+        known = task.metadata
+        self._generator = known["generator"]
+        self._entry = entry_of(self._generator, known["generator_seed"], known["index"])
+        self._scores = {}
+        return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": self._entry["question"]}]
+
+    def gold(self, task: Task) -> list[str]:
+        """Return the reply that is right."""
+        known = task.metadata
+        entry = entry_of(known["generator"], known["generator_seed"], known["index"])
+        return [f"<answer>{entry['answer']}</answer>"]
+
+    @reward
+    def score(self, transcript: Transcript) -> float:
+        """Return what the verifier says of the answer; nothing for one that it cannot read."""
+        answer = answer_in(_last_text(transcript))
+        if answer not in self._scores:
+            self._scores = {answer: score_of(self._generator, answer, self._entry)}
+        return self._scores[answer]
+
+    @metric
+    def has_answer(self, transcript: Transcript) -> float:
+        """Return whether the reply has an answer in tags."""
+        return float(_ANSWER.search(_last_text(transcript)) is not None)
+
+    @success
+    def is_solved(self, transcript: Transcript) -> bool:
+        """Return whether the answer has the full score."""
+        return self.score(transcript) >= 1.0
+
+
+def entry_of(generator: str, seed: int, index: int) -> dict[str, Any]:
+    """Return an entry as the generator makes it: JSON would lose tuples and sets that the verifier compares."""
+    with _making:
+        found: dict[str, Any] = _dataset(generator, seed)[index]
+        return found
+
+
+def answer_in(text: str) -> str:
+    """Return the last answer in tags; without any, all of the text."""
+    found = _ANSWER.findall(text)
+    return (found[-1] if found else text).strip()
+
+
+def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
+    """Return the verifier's score, from 0 to 1."""
+    with _making:
+        dataset = _dataset(generator, 0)
+    try:
+        score = float(dataset.score_answer(answer, entry))
+    except Exception:  # the verifier's own code: an answer that it cannot read is wrong
+        return 0.0
+    return min(1.0, max(0.0, score))
+
+
+def _last_text(transcript: Transcript) -> str:
+    replies = [message.get("content") for message in transcript.messages if message.get("role") == "assistant"]
+    return replies[-1] if replies and isinstance(replies[-1], str) else ""
+
+
+@lru_cache(TIMES_DRAWN_MAX)
+def _dataset(generator: str, seed: int) -> Any:
+    from reasoning_gym import create_dataset
+
+    return create_dataset(generator, size=SIZE_MAX, seed=seed)
+
+
+def _names() -> Sequence[TaskName]:
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise TasksNotInstalled(
+            f"reasoning-gym cannot be imported ({in_one_line(error)}): pip install 'bombus[reasoning]'"
+        ) from error
+    return [
+        TaskName(name=name, flaw="its own gold answers score 0" if name in GOLD_SCORES_NOTHING else "")
+        for name in sorted(DATASETS)
+        if name not in NOT_A_GENERATOR
+    ]
+
+
+def _open(name: str, given: Mapping[str, str]) -> ReasoningTasks:
+    options_of(ReasoningOptions, f"reasoning_gym:{name}", given)
+    if name not in {each.name for each in _names()}:
+        raise Refused(
+            Code.BAD_CONFIG, f"reasoning_gym has no generator {name!r}: `bombus tasks reasoning_gym` lists them"
+        )
+    return ReasoningTasks(name)
+
+
+FAMILY = TaskFamily(
+    name="reasoning_gym", about=ABOUT, open=_open, names=_names, package="reasoning_gym", extra="reasoning"
+)

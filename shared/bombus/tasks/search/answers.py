@@ -1,0 +1,80 @@
+"""What a model's reply asks for, and what its answer is worth. Pure."""
+
+import re
+import string
+import unicodedata
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from bombus.tasks.search.corpus import SearchDocument
+
+QUERY_CHARACTERS_MAX = 500
+
+HINT = (
+    "That was neither a search nor an answer. To search, write <search>what to search for</search>. To answer, write "
+    "<answer>the answer</answer>, with nothing but the answer between the tags. Try again."
+)
+
+_ACTION = re.compile(r"<(search|answer)>(.*?)(?:</\1>|\Z)", re.DOTALL)
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = {ord(char): " " for char in string.punctuation}
+
+
+class ActionKind(StrEnum):
+    """What a reply does."""
+
+    SEARCH = "search"
+    ANSWER = "answer"
+    INVALID = "invalid"
+
+
+class SearchAction(msgspec.Struct, frozen=True):
+    """The first action of a reply. `text` is its query or its answer."""
+
+    kind: ActionKind
+    text: str = ""
+
+
+def action_of(reply: str) -> SearchAction:
+    """Return the first search or answer of a reply; what comes after it was not asked for.
+
+    A tag that is not closed ends with the reply, since servers may stop before the closing one.
+    """
+    found = _ACTION.search(reply)
+    if found is None or not found[2].strip():
+        return SearchAction(ActionKind.INVALID)
+    text = found[2].strip()
+    if found[1] == ActionKind.SEARCH:
+        return SearchAction(ActionKind.SEARCH, text[:QUERY_CHARACTERS_MAX])
+    return SearchAction(ActionKind.ANSWER, text)
+
+
+def information(documents: Sequence[SearchDocument]) -> str:
+    """Return what the model is shown of a search."""
+    lines = [f"Doc {number}(Title: {found.title}) {found.text}" for number, found in enumerate(documents, 1)]
+    return "<information>" + ("\n".join(lines) or "Nothing was found.") + "</information>"
+
+
+def is_match(answer: str, golds: Sequence[str]) -> bool:
+    """Return whether an answer is one of those that are right, but for case, articles, punctuation and spaces."""
+    return normal(answer) in {normal(gold) for gold in golds}
+
+
+def normal(text: str) -> str:
+    plain = unicodedata.normalize("NFKC", text).casefold().translate(_PUNCTUATION)
+    return " ".join(_ARTICLE.sub(" ", plain).split())
+
+
+def worth(actions: Sequence[SearchAction], golds: Sequence[str], format_score: float) -> float:
+    """Return 1 for the right answer after valid actions alone, and `format_score` for a wrong one.
+
+    The right answer after an invalid action is worth 1 - `format_score`, and all else nothing.
+    """
+    is_clean = all(action.kind != ActionKind.INVALID for action in actions)
+    if not actions or actions[-1].kind != ActionKind.ANSWER:
+        return 0.0
+    if is_match(actions[-1].text, golds):
+        return 1.0 if is_clean else 1.0 - format_score
+    return format_score if is_clean else 0.0

@@ -1,0 +1,136 @@
+"""Searches of many episodes: those that come together are one batch, and what is asked again comes from memory."""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+from bombus.tasks.search.backends import SearchBackend
+from bombus.tasks.search.corpus import SearchDocument
+
+CACHE_MAX = 10_000
+BATCH_MAX = 64
+
+Documents = tuple[SearchDocument, ...]
+
+
+class SearchCache:
+    """The answers to the newest queries, at most `size` of them. Threads may share it."""
+
+    def __init__(self, size: int = CACHE_MAX) -> None:
+        self._size = size
+        self._found: OrderedDict[str, Documents] = OrderedDict()
+        self._lock = threading.Lock()
+        self.hits = 0
+        self.misses = 0
+
+    def get(self, query: str) -> Documents | None:
+        with self._lock:
+            found = self._found.get(query)
+            if found is None:
+                self.misses += 1
+                return None
+            self.hits += 1
+            self._found.move_to_end(query)
+            return found
+
+    def put(self, query: str, found: Documents) -> None:
+        with self._lock:
+            self._found[query] = found
+            self._found.move_to_end(query)
+            while len(self._found) > self._size:
+                self._found.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @property
+    def hit_rate(self) -> float:
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else 0.0
+
+
+class _Lane:
+    """The searches of one event loop: futures belong to it."""
+
+    def __init__(self, at_once: int) -> None:
+        self.slots = asyncio.Semaphore(at_once)
+        self.entering = (
+            asyncio.Lock()
+        )  # one batch takes its slots at a time: two with half of theirs would wait for ever
+        self.waiting: dict[str, asyncio.Future[Documents]] = {}
+        self.running: dict[str, asyncio.Future[Documents]] = {}
+        self.flushes: set[asyncio.Task[None]] = set()
+
+
+class SearchEngine:
+    """Answers queries through a cache. At most `at_once` queries are with the backend at a time, in each event loop."""
+
+    def __init__(self, backend: SearchBackend, count: int, at_once: int) -> None:
+        self.cache = SearchCache()
+        self.batches = 0
+        self._backend = backend
+        self._count = count
+        self._at_once = at_once
+        self._lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = WeakKeyDictionary()
+
+    async def search(self, query: str) -> Documents:
+        """Return the documents for a query. Raises `SearchFailed`."""
+        query = " ".join(query.split())
+        if (known := self.cache.get(query)) is not None:
+            return known
+        lane = self._lane()
+        future = lane.running.get(query) or lane.waiting.get(query)
+        if future is None:
+            future = asyncio.get_running_loop().create_future()
+            lane.waiting[query] = future
+            if len(lane.waiting) == 1:
+                self._begin_flush(lane)
+        return await asyncio.shield(future)  # whoever gives up leaves the answer to the others
+
+    def figures(self) -> Mapping[str, float]:
+        asked = self.cache.hits + self.cache.misses
+        return {"searches": asked, "cache_hit_rate": self.cache.hit_rate, "batches": self.batches} if asked else {}
+
+    def _lane(self) -> _Lane:
+        return self._lanes.setdefault(asyncio.get_running_loop(), _Lane(self._at_once))
+
+    def _begin_flush(self, lane: _Lane) -> None:
+        task = asyncio.get_running_loop().create_task(self._flush(lane))
+        lane.flushes.add(task)
+        task.add_done_callback(lane.flushes.discard)
+
+    async def _flush(self, lane: _Lane) -> None:
+        """Send what waits, after everything that is ready now has added to it."""
+        await asyncio.sleep(0)
+        async with asyncio.TaskGroup() as group:
+            while lane.waiting:
+                batch = {query: lane.waiting.pop(query) for query in list(lane.waiting)[:BATCH_MAX]}
+                lane.running |= batch
+                group.create_task(self._send(lane, batch))
+
+    async def _send(self, lane: _Lane, batch: dict[str, asyncio.Future[Documents]]) -> None:
+        taken = 0
+        try:
+            async with lane.entering:
+                for _ in batch:
+                    await lane.slots.acquire()
+                    taken += 1
+            self.batches += 1
+            found = await self._backend.search(list(batch), self._count)
+            for (query, future), documents in zip(batch.items(), found, strict=True):
+                self.cache.put(query, tuple(documents))
+                if not future.done():
+                    future.set_result(tuple(documents))
+        except Exception as error:  # whatever it is, those who asked raise it
+            for future in batch.values():
+                if not future.done():
+                    future.set_exception(error)
+                    future.exception()  # who asked may have given up
+        finally:
+            for query, future in batch.items():
+                lane.running.pop(query, None)
+                future.cancel()  # nothing, unless this was cancelled itself
+            for _ in range(taken):
+                lane.slots.release()

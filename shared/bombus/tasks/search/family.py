@@ -1,0 +1,103 @@
+"""The family `search`: its options, its tasks, and the engine that they share."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from bombus.environments.budgets import RolloutBudgets
+from bombus.errors import Code, Refused
+from bombus.sdk.types import Task
+from bombus.tasks.kinds import TaskDraw, TaskFamily, TaskSplit, options_of
+from bombus.tasks.search.backends import GoogleBackend, LocalBackend, SearchBackend
+from bombus.tasks.search.corpus import (
+    SearchQuestion,
+    bundled_documents,
+    bundled_questions,
+    read_documents,
+    read_questions,
+)
+from bombus.tasks.search.engine import SearchEngine
+from bombus.tasks.search.index import LocalIndex
+from bombus.tasks.search.playing import SearchPlay
+
+EVAL_SHARE = 4  # one in so many questions is for evaluation
+
+
+class SearchOptions(BaseModel):
+    """What `--set` takes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_turns: int = Field(default=2, ge=1, le=64, description="replies of the model")
+    topk: int = Field(default=3, ge=1, le=100, description="documents of a search")
+    search_concurrency: int = Field(default=256, ge=64, le=4096, description="queries that are answered at a time")
+    search_backend: Literal["local", "google"] = Field(default="local", description="what answers queries")
+    format_score: float = Field(
+        default=0.2, ge=0.0, le=1.0, description="what a wrong answer in the right form is worth"
+    )
+    documents: Path | None = Field(
+        default=None, description="a file of documents to index, in place of the bundled ones"
+    )
+    questions: Path | None = Field(default=None, description="a file of questions, in place of the bundled ones")
+
+
+class SearchTasks:
+    """Questions, and the engine that all of their episodes search with."""
+
+    name = "search"
+
+    def __init__(self, options: SearchOptions, backend: SearchBackend | None = None) -> None:
+        self._options = options
+        self._questions = read_questions(options.questions) if options.questions else bundled_questions()
+        self.engine = SearchEngine(backend or _backend(options), options.topk, options.search_concurrency)
+        self.budgets = RolloutBudgets(turns_max=options.max_turns, tokens_max=4096)
+
+    def draw(self, draw: TaskDraw) -> list[Task]:
+        """Return at most as many questions as there are. One in four is for evaluation, and never trained on."""
+        is_eval = draw.split == TaskSplit.EVAL
+        numbers = [at for at in range(len(self._questions)) if (at % EVAL_SHARE == EVAL_SHARE - 1) == is_eval]
+        if not numbers:
+            raise Refused(
+                Code.BAD_CONFIG, f"there are {len(self._questions)} questions, and none of them is for {draw.split}"
+            )
+        chosen = random.Random(draw.seed).sample(numbers, min(draw.size, len(numbers)))
+        return [self._task(number, self._questions[number]) for number in chosen]
+
+    def _task(self, number: int, question: SearchQuestion) -> Task:
+        return Task(
+            main_query=question.question,
+            task_id=f"search/{number}",
+            env_type=self.name,
+            metadata={"answers": list(question.answers)},
+        )
+
+    def environment(self) -> object:
+        return SearchPlay(self.engine, self._options.max_turns, self._options.format_score)
+
+    def figures(self) -> Mapping[str, float]:
+        return self.engine.figures()
+
+    def close(self) -> None:
+        pass
+
+
+def _backend(options: SearchOptions) -> SearchBackend:
+    if options.search_backend == "google":
+        return GoogleBackend()
+    documents = read_documents(options.documents) if options.documents else bundled_documents()
+    return LocalBackend(LocalIndex(documents))
+
+
+def _open(_: str, given: Mapping[str, str]) -> SearchTasks:
+    return SearchTasks(options_of(SearchOptions, "search", given))
+
+
+FAMILY = TaskFamily(
+    name="search",
+    about="questions that are answered by searching a small index of documents, one of your own, or Google",
+    open=_open,
+    has_names=False,
+)

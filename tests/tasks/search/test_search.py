@@ -1,0 +1,100 @@
+"""Whole episodes of `search`, by `bombus run`, and what the family takes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bombus.cli import main
+from bombus.errors import Refused
+from bombus.tasks.kinds import TaskDraw, TaskSplit
+from bombus.tasks.registry import open_tasks
+from bombus.tasks.search.answers import HINT
+from tests.tasks.model_server import Conversation, model_server
+
+DOCUMENTS = [{"title": "Bees", "text": "The queen is Ada."}, {"title": "Wasps", "text": "The queen is Eve."}]
+QUESTIONS = [{"question": f"Who is queen of the bees, {number}?", "answers": ["Ada"]} for number in range(8)]
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """The command line of a run over a small index of its own."""
+    for name, lines in (("documents", DOCUMENTS), ("questions", QUESTIONS)):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [f"documents={tmp_path}/documents", f"questions={tmp_path}/questions"]
+    return ["run", "--task", "search", "--set", files[0], "--set", files[1], "--out", str(tmp_path / "out.jsonl")]
+
+
+def reads(messages: Conversation) -> str:
+    """A model that searches, and answers with the queen of the first document."""
+    if len(messages) == 1:
+        return "<search>queen of the bees</search>"
+    found = re.search(r"Doc 1\(Title: Bees\) The queen is (\w+)", messages[-1]["content"])
+    return f"<answer>{found[1]}</answer>" if found else "?"
+
+
+def records(tmp_path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+def test_a_model_that_searches_and_reads_is_right(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with model_server(reads) as url:
+        assert main([*words, "--engine", url, "-n", "6", "--at-once", "1"]) == 0
+    scores = records(tmp_path)
+    assert [(score["reward"], score["is_success"], score["turns"]) for score in scores] == [(1.0, True, 2)] * 6
+    assert "search: searches 6, cache_hit_rate 0.833, batches 1" in capsys.readouterr().out
+
+
+def test_a_reply_that_is_no_action_gets_a_hint_and_costs_a_turn(words: list[str], tmp_path: Path) -> None:
+    seen = []
+
+    def mumbles(messages: Conversation) -> str:
+        seen.append(messages[-1]["content"])
+        return "Hm." if len(messages) == 1 else "<answer>Ada</answer>"
+
+    with model_server(mumbles) as url:
+        assert main([*words, "--engine", url, "-n", "1"]) == 0
+    (score,) = records(tmp_path)
+    assert (score["reward"], score["is_success"], score["metrics"]["invalid_actions"]) == (0.8, True, 1.0)  # type: ignore[index]
+    assert seen[1] == HINT
+
+
+def test_who_only_searches_until_the_turns_are_over_gets_nothing(words: list[str], tmp_path: Path) -> None:
+    with model_server(lambda messages: "<search>bees</search>") as url:
+        assert main([*words, "--engine", url, "-n", "1", "--set", "max_turns=3"]) == 0
+    (score,) = records(tmp_path)
+    assert (score["reward"], score["turns"], score["metrics"]["searches"]) == (0.0, 3, 3.0)  # type: ignore[index]
+
+
+def test_no_question_is_in_both_splits() -> None:
+    tasks = open_tasks("search")
+    train, held_out = ({task.task_id for task in tasks.draw(TaskDraw(size=1000, split=split))} for split in TaskSplit)
+    assert not train & held_out
+    assert len(train) > 100
+    assert len(held_out) > 30
+    assert tasks.draw(TaskDraw(size=5, seed=1)) == tasks.draw(TaskDraw(size=5, seed=1))
+    assert tasks.draw(TaskDraw(size=5, seed=1)) != tasks.draw(TaskDraw(size=5, seed=2))
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"topk": "0"}, "the option topk=0 of search is refused"),
+        ({"search_backend": "bing"}, "the option search_backend=bing of search is refused"),
+        ({"k": "3"}, "search has no option 'k': it takes max_turns, topk"),
+        ({"documents": "/nowhere"}, "/nowhere cannot be read"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(option: dict[str, str], said: str) -> None:
+    with pytest.raises(Refused) as refused:
+        open_tasks("search", option)
+    assert said in refused.value.why
+
+
+def test_a_file_that_is_not_of_documents_is_told_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "d").write_text('{"title": "a", "text": "b"}\n\n{"title": 1}\n')
+    with pytest.raises(Refused, match="d line 3: "):
+        open_tasks("search", {"documents": str(tmp_path / "d")})

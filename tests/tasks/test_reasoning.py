@@ -1,0 +1,98 @@
+"""reasoning-gym's generators as ready tasks: draws, splits, and the verifier's score of an answer."""
+
+import pytest
+
+from bombus.environments.kinds import RolloutScores, Transcript
+from bombus.environments.plain.environment import PlainEnvironment
+from bombus.errors import Refused
+from bombus.sdk.types import Task
+from bombus.tasks.kinds import TaskDraw, TaskSplit
+from bombus.tasks.reasoning import FAMILY, GOLD_SCORES_NOTHING, ReasoningPuzzle, answer_in
+from bombus.tasks.registry import open_tasks
+
+GENERATORS = [name.name for name in FAMILY.names()]
+LEGS = open_tasks("reasoning_gym:leg_counting")
+
+
+def drawn(size: int, seed: int = 0, split: TaskSplit = TaskSplit.TRAIN, name: str = "leg_counting") -> list[Task]:
+    return open_tasks(f"reasoning_gym:{name}").draw(TaskDraw(size=size, seed=seed, split=split))
+
+
+async def scored(task: Task, reply: str) -> RolloutScores:
+    world = PlainEnvironment(LEGS.environment())
+    await world.open(task)
+    scores = await world.score(Transcript(messages=[{"role": "assistant", "content": reply}]))
+    await world.close()
+    return scores
+
+
+def test_the_same_draw_gives_the_same_tasks_and_a_larger_one_begins_with_them() -> None:
+    assert drawn(5) == drawn(5)
+    assert drawn(8)[:5] == drawn(5)
+    assert drawn(2)[1].task_id == "reasoning_gym:leg_counting/train/0/1"
+
+
+def test_other_seeds_and_the_other_split_give_other_tasks() -> None:
+    questions = [{task.main_query for task in drawn(50, seed, split)} for seed in (0, 1) for split in TaskSplit]
+    assert all(not one & other for at, one in enumerate(questions) for other in questions[:at])
+
+
+async def test_a_reply_is_scored_by_the_verifier() -> None:
+    task = drawn(1)[0]
+    (gold,) = ReasoningPuzzle().gold(task)
+    right = await scored(task, f"Let me count. {gold}")
+    assert (right.reward, right.is_success, right.metrics) == (1.0, True, {"has_answer": 1.0})
+    wrong = await scored(task, "<answer>-1</answer>")
+    assert (wrong.reward, wrong.is_success) == (0.0, False)
+    plain = await scored(task, gold.removeprefix("<answer>").removesuffix("</answer>"))
+    assert (plain.reward, plain.metrics) == (1.0, {"has_answer": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("42", "42"),
+        ("<answer> 42 </answer>", "42"),
+        ("<answer>1</answer> no: <answer>2</answer>.", "2"),
+        ("<answer>cut", "cut"),
+        ("", ""),
+    ],
+)
+def test_the_answer_of_a_reply(text: str, answer: str) -> None:
+    assert answer_in(text) == answer
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+async def test_the_gold_answer_of_every_generator_is_worth_1_but_for_those_that_are_marked(name: str) -> None:
+    (task,) = drawn(1, name=name)
+    world = PlainEnvironment(ReasoningPuzzle())
+    await world.open(task)
+    (gold,) = ReasoningPuzzle().gold(task)
+    scores = await world.score(Transcript(messages=[{"role": "assistant", "content": gold}]))
+    await world.close()
+    assert scores.reward == 1.0 or (name in GOLD_SCORES_NOTHING and scores.reward <= 0.01), scores
+
+
+async def test_an_answer_that_a_verifier_cannot_read_is_wrong() -> None:
+    (task,) = drawn(1, name="prime_factorization")
+    world = PlainEnvironment(ReasoningPuzzle())
+    await world.open(task)
+    scores = await world.score(Transcript(messages=[{"role": "assistant", "content": "no idea"}]))
+    assert scores.reward == 0.0
+
+
+def test_names_and_draws_that_there_are_not_are_refused() -> None:
+    with pytest.raises(Refused, match="reasoning_gym has no generator 'legs': `bombus tasks reasoning_gym` lists"):
+        open_tasks("reasoning_gym:legs")
+    with pytest.raises(
+        Refused, match="'reasoning_gym' does not name tasks of reasoning_gym: write reasoning_gym:<name>"
+    ):
+        open_tasks("reasoning_gym")
+    with pytest.raises(Refused, match="there are no tasks 'chess'"):
+        open_tasks("chess")
+    with pytest.raises(Refused, match="has no option 'x': it takes none"):
+        open_tasks("reasoning_gym:leg_counting", {"x": "1"})
+    with pytest.raises(Refused, match="0 tasks cannot be drawn"):
+        TaskDraw(size=0)
+    with pytest.raises(Refused, match="the seed 1000 is refused"):
+        TaskDraw(size=1, seed=1000)

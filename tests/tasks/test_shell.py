@@ -1,0 +1,89 @@
+"""Jobs in real sandboxes: each begins undone, and is done by its gold command and by nothing that only looks so."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bombus.cli import main
+from bombus.environments.backends.shell import ShellSandbox
+from bombus.environments.kinds import ResetFailed
+from bombus.errors import Refused
+from bombus.sdk.types import Task
+from bombus.tasks.kinds import TaskDraw, TaskSplit
+from bombus.tasks.shell import JOBS, ShellTasks, ShellWorld, job_of
+from tests.tasks.model_server import Conversation, model_server
+
+DRAWN = ShellTasks().draw(TaskDraw(size=2 * len(JOBS)))
+
+
+@pytest.fixture
+async def sandboxes() -> None:
+    sandbox = ShellSandbox()
+    try:
+        await sandbox.start()
+    except Refused as refused:
+        pytest.skip(refused.why)
+    finally:
+        await sandbox.stop()
+
+
+@pytest.mark.usefixtures("sandboxes")
+@pytest.mark.parametrize("task", DRAWN, ids=lambda task: f"{task.metadata['job']}-{task.task_id[-1]}")
+async def test_a_job_is_done_by_its_gold_command_alone(task: Task) -> None:
+    world = ShellWorld()
+    try:
+        await world.reset(task)
+        assert (await world.is_left_so(), await world.is_done()) == (0.0, False)
+        await world.run("echo wrong > answer.txt; echo wrong > sorted.txt")
+        assert await world.is_left_so() == 0.0
+        await world.run("rm answer.txt sorted.txt")
+        ((_, arguments), _) = world.gold(task)  # type: ignore[misc]
+        await world.run(arguments["command"])  # type: ignore[has-type]
+        assert (await world.is_left_so(), await world.is_done()) == (1.0, True)
+    finally:
+        await world.close()
+
+
+@pytest.mark.usefixtures("sandboxes")
+async def test_what_a_command_prints_and_its_code_are_shown() -> None:
+    world = ShellWorld()
+    await world.reset(DRAWN[0])
+    assert await world.run("echo a; false") == "a\n(exit code 1)"
+    assert await world.run("true") == "(done, without output)"
+    assert world.failed_commands() == 1.0
+    await world.close()
+    with pytest.raises(ResetFailed, match="was not set up"):
+        await world.run("true")
+
+
+def test_jobs_are_made_from_seed_and_split() -> None:
+    tasks = ShellTasks()
+    assert tasks.draw(TaskDraw(size=12)) == DRAWN
+    drawn = [
+        {str(job_of(task)) for task in tasks.draw(TaskDraw(size=60, seed=seed, split=split))}
+        for seed in (0, 1)
+        for split in TaskSplit
+    ]
+    assert all(not one & other for at, one in enumerate(drawn) for other in drawn[:at])
+    with pytest.raises(ResetFailed, match="must be one of count-lines"):
+        job_of(Task(metadata={"job": "dance"}))
+
+
+@pytest.mark.usefixtures("sandboxes")
+def test_a_run_is_scored_by_what_is_left_in_the_folders(tmp_path: Path) -> None:
+    gold = {task.main_query: job_of(task).gold for task in DRAWN}
+
+    def works(messages: Conversation) -> dict[str, object]:
+        if messages[-1]["role"] == "tool":
+            return {"role": "assistant", "content": "Done."}
+        function = {"name": "run", "arguments": json.dumps({"command": gold[messages[1]["content"]]})}
+        call = {"id": "c", "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    out = tmp_path / "out"
+    with model_server(works) as url:
+        assert main(shlex.split(f"run --task shell --engine {url} -n 6 --at-once 2 --out {shlex.quote(str(out))}")) == 0
+    scores = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(score["reward"], score["turns"]) for score in scores] == [(1.0, 2)] * 6
