@@ -18,6 +18,7 @@ from bombus.bus import Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.config.documents import parse_job
 from bombus.config.job import RunConfig
+from bombus.environments.openenv import messages as openenv
 from bombus.errors import EngineFault, LogCorrupted, Refused
 from bombus.hive import events, generation, inbox, records
 from bombus.hive.records import pack_tokens
@@ -259,6 +260,7 @@ def all_decoders() -> tuple[Decoder, ...]:
         Decoder("responses", _plain(read_response_request), (Refused,), RESPONSES, to_json),
         *_training(),
         *_atropos(),
+        *_environments(),
         Decoder("tokenize", _plain(read_tokenize), (Refused,), TOKENIZE, to_json),
         Decoder("end of an episode", _plain(_end), (Refused,), SWARM["/end_episode"], to_json),
         *_bodies(),
@@ -303,6 +305,19 @@ def _atropos() -> list[Decoder]:
     ]
     packed = Decoder("atropos gzip", _plain(_inflated), (Refused,), SCORED["/scored_data"], _gzipped)
     return [*doors, packed, Decoder("scored group", _plain(decode_group), (LogCorrupted,), _groups())]
+
+
+def _environments() -> list[Decoder]:
+    """Return what reads the messages of an environment server's clients."""
+    call = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "guess", "arguments": {"number": 5}}}
+    messages: list[Tree] = [
+        {"type": "reset", "data": {"seed": 3, "episode_id": "e1", "task": {"main_query": "find it"}}},
+        {"type": "step", "data": {"tool": "guess", "arguments": {"number": 5}}},
+        {"type": "mcp", "data": call},
+        {"type": "state"},
+        {"type": "close"},
+    ]
+    return [Decoder("environment message", _plain(openenv.decode), (openenv.NotAMessage,), messages, to_json)]
 
 
 def _inflated(body: bytes) -> object:

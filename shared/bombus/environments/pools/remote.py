@@ -112,10 +112,7 @@ class RemoteEnvironment:
         ]
 
     async def _step(self, call: ToolCall) -> ToolOutcome:
-        try:
-            arguments = msgspec.json.decode(call.arguments, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise StepRefused("", f"the arguments are not a JSON object: {error}") from error
+        arguments = arguments_of(call)
         if self._has_tools:
             arguments = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
         elif call.name != ACTION_TOOL:
@@ -139,3 +136,11 @@ def reset_of(task: Task) -> dict[str, Any]:
     """Return the arguments of a reset for a server that does not know tasks: the metadata, such as `seed`."""
     given = {"episode_id": task.task_id} if task.task_id else {}
     return {**given, **task.metadata}
+
+
+def arguments_of(call: ToolCall) -> dict[str, Any]:
+    """Return what a model wrote as the arguments of a call. Raises `StepRefused`."""
+    try:
+        return msgspec.json.decode(call.arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise StepRefused("", f"the arguments are not a JSON object: {error}") from error
