@@ -38,21 +38,34 @@ class EpisodeGrouper:
         self._hive = hive
         self._calls = BusCallReader(bus)
         self._parts = Parts(bus, bus.subjects.trajectories_stream)
+        self._jobs: dict[str, tuple[str, RunConfig | None]] = {}  # by engine, as it is on the log and as it is read
         self._made: dict[str, float] = {}  # when each episode, by the first of its group, was last made one
 
     async def make(self, now_s: float) -> None:
         """Make the groups that are complete. Raises `BusUnavailable`."""
         self._made = {episode: at_s for episode, at_s in self._made.items() if at_s > now_s - AGAIN_S}
         for engine in list(self._hive().engines.values()):
-            if engine.groups_episodes and not self._hive().refusing_groups:
+            if engine.groups_episodes and not self._hive().refusing_groups and (job := self._job(engine)) is not None:
                 for episodes in list(_complete(engine)):
                     if episodes[0].episode not in self._made:
-                        await self._make(engine, episodes)
+                        await self._make(engine, job, episodes)
                         self._made[episodes[0].episode] = now_s
 
-    async def _make(self, engine: EngineState, episodes: Sequence[Completed]) -> None:
+    def _job(self, engine: EngineState) -> RunConfig | None:
+        """Return the job of an engine that runs, None where this release cannot read it."""
+        text = "" if engine.active is None else engine.active.config
+        if self._jobs.get(engine.name, ("",))[0] != text:
+            try:
+                job = RunConfig.from_json(text)
+            except Refused as refusal:
+                log.error("no groups are made of the episodes of engine %s: its job: %s", engine.name, refusal.why)
+                job = None
+            self._jobs[engine.name] = (text, job)
+        return self._jobs.get(engine.name, ("", None))[1]
+
+    async def _make(self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]) -> None:
         run, names = engine.run, tuple(each.episode for each in episodes)
-        group, why = await self._group(engine, episodes)
+        group, why = await self._group(engine, job, episodes)
         queued = None
         if group is not None:
             record = await asyncio.to_thread(encode_group, group)
@@ -74,10 +87,10 @@ class EpisodeGrouper:
         )
         await self._bus.inbox.send(message)
 
-    async def _group(self, engine: EngineState, episodes: Sequence[Completed]) -> tuple[ScoredGroup | None, str]:
+    async def _group(
+        self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]
+    ) -> tuple[ScoredGroup | None, str]:
         """Return the group of these episodes, or why there is none."""
-        assert engine.active is not None
-        job = RunConfig.from_json(engine.active.config)
         trainer = engine.trajectories.trainer
         tokens_max = trainer.max_token_len if trainer is not None and engine.trains_scored else 0
         try:

@@ -4,7 +4,6 @@ What is refused is told in the form that Atropos's server has. A request that on
 clients send again.
 """
 
-import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -149,10 +148,10 @@ class DeliveredBatch(StreamingResponse):
         request: Request,
         records: RecordReader,
         headers: dict[str, str],
-        parts: Iterator[bytes],
+        next_piece: Callable[[], Awaitable[bytes]],
         delivered: Callable[[], Awaitable[None]],
     ) -> None:
-        super().__init__(self._sent(parts), media_type=JSON, headers=headers)
+        super().__init__(self._sent(next_piece), media_type=JSON, headers=headers)
         self._request = request
         self._records = records
         self._delivered = delivered
@@ -169,12 +168,12 @@ class DeliveredBatch(StreamingResponse):
         if self._is_whole:
             await self._delivered()
 
-    async def _sent(self, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield parts, which take long to make, while other requests go on; then look whether the client is there.
+    async def _sent(self, next_piece: Callable[[], Awaitable[bytes]]) -> AsyncIterator[bytes]:
+        """Yield pieces, which take long to make, while other requests go on; then look whether the client is there.
 
         Afterwards it cannot be seen: a server takes the end of an answer for the end of its connection.
         """
-        while piece := await asyncio.to_thread(_piece, parts):
+        while piece := await next_piece():
             yield piece
         self._is_whole = not await self._request.is_disconnected()
 
@@ -248,7 +247,7 @@ class ScoredRoutes:
                 return _answered(request, NO_BATCH)
             try:
                 records = await self._shelf.records(batch.groups)
-                headers, parts = await asyncio.to_thread(_written, records, accepted)
+                headers, parts = await self._shelf.written(_written, records, accepted)
             except LogCorrupted as error:
                 if batch.delivered:
                     raise Refused(
@@ -260,7 +259,8 @@ class ScoredRoutes:
                 await self._shelf.give_up_lost(batch)
                 continue
             headers = {**headers, BATCH_NUMBER: str(batch.number)}
-            return DeliveredBatch(request, records, headers, parts, partial(self._delivered, batch, after))
+            pieces, delivered = partial(self._shelf.written, _piece, parts), partial(self._delivered, batch, after)
+            return DeliveredBatch(request, records, headers, pieces, delivered)
         raise Refused(Code.OVERLOADED, "Groups of the next batches are lost, and are given up in turn: ask again.")
 
     async def _delivered(self, batch: HandedOut, after: int | None) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 from bombus.bus.large.parts import Parts
@@ -21,6 +22,7 @@ from bombus_gateway.scored.reading import RecordReader
 ARRIVAL_S = 1.0  # within which a batch that was sent is known to have arrived
 ATTEMPTS_MAX = 4
 DECODING_MAX = 2  # bodies at once: one takes many times its size while it is read
+WRITERS_MAX = 4  # batches whose parts are made at the same time; others take turns with them
 AT_ONCE_MAX = 16  # bodies that are stored, for one request
 AT_ONCE_BYTES = 128 << 10  # of a body that takes less than a millisecond: another thread for it would take as long
 _T = TypeVar("_T")
@@ -43,6 +45,7 @@ class GroupShelf:
         self._parts = Parts(gateway.bus, gateway.bus.subjects.trajectories_stream)
         self._subject = gateway.bus.subjects.trajectory(engine)
         self._decoding = asyncio.Semaphore(DECODING_MAX)
+        self._writers = ThreadPoolExecutor(WRITERS_MAX, "batch")
         self._lost: set[BodyRef] = set()  # that were not there when a batch was sent: they are looked at first
 
     @property
@@ -63,6 +66,14 @@ class GroupShelf:
             return compute(*given)
         async with self._decoding:
             return await asyncio.to_thread(compute, *given)
+
+    async def written(self, write: Callable[..., _T], *given: object) -> _T:
+        """Return what `write` makes of a batch, in a thread that may wait for records.
+
+        They are not those of `asyncio.to_thread`, which reading a record needs: where all of these waited for records,
+        no record would come.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._writers, write, *given)
 
     # ---- in -------------------------------------------------------------------------------------------------------
 
