@@ -118,6 +118,14 @@ CLIENTS |= {"/", "/batch", "/disconnect-env", "/info", "/latest_example", "/regi
 CLIENTS |= {"/scored_data_list", "/status", "/status-env", "/wandb_info"}
 
 
+JOINT = {
+    "/claim_joint_episodes",
+    "/end_joint_episodes",
+    "/abort_joint_episodes",
+    "/touch_joint_episodes",
+}  # of no engine
+
+
 @pytest.fixture
 async def keyed(bus: Bus) -> AsyncIterator[PlayedHive]:
     async with played_hive(bus, keys=BOTH) as played:
@@ -138,7 +146,7 @@ async def test_every_route_has_its_guard(keyed: PlayedHive) -> None:
     """A new route has to be added to one of the sets above, and be guarded accordingly."""
     keyed.gateway.ready = False  # a request that passes gets a 503 and changes nothing
     routes = routes_of(keyed.app)
-    assert {path.removeprefix("/e/main") for _, path in routes} == OPEN | CALL | CONTROL | CLIENTS
+    assert {path.removeprefix("/e/main") for _, path in routes} == OPEN | CALL | CONTROL | CLIENTS | JOINT
     assert {path for _, path in routes if path.startswith("/e/")} >= {
         f"/e/main{one}" for one in CALL | CONTROL | CLIENTS
     }
