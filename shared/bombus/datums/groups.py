@@ -1,6 +1,7 @@
 """Ended episodes of one task as a scored group: a sequence for each line of tokens, with its episode's reward."""
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
 from math import isfinite
@@ -101,9 +102,10 @@ def _sequence(line: CallLine, records: Sequence[CallRecord]) -> _Sequence | None
 def _advantages(
     episodes: Sequence[GroupedEpisode], found: Sequence[list[_Sequence]], estimator: Estimator, normalise_std: bool
 ) -> PackedFloats:
+    learnt = [Counter(call for each in lines for call in each.calls) for lines in found]
     lengths = [
-        [sum(each.calls.count(call) for each in lines) for call in range(len(episode.records))]
-        for episode, lines in zip(episodes, found, strict=True)
+        [counts[call] for call in range(len(episode.records))]
+        for episode, counts in zip(episodes, learnt, strict=True)
     ]
     rewards, of_calls = [each.reward for each in episodes], [each.call_rewards for each in episodes]
     advantages = call_advantages(rewards, of_calls, lengths, estimator, normalise_std)
