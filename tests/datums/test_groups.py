@@ -5,7 +5,7 @@ from time import process_time
 
 import pytest
 
-from bombus.datums.groups import GroupedEpisode, group_of_episodes
+from bombus.datums.groups import EpisodeSequences, GroupedEpisode, group_of_episodes, sequences_of
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord
 from bombus.hive.trajectories.records import ScoredGroup, int_rows
@@ -15,8 +15,8 @@ from bombus_trainer.data.scored import group_of
 from tests.trainer.small_batches import VOCAB, call, tiny_settings
 
 
-def played(reward: float, *records: CallRecord, call_rewards: tuple[float, ...] | None = None) -> GroupedEpisode:
-    return GroupedEpisode(reward=reward, records=records, call_rewards=call_rewards)
+def played(reward: float, *records: CallRecord, call_rewards: tuple[float, ...] | None = None) -> EpisodeSequences:
+    return sequences_of(GroupedEpisode(reward=reward, records=records, call_rewards=call_rewards))
 
 
 def rows(group: ScoredGroup, packed: bytes) -> list[list[int]]:
