@@ -1,16 +1,124 @@
-"""The leader makes scored groups of ended episodes."""
+"""The leader makes scored groups of ended episodes: their calls are read from a real stream."""
 
 import logging
+from contextlib import suppress
 
+import msgspec
 import pytest
 
 from bombus.bus import Bus
+from bombus.bus.large.parts import Parts
+from bombus.errors import BusUnavailable
 from bombus.hive import inbox
-from bombus.hive.events import Collection
-from bombus_coordinator.grouping import EpisodeGrouper
+from bombus.hive.events import Collection, NotedCall
+from bombus.hive.inbox import EpisodesGrouped
+from bombus.hive.records import CallRecord, CallRef, digest, encode_record
+from bombus.hive.trajectories.records import ScoredGroup, decode_group, int_rows
+from bombus_coordinator.grouping import AGAIN_S, EpisodeGrouper
 from tests.coordinator.core_in_memory import ENGINE
 from tests.coordinator.scored_in_memory import ScoredHarness
 from tests.coordinator.test_trained_trajectories import TrainedHarness
+from tests.trainer.small_batches import call
+
+
+async def play(bus: Bus, harness: TrainedHarness, reward: float, *records: CallRecord) -> str:
+    """Play an episode of task t1 whose calls are on the bus. Its calls follow each other."""
+    (episode,) = harness.claim()
+    parent: CallRef | None = None
+    for record in records:
+        body = encode_record(msgspec.structs.replace(record, parent=parent, episode=episode))
+        ack = await bus.publisher.publish(bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
+        parent = CallRef(ack.seq, record.id, digest(body))
+        noted = NotedCall(episode, parent, 2, 1, 0, 0)
+        harness.send(inbox.CallRecorded(id=record.id, engine=ENGINE, run=harness.engine.run, call=noted))
+    harness.end(episode, "t1", reward)
+    return episode
+
+
+async def made(bus: Bus, number: int = 1) -> EpisodesGrouped:
+    """Return the message of this number that the leader has sent."""
+    (stored,) = await bus.get_many(bus.subjects.inbox_stream, [number])
+    message = inbox.decode_message(stored.data)
+    assert isinstance(message, EpisodesGrouped)
+    return message
+
+
+async def group_in(bus: Bus, message: EpisodesGrouped) -> ScoredGroup:
+    assert message.group is not None
+    assert message.group.body is not None
+    return decode_group(await Parts(bus, bus.subjects.trajectories_stream).fetch(message.group.body))
+
+
+async def fill(bus: Bus) -> None:
+    """Fill the stream of scored groups."""
+    parts = Parts(bus, bus.subjects.trajectories_stream)
+    for size in (32 << 20, 1 << 20, 64 << 10, 4 << 10, 100):
+        with suppress(BusUnavailable):
+            while True:
+                await parts.store(bus.subjects.trajectory(ENGINE), bytes(size))
+
+
+def rolling(**more: object) -> TrainedHarness:
+    harness = TrainedHarness(episode_groups=True, num_repeat=2, **more)
+    harness.roll()
+    return harness
+
+
+def two_temperatures(name: str) -> tuple[CallRecord, CallRecord]:
+    first = call(name, [1], [2], temperature=0.5)
+    return first, call(name * 2, [3], [4], parent=first)
+
+
+async def test_an_episode_that_cannot_be_in_a_group_does_not_take_the_others_with_it(bus: Bus) -> None:
+    harness = rolling()
+    episodes = (
+        await play(bus, harness, 1.0, *two_temperatures("a")),
+        await play(bus, harness, 0.25, call("b", [1, 2], [3])),
+    )
+    await EpisodeGrouper(bus, lambda: harness.core.hive).make(0.0)
+    message = await made(bus)
+    group = await group_in(bus, message)
+    assert int_rows(group.tokens, group.sequence_lengths()) == [[1, 2, 3]]
+    assert group.scores.rows([1]) == [[0.25]]
+    assert message.episodes == episodes, "both leave the pool"
+    harness.send(message)
+    assert not harness.engine.pool
+    assert len(harness.scored.queue.groups) == 1
+
+
+async def test_where_no_episode_can_be_in_a_group_all_are_dropped_with_the_reason(bus: Bus) -> None:
+    harness = rolling()
+    for name in ("a", "b"):
+        await play(bus, harness, 1.0, *two_temperatures(name))
+    await EpisodeGrouper(bus, lambda: harness.core.hive).make(0.0)
+    message = await made(bus)
+    assert message.group is None
+    assert message.why == "calls of one conversation were sampled at 2 temperatures"
+
+
+async def test_a_group_that_was_not_queued_is_made_again_after_a_while(bus: Bus) -> None:
+    harness = rolling()
+    for name in ("a", "b"):
+        await play(bus, harness, 1.0, call(name, [1, 2], [3]))
+    grouper = EpisodeGrouper(bus, lambda: harness.core.hive)
+    await grouper.make(0.0)
+    await grouper.make(AGAIN_S - 1)
+    assert (await bus.state(bus.subjects.inbox_stream)).last_seq == 1, "it may still be decided"
+    await grouper.make(AGAIN_S)
+    assert (await made(bus, 2)).episodes == (await made(bus, 1)).episodes
+
+
+async def test_a_group_that_could_not_be_stored_is_not_computed_again_at_once(bus: Bus) -> None:
+    harness = rolling()
+    for name in ("a", "b"):
+        await play(bus, harness, 1.0, call(name, [1, 2], [3]))
+    await fill(bus)
+    grouper = EpisodeGrouper(bus, lambda: harness.core.hive)
+    with pytest.raises(BusUnavailable):
+        await grouper.make(0.0)
+    await grouper.make(0.5)
+    with pytest.raises(BusUnavailable):
+        await grouper.make(AGAIN_S)
 
 
 class GroupedHarness(TrainedHarness):

@@ -17,6 +17,7 @@ from bombus_coordinator.retention import FILL_FOR_REPLAY, Floor, Purge, floor, f
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.core_world import World
 from tests.coordinator.test_shell import boot, claim, end, leading
+from tests.coordinator.test_trained_trajectories import TrainedHarness, grouped
 from tests.patience import PATIENCE_S
 
 MB = 1 << 20
@@ -131,7 +132,26 @@ def test_a_new_run_keeps_the_last_runs_calls_for_replay() -> None:
     given.configure(Collection(batch_size=1, num_repeat=2, replay_steps=4))
     given.send(inbox.Start(id="again", engine=ENGINE))
     assert given.engine.run == 2
-    assert floor(given.engine) == before
+    assert before == Floor(kept=0, needed=11)
+    assert floor(given.engine) == Floor(kept=0, needed=100), "and needs none of them"
+
+
+def test_a_run_that_makes_no_steps_needs_no_calls_of_an_earlier_run() -> None:
+    given = TrainedHarness(replay_steps=3)
+    given.roll()
+    for step in (1, 2, 3):
+        given.push_batch()
+        given.step_done(step)
+        given.save_weights(step)
+        given.load(step)
+    given.request(inbox.Stop(id="stop", engine=ENGINE))
+    given.configure(Collection(episode_groups=True, num_repeat=2, replay_steps=3))
+    given.roll()
+    for number in range(6):
+        given.play(f"t{number // 2}")
+        if number % 2:
+            grouped(given, given.group())
+    assert floor(given.engine) == Floor(kept=0, needed=given.engine.newest_call)
 
 
 def test_late_calls_and_those_of_another_run_do_not_move_the_floor() -> None:

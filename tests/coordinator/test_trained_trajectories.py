@@ -11,7 +11,7 @@ from bombus.hive.inbox import AnyAnswer, Done, Pushed, Refusal
 from bombus.hive.state import Hive, Phase, evolve
 from bombus.hive.status import render_status
 from bombus.hive.trajectories.queue import QueuedGroup
-from tests.coordinator.core_in_memory import ENGINE
+from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.scored_in_memory import ScoredHarness
 
 
@@ -318,3 +318,68 @@ def test_ended_episodes_that_wait_for_others_of_their_task_are_dropped_when_they
         harness.load(step)
     (dropped,) = [event for event in harness.log if isinstance(event, ev.GroupDropped)]
     assert (dropped.reason, dropped.episodes) == (DropReason.STALE, (old,))
+
+
+def make_steps(harness: TrainedHarness, *steps: int) -> None:
+    for step in steps:
+        if harness.engine.batch is None:
+            harness.push_batch()
+        harness.step_done(step)
+        harness.save_weights(step)
+        harness.load(step)
+
+
+def dropped_from(harness: TrainedHarness) -> list[tuple[str, ...]]:
+    return [event.episodes for event in harness.log if isinstance(event, ev.GroupDropped)]
+
+
+def test_a_complete_task_waits_for_room_however_old_it_is() -> None:
+    harness = pooled()
+    for _ in range(2):
+        harness.push_batch()
+    harness.send(inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10))
+    make_steps(harness, 1, 2)
+    assert harness.engine.version == 2
+    assert len(harness.engine.pool) == 2
+    assert dropped_from(harness) == []
+
+
+def test_ended_episodes_wait_for_open_ones_that_were_claimed_before_they_ended() -> None:
+    harness = TrainedHarness(episode_groups=True, num_repeat=2, max_carry_staleness=1)
+    harness.roll()
+    quick, slow = (harness.claim()[0] for _ in range(2))
+    for episode in (quick, slow):
+        harness.call(episode)
+    harness.end(quick, "t1")
+    make_steps(harness, 1, 2)
+    harness.end(slow, "t1")
+    assert list(harness.engine.pool) == [quick, slow], "the task is complete"
+    assert dropped_from(harness) == []
+
+
+def test_ended_episodes_do_not_wait_for_those_of_another_task_nor_for_later_ones() -> None:
+    harness = TrainedHarness(episode_groups=True, num_repeat=2, max_carry_staleness=1)
+    harness.roll()
+    ((other,), (quick,)) = (harness.claim(task_hint="t2"), harness.claim())
+    harness.call(quick)
+    harness.end(quick, "t1")
+    harness.tick()
+    harness.claim()
+    make_steps(harness, 1, 2)
+    assert other in harness.engine.open
+    assert dropped_from(harness) == [(quick,)]
+
+
+def test_no_episode_is_handed_out_while_there_is_no_room_for_its_group() -> None:
+    harness = pooled()
+    full = inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10)
+    harness.send(full)
+    refusal = refused(harness.request(harness.claim_message()))
+    assert refusal.code == Code.STORAGE_FULL
+    assert "of stream trajectories" in refusal.why
+    harness.send(msgspec.structs.replace(full, id="room", used=5))
+    assert harness.claim()
+    episodes = CoreHarness()
+    episodes.boot()
+    episodes.send(full)
+    assert episodes.claim(), "nothing else needs that stream"

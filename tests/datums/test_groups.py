@@ -1,10 +1,11 @@
 """Ended episodes as a scored group, which our own trainer and outside ones read."""
 
 import json
+from time import process_time
 
 import pytest
 
-from bombus.datums.groups import GroupedEpisode, group_of_episodes
+from bombus.datums.groups import EpisodeSequences, GroupedEpisode, group_of_episodes, sequences_of
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord
 from bombus.hive.trajectories.records import ScoredGroup, int_rows
@@ -14,8 +15,8 @@ from bombus_trainer.data.scored import group_of
 from tests.trainer.small_batches import VOCAB, call, tiny_settings
 
 
-def played(reward: float, *records: CallRecord, call_rewards: tuple[float, ...] | None = None) -> GroupedEpisode:
-    return GroupedEpisode(reward=reward, records=records, call_rewards=call_rewards)
+def played(reward: float, *records: CallRecord, call_rewards: tuple[float, ...] | None = None) -> EpisodeSequences:
+    return sequences_of(GroupedEpisode(reward=reward, records=records, call_rewards=call_rewards))
 
 
 def rows(group: ScoredGroup, packed: bytes) -> list[list[int]]:
@@ -57,6 +58,18 @@ def test_rewards_of_calls_become_advantages_of_their_tokens() -> None:
     group = group_of_episodes(episodes)
     assert group.advantages is not None  # turn 1 has rewards 1 and 0, turn 2 has 0 and 0
     assert group.advantages.rows([4, 4]) == [[0.0, 0.5, 0.0, 0.0], [0.0, -0.5, 0.0, 0.0]]
+
+
+def test_rewards_of_many_calls_cost_little_more_than_the_episodes_themselves() -> None:
+    records = [call("a0", [1], [2])]
+    for number in range(1, 2_000):
+        records.append(call(f"a{number}", [1] * 9, [2] * 9, parent=records[-1]))
+    times = []
+    for rewards in (None, (0.0,) * len(records)):
+        began = process_time()
+        group_of_episodes([played(1.0, *records, call_rewards=rewards)] * 4)
+        times.append(process_time() - began)
+    assert times[1] < 3 * times[0]
 
 
 def test_a_temperature_is_told_for_each_sequence() -> None:

@@ -118,12 +118,7 @@ CLIENTS |= {"/", "/batch", "/disconnect-env", "/info", "/latest_example", "/regi
 CLIENTS |= {"/scored_data_list", "/status", "/status-env", "/wandb_info"}
 
 
-JOINT = {
-    "/claim_joint_episodes",
-    "/end_joint_episodes",
-    "/abort_joint_episodes",
-    "/touch_joint_episodes",
-}  # of no engine
+JOINT = {f"/{what}_joint_episodes" for what in ("claim", "end", "abort", "touch")}  # of no engine
 
 
 @pytest.fixture

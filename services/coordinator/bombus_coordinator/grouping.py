@@ -1,7 +1,8 @@
 """Make scored groups of ended episodes (R16), in a run whose job says so (`collection.episode_groups`).
 
 As soon as a task has `num_repeat` ended episodes, the leader reads their calls, stores the group, and says so. The core
-takes the episodes from the pool and queues the group in one event, so what is made twice counts once.
+takes the episodes from the pool and queues the group in one event, so what is made twice counts once. An episode that
+cannot be in a group is left out of it.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from bombus.bus import Bus, ServerRefused
 from bombus.bus.large.parts import Parts
 from bombus.config.algorithms import Estimator, named
 from bombus.config.job import RunConfig
-from bombus.datums.groups import GroupedEpisode, group_of_episodes
+from bombus.datums.groups import EpisodeSequences, GroupedEpisode, group_of_episodes, sequences_of
 from bombus.datums.reading import BusCallReader, ancestors
 from bombus.errors import BusUnavailable, LogCorrupted, Refused
 from bombus.hive.collection import pick, tasks
@@ -48,8 +49,8 @@ class EpisodeGrouper:
             if engine.groups_episodes and not self._hive().refusing_groups and (job := self._job(engine)) is not None:
                 for episodes in list(_complete(engine)):
                     if episodes[0].episode not in self._made:
-                        await self._make(engine, job, episodes)
                         self._made[episodes[0].episode] = now_s
+                        await self._make(engine, job, episodes)
 
     def _job(self, engine: EngineState) -> RunConfig | None:
         """Return the job of an engine that runs, None where this release cannot read it."""
@@ -90,15 +91,24 @@ class EpisodeGrouper:
     async def _group(
         self, engine: EngineState, job: RunConfig, episodes: Sequence[Completed]
     ) -> tuple[ScoredGroup | None, str]:
-        """Return the group of these episodes, or why there is none."""
+        """Return the group of those episodes that can be in one, or why there is none."""
         trainer = engine.trajectories.trainer
         tokens_max = trainer.max_token_len if trainer is not None and engine.trains_scored else 0
+        played: list[EpisodeSequences] = []
+        why = ""
+        for each in episodes:
+            try:
+                given = await self._played(each, job.rollout.trains_side_calls)
+                played.append(await asyncio.to_thread(sequences_of, given))
+            except (LogCorrupted, ValueError) as error:
+                why = str(error)
+                log.error("episode %s of task %s is left out of its group: %s", each.episode, each.task, why)
+        if not played:
+            return None, why
+        estimator = named(Estimator, job.trainer.adv_estimator) or Estimator.GRPO
         try:
-            played = [await self._played(each, job.rollout.trains_side_calls) for each in episodes]
-            estimator = named(Estimator, job.trainer.adv_estimator) or Estimator.GRPO
-            normalise = job.trainer.normalise_by_std
-            group = await asyncio.to_thread(group_of_episodes, played, estimator, normalise)
-        except (LogCorrupted, ValueError) as error:
+            group = await asyncio.to_thread(group_of_episodes, played, estimator, job.trainer.normalise_by_std)
+        except ValueError as error:
             return None, str(error)
         why = await asyncio.to_thread(why_not_trained, group, tokens_max) if engine.trains_scored else ""
         return (None, why) if why else (group, "")

@@ -40,7 +40,8 @@ class Floor(msgspec.Struct, frozen=True):
 
 def floor(engine: EngineState) -> Floor:
     """Return the floor of this state and of every state that may follow it."""
-    held = [engine.newest_call, *engine.steps_from[-engine.steps_needed :]]
+    made = min(engine.steps_needed, engine.step - engine.begun)  # those of earlier runs are kept for replay alone
+    held = [engine.newest_call, *engine.steps_from[len(engine.steps_from) - made :]]
     held += [episode.calls_from for episode in engine.open.values()]
     held += [completed.calls_from for completed in engine.pool.values()]
     needed = min(held)

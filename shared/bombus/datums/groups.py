@@ -1,6 +1,7 @@
 """Ended episodes of one task as a scored group: a sequence for each line of tokens, with its episode's reward."""
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
 from math import isfinite
@@ -39,16 +40,35 @@ class _Sequence(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
 
 
+class EpisodeSequences(msgspec.Struct, frozen=True):
+    """An ended episode as the sequences of a group. There is none for a line of which nothing is learnt."""
+
+    episode: GroupedEpisode
+    sequences: list[_Sequence]
+
+
+def sequences_of(episode: GroupedEpisode) -> EpisodeSequences:
+    """Return an episode's sequences. Raises `LogCorrupted` for calls that do not fit together.
+
+    Raises `ValueError`, with a sentence, for an episode that cannot be in a group, whatever the others are.
+    """
+    found = (_sequence(line, episode.records) for line in lines_of(episode.records, episode.context).lines)
+    given = episode.call_rewards
+    if given is not None and len(given) != len(episode.records):
+        raise ValueError(f"{len(given)} call rewards for {len(episode.records)} calls")
+    return EpisodeSequences(episode, [each for each in found if each is not None])
+
+
 def group_of_episodes(
-    episodes: Sequence[GroupedEpisode], estimator: Estimator = Estimator.DR_GRPO, normalise_std: bool = True
+    played: Sequence[EpisodeSequences], estimator: Estimator = Estimator.DR_GRPO, normalise_std: bool = True
 ) -> ScoredGroup:
     """Return episodes as a group. Its sequences keep the order of the episodes, and are as many as their lines.
 
     Where an episode has several lines, or rewards of its calls, the group has the advantages that `estimator` gives to
-    their tokens, since scores alone would count such an episode several times. Raises `LogCorrupted` for calls that do
-    not fit together, and `ValueError`, with a sentence, for episodes that cannot be a group.
+    their tokens, since scores alone would count such an episode several times. Raises `ValueError`, with a sentence,
+    where nothing of any of them is learnt.
     """
-    found = [_sequences(episode) for episode in episodes]
+    episodes, found = [each.episode for each in played], [each.sequences for each in played]
     sequences = [each for lines in found for each in lines]
     if not sequences:
         raise ValueError("no token of its episodes is learnt: none was sampled, or all at temperature 0")
@@ -66,11 +86,6 @@ def group_of_episodes(
         overrides=b"" if set(warm) == {1.0} else _encode([{TEMPERATURE: each} for each in warm]),
         messages=_encode(messages) if any(messages) else b"",
     )
-
-
-def _sequences(episode: GroupedEpisode) -> list[_Sequence]:
-    found = (_sequence(line, episode.records) for line in lines_of(episode.records, episode.context).lines)
-    return [each for each in found if each is not None]
 
 
 def _sequence(line: CallLine, records: Sequence[CallRecord]) -> _Sequence | None:
@@ -101,9 +116,9 @@ def _sequence(line: CallLine, records: Sequence[CallRecord]) -> _Sequence | None
 def _advantages(
     episodes: Sequence[GroupedEpisode], found: Sequence[list[_Sequence]], estimator: Estimator, normalise_std: bool
 ) -> PackedFloats:
+    learnt = [Counter(call for each in lines for call in each.calls) for lines in found]
     lengths = [
-        [sum(each.calls.count(call) for each in lines) for call in range(len(episode.records))]
-        for episode, lines in zip(episodes, found, strict=True)
+        [counts[call] for call in range(len(episode.records))] for episode, counts in zip(episodes, learnt, strict=True)
     ]
     rewards, of_calls = [each.reward for each in episodes], [each.call_rewards for each in episodes]
     advantages = call_advantages(rewards, of_calls, lengths, estimator, normalise_std)

@@ -56,9 +56,10 @@ def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:
     )
 
 
-def no_room(live: Live) -> Refused:
-    """Return the refusal of new work: the storage that is left is kept for work in progress."""
-    return Refused(Code.STORAGE_FULL, f"{live.refusing} Try again when there is room.")
+def no_room(live: Live, engine: EngineState | None = None) -> Refused:
+    """Return the refusal of new work, of an engine: the storage that is left is kept for work in progress."""
+    why = live.refusing if engine is None else live.refusing_of(engine)
+    return Refused(Code.STORAGE_FULL, f"{why} Try again when there is room.")
 
 
 def capped(live: Live, engine: EngineState, claim: Claim) -> Refused | None:
@@ -192,8 +193,8 @@ def claim(hive: Hive, live: Live, message: Claim) -> Decisions:
         yield Decision(replies=(CommandReply(message.id, granted),))
         return
     sampler_of(engine, message)
-    if live.refusing:
-        raise no_room(live)
+    if live.refusing_of(engine):
+        raise no_room(live, engine)
     if engine.phase == Phase.OFFLINE:
         raise why_none(engine)
     queue = live.queue(engine)
@@ -209,7 +210,7 @@ def claim(hive: Hive, live: Live, message: Claim) -> Decisions:
 
 
 def _is_granting(engine: EngineState, live: Live) -> bool:
-    return engine.granting and not live.refusing
+    return engine.granting and not live.refusing_of(engine)
 
 
 def _fits(engine: EngineState, live: Live, claim: Claim) -> bool:
@@ -257,7 +258,8 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
     replies: list[CommandReply] = []
     for waiting in queue.clear() if engine.phase == Phase.OFFLINE else queue.over(live.now_ns):
         claim = waiting.claim
-        answer = refusal(no_room(live) if live.refusing else capped(live, engine, claim) or why_none(engine, claim))
+        full = no_room(live, engine) if live.refusing_of(engine) else None
+        answer = refusal(full or capped(live, engine, claim) or why_none(engine, claim))
         replies += [CommandReply(command, answer) for command in waiting.commands]
     if replies:
         yield Decision(replies=tuple(replies))

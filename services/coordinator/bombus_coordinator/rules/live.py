@@ -69,6 +69,10 @@ class Live(msgspec.Struct, kw_only=True):
     answers: dict[str, Answer] = {}  # by command
     granted: dict[str, None] = {}  # granted claims, also after their episodes have ended; oldest first
 
+    def refusing_of(self, engine: EngineState) -> str:
+        """Return why an engine takes no new work, "" while it does (see `Hive.refusing_of`)."""
+        return self.refusing_groups if engine.takes_trajectories else self.refusing
+
     def idle_deadline_ns(self, episode: Episode) -> int:
         last = max(self.activity.get(episode.id, 0), episode.claimed_ns, episode.last_call_ns, self.epoch_ns)
         return last + ns(episode.discard_timeout_s)

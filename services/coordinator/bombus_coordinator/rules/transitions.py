@@ -7,7 +7,7 @@ from itertools import islice, takewhile
 from bombus.hive import events as ev
 from bombus.hive.bounded import portions
 from bombus.hive.collection import BATCH_METHODS, completed_ns, enough, select
-from bombus.hive.events import AbortReason, DropReason, RunKind
+from bombus.hive.events import AbortReason, DropReason, EpisodeType, RunKind
 from bombus.hive.pacing import last_chances, oldest_usable
 from bombus.hive.state import BOOTED, Completed, EngineState, Phase
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decision, Decisions
@@ -39,7 +39,7 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
     if engine.trains_scored:
         yield from seal_scored(engine, live)
     if engine.groups_episodes:
-        yield from _drop_stale(engine, live)
+        yield from _drop_incomplete(engine, live)
         yield from _clear_overflow(engine, live)
     if engine.run_kind != RunKind.EPISODES:
         return
@@ -206,6 +206,34 @@ def _drop_stale(engine: EngineState, live: Live) -> Decisions:
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
         yield Decision(events=_dropped(engine, live, DropReason.STALE, stale))
+
+
+def _drop_incomplete(engine: EngineState, live: Live) -> Decisions:
+    """Drop the ended episodes that are too old to wait for others of their task.
+
+    A task that is complete waits for the leader alone, which makes a group of it once there is room. One that an open
+    episode may complete waits for that, if it was claimed before these ended.
+    """
+    bound = engine.version - engine.collection.max_carry_staleness
+    stale = [
+        completed
+        for completed in engine.pool.values()
+        if completed.oldest < bound and len(engine.by_task[completed.task]) < engine.collection.num_repeat
+    ]
+    if not stale:
+        return
+    claimed_ns: dict[str, int] = {}  # when the oldest open episode of each task was claimed, "" for one of any
+    for episode in engine.open.values():
+        if episode.type == EpisodeType.TRAIN:
+            first_ns = claimed_ns.get(episode.task_hint, episode.claimed_ns)
+            claimed_ns[episode.task_hint] = min(first_ns, episode.claimed_ns)
+    dropped = [
+        each.episode
+        for each in stale
+        if not any(claimed_ns.get(task, each.ended_ns + 1) <= each.ended_ns for task in ("", each.task))
+    ]
+    if dropped:
+        yield Decision(events=_dropped(engine, live, DropReason.STALE, dropped))
 
 
 _SETTLE = {
