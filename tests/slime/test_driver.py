@@ -22,7 +22,7 @@ from bombus.slime.http import close_client
 from bombus.slime.prompts import PromptSource, read_prompts
 from bombus.slime.saved import load_rollout
 from bombus.slime.settings import SlimeOptions
-from tests.gateway.openai_hive import FILES, TEXT, GatewayHive, Send, gateway_hive, says
+from tests.gateway.openai_hive import FILES, TEMPLATE, TEXT, GatewayHive, Send, gateway_hive, says
 
 HOOKS = Path(__file__).parent / "programs/search_turns.py"
 JOB: dict[str, Any] = {
@@ -67,6 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     (folder / "tokenizer.json").write_bytes(FILES["tokenizer.json"])
     fast = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
+    fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     return str(folder)
 
@@ -108,7 +109,7 @@ async def played(options: SlimeOptions) -> list[RolloutReport]:
 async def ended(served: GatewayHive, count: int) -> dict[str, Sequence[CallRecord]]:
     """Return the calls of the episodes in the pool, once there are so many."""
     await served.until(lambda engine: len(engine.pool) >= count)
-    found = {}
+    found: dict[str, Sequence[CallRecord]] = {}
     for episode, one in served.engine.pool.items():
         stored = await served.bus.get_many(served.bus.subjects.calls_stream, [ref.seq for ref in one.calls])
         found[episode] = [decode_record(each.data, ref) for each, ref in zip(stored, one.calls, strict=True)]
@@ -177,7 +178,7 @@ async def test_samples_of_one_attempt_with_rewards_of_their_own_reward_each_call
     assert sorted(report.rewards) == [0.0, 0.0, 1.0, 1.0]
     pool = await ended(served, 2)
     assert {len(records) for records in pool.values()} == {2}
-    assert [tuple(one.call_rewards) for one in served.engine.pool.values()] == [(0.0, 1.0)] * 2
+    assert [tuple(one.call_rewards or ()) for one in served.engine.pool.values()] == [(0.0, 1.0)] * 2
 
 
 async def test_a_function_may_reward_the_samples_of_a_prompt_together(

@@ -12,7 +12,7 @@ from bombus.slime.pushing import groups_of, push_rollouts, scored_group
 from bombus.slime.saved import load_rollout, rollout_file, save_rollout
 from bombus.slime.settings import SlimeOptions
 from bombus.slime.types import SlimeSample
-from tests.gateway.swarm_hive import PlayedHive, played_hive
+from tests.trainer.test_scored_runs import ScoredStage, scored_stage
 
 ARGS = Namespace(reward_key=None, rollout_temperature=0.5)
 ABORTED = SlimeSample.Status.ABORTED
@@ -31,9 +31,9 @@ def sample_of(reward: float, group: int | None = 0) -> SlimeSample:
 
 
 @pytest.fixture
-async def hive(bus: Bus) -> AsyncIterator[PlayedHive]:
-    async with played_hive(bus) as played:
-        yield played
+async def scored(bus: Bus, tmp_path: Path) -> AsyncIterator[ScoredStage]:
+    async with scored_stage(bus, tmp_path) as scored:
+        yield scored
 
 
 @pytest.mark.parametrize("ending", ["pt", "jsonl"])
@@ -82,15 +82,21 @@ def test_samples_of_one_prompt_are_a_group() -> None:
     assert [len(group) for group in groups_of(given)] == [2, 1, 1]
 
 
-async def test_loaded_rollouts_are_in_the_queue_of_the_hive(hive: PlayedHive, tmp_path: Path) -> None:
+async def test_loaded_rollouts_are_trained(scored: ScoredStage, tmp_path: Path) -> None:
     template = str(tmp_path / "{rollout_id}.pt")
     for rollout in (0, 1):
-        save_rollout(rollout_file(template, rollout), rollout, [sample_of(1.0, rollout), sample_of(0.0, rollout)])
+        save_rollout(rollout_file(template, rollout), rollout, [sample_of(1.0), sample_of(0.0)])
     said: list[str] = []
-    options = SlimeOptions(server_url=hive.url, load_debug_rollout_data=template)
-    assert await push_rollouts(options, said.append) == 0
+    url = str(scored.http.base_url)
+    scored.stage.train()
+    await scored.begin()
+    await scored.version(0)
+    assert await push_rollouts(SlimeOptions(server_url=url, load_debug_rollout_data=template), said.append) == 0
     assert said == ["2 groups are in the queue"]
+    await scored.version(1)
+    done = scored.stage.engine.step_done
+    assert done is not None
+    assert (done.metrics["episodes"], done.metrics["tokens_trained"]) == (4, 8), "two of three tokens of each response"
+    absent = SlimeOptions(server_url=url, load_debug_rollout_data=f"{tmp_path}/x{{rollout_id}}")
     with pytest.raises(Refused, match="there is no rollout to load"):
-        await push_rollouts(
-            SlimeOptions(server_url=hive.url, load_debug_rollout_data=f"{tmp_path}/x{{rollout_id}}"), print
-        )
+        await push_rollouts(absent, said.append)

@@ -31,12 +31,12 @@ async def push_rollouts(options: SlimeOptions, tell: Callable[[str], None]) -> i
     async with httpx.AsyncClient(**transport.client_options(url, options.engine, key), timeout=SEND_S) as http:
         for path in _files(template, options.num_rollout):
             samples = load_rollout(path)
-            for group in groups_of(samples):
+            for number, group in enumerate(groups_of(samples)):
                 body = scored_group(group, options.namespace())
                 if body is None:
                     left_out += 1
                     continue
-                await _push(http, path, body)
+                await _push(http, f"{path}:{number}", body)
                 pushed += 1
     tell(f"{pushed} groups are in the queue" + (f", {left_out} had nothing to train" if left_out else ""))
     return 0 if pushed else 1
@@ -96,14 +96,14 @@ def _files(template: str, count: int | None) -> list[Path]:
     return found
 
 
-async def _push(http: httpx.AsyncClient, path: Path, body: dict[str, Any]) -> None:
+async def _push(http: httpx.AsyncClient, name: str, body: dict[str, Any]) -> None:
     """Push one group. It counts once, however often it is sent within the hive's window."""
     content = msgspec.json.encode(body)
-    key = hashlib.sha256(str(path).encode() + content).hexdigest()
+    key = hashlib.sha256(name.encode() + content).hexdigest()
     headers = {"content-type": "application/json", "x-idempotency-key": key}
     try:
         answer = await http.post("/scored_data", content=content, headers=headers)
     except httpx.TransportError as error:
         raise BombusError(f"{http.base_url} cannot be reached: {in_one_line(error)}") from error
     if answer.status_code != 200:
-        raise BombusError(f"the hive refused a group of {path} ({answer.status_code}): {answer.text[:500]}")
+        raise BombusError(f"the hive refused the group {name} ({answer.status_code}): {answer.text[:500]}")
