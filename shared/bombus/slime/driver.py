@@ -20,9 +20,10 @@ from bombus.slime import generation
 from bombus.slime.filters import as_filter_output, flattened
 from bombus.slime.functions import load_function
 from bombus.slime.generation import GenerateState
+from bombus.slime.local_server import HOST
 from bombus.slime.outcomes import is_aborted, output_of, reward_of
 from bombus.slime.prompts import PromptSource
-from bombus.slime.relay import HOST, SampledCall, SampleRelay
+from bombus.slime.relay import SampledCall, SampleRelay
 from bombus.slime.rewards import async_rm, batched_async_rm
 from bombus.slime.saved import rollout_file, save_rollout
 from bombus.slime.settings import SlimeOptions

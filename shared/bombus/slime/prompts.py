@@ -74,7 +74,8 @@ def _sample(data: dict[str, Any], options: SlimeOptions, tokenizer: Any) -> Slim
         raise ValueError(f"{options.input_key!r} is no text and no list of messages; --input-key names another field")
     if options.label_key and options.label_key not in data:
         raise ValueError(f"it has no {options.label_key!r}, which --label-key names")
-    metadata = data.get(options.metadata_key) or {}
+    metadata = data.get(options.metadata_key)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict):
         raise ValueError(f"{options.metadata_key!r} is not an object; --metadata-key names another field")
     tools = data.get(options.tool_key) if options.tool_key else None

@@ -4,30 +4,24 @@ What is asked there becomes calls of the sample's episode, whatever HTTP client,
 which sample it is.
 """
 
-import asyncio
-import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import h11
 import httpx
 import msgspec
 
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.transport import is_loopback
 from bombus.sdk.types import Credentials
+from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
 
-HOST = "127.0.0.1"
-BODY_BYTES_MAX = 64 << 20
 TEXTS_MAX = 64  # of a sample, whose tokens are remembered
 RETIRED_MAX = 256  # ports of samples that are over and are kept, so that none is soon given to another sample
-READ_BYTES = 1 << 16
 OVER = 403  # what a gateway answers once an episode is over
 SHOWN_OTHERWISE = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "custom_params")
 UNSUPPORTED = ("image_data", "video_data", "audio_data", "input_embeds")
-_JSON = "application/json"
 
 
 class SampledCall(msgspec.Struct, frozen=True):
@@ -36,12 +30,6 @@ class SampledCall(msgspec.Struct, frozen=True):
     id: str
     prompt: list[int]
     sampled: list[int]
-
-
-class RelayAnswer(msgspec.Struct, frozen=True):
-    status: int
-    body: bytes
-    kind: str = _JSON
 
 
 class SampleAddress:
@@ -57,68 +45,26 @@ class SampleAddress:
         self._tokenizer = tokenizer
         self._credentials = credentials
         self._known: deque[tuple[str, list[int]]] = deque(maxlen=TEXTS_MAX)  # texts so far, and their tokens
-        self._server: asyncio.Server | None = None
-        self._open: set[asyncio.StreamWriter] = set()
+        self._server = LocalServer(self._answer)
         self._is_over = False
 
     async def open(self) -> None:
-        listening = socket.create_server((HOST, 0))
-        self._server = await asyncio.start_server(self._serve, sock=listening)
-        self.port = listening.getsockname()[1]
+        self.port = await self._server.open()
 
     def retire(self) -> None:
         """Refuse what is asked from now on: the sample is over."""
         self._is_over = True
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            for writer in [*self._open]:
-                writer.transport.abort()
-            await self._server.wait_closed()
-
-    # ---- the wire ---------------------------------------------------------------------------------------------
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
-        wire = h11.Connection(h11.SERVER)
-        try:
-            while await self._answer_one(wire, reader, writer):
-                wire.start_next_cycle()
-        except (h11.ProtocolError, ConnectionError):
-            pass  # the client has gone, or does not speak HTTP: there is nobody to tell
-        finally:
-            self._open.discard(writer)
-            writer.close()
-
-    async def _answer_one(
-        self, wire: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> bool:
-        """Answer one request. Returns whether the connection can carry another."""
-        request, body = await _read_request(wire, reader, writer)
-        if request is None:
-            return False
-        answer = await self._answer(request.method.decode(), request.target.decode(), body)
-        headers = [("content-type", answer.kind), ("content-length", str(len(answer.body)))]
-        parts: Sequence[Any] = (
-            h11.Response(status_code=answer.status, headers=headers),
-            h11.Data(data=answer.body),
-            h11.EndOfMessage(),
-        )
-        for part in parts:
-            writer.write(wire.send(part) or b"")
-        await writer.drain()
-        return wire.our_state is h11.DONE and wire.their_state is h11.DONE
+        await self._server.close()
 
     # ---- what is asked ----------------------------------------------------------------------------------------
 
-    async def _answer(self, method: str, path: str, body: bytes | None) -> RelayAnswer:
+    async def _answer(self, method: str, path: str, body: bytes) -> LocalAnswer:
         try:
-            if body is None:
-                raise Refused(Code.TOO_LARGE, f"a request has at most {BODY_BYTES_MAX >> 20} MiB: send less")
             match method, path.partition("?")[0]:
                 case "GET", "/health" | "/health_generate":
-                    return RelayAnswer(200, b"{}")
+                    return LocalAnswer(200, b"{}")
                 case "POST", "/generate":
                     return await self._generate(body)
                 case _, called if called.startswith("/v1/"):
@@ -126,27 +72,25 @@ class SampleAddress:
                 case _:
                     why = f"{method} {path} is not offered to a sample: POST /generate and what is below /v1/ are"
                     raise Refused(Code.UNKNOWN_PATH, why)
-        except Refused as refused:
-            return RelayAnswer(refused.status, msgspec.json.encode({"error": {"message": refused.why}}))
         except httpx.TransportError as error:
             why = f"the hive cannot be reached: {in_one_line(error)}"
-            return RelayAnswer(503, msgspec.json.encode({"error": {"message": why}}))
+            return LocalAnswer(503, msgspec.json.encode({"error": {"message": why}}))
 
-    async def _pass_on(self, method: str, path: str, body: bytes) -> RelayAnswer:
+    async def _pass_on(self, method: str, path: str, body: bytes) -> LocalAnswer:
         if self._is_over:
             raise Refused(Code.EPISODE_OVER, "this sample is over: its generate function has returned")
         response = await self._ask(method, path, body)
-        return RelayAnswer(response.status_code, response.content, response.headers.get("content-type", _JSON))
+        return LocalAnswer(response.status_code, response.content, response.headers.get("content-type", JSON))
 
     async def _ask(self, method: str, path: str, body: bytes) -> httpx.Response:
         if self._credentials is None:
             why = "the model answers samples alone: use the args that the generate function was called with"
             raise Refused(Code.UNSUPPORTED, why)
         root = self._credentials.base_url.rstrip("/").removesuffix("/v1")
-        headers = {"authorization": f"Bearer {self._credentials.api_key}", "content-type": _JSON}
+        headers = {"authorization": f"Bearer {self._credentials.api_key}", "content-type": JSON}
         return await self._http.request(method, root + path, content=body, headers=headers)
 
-    async def _generate(self, body: bytes) -> RelayAnswer:
+    async def _generate(self, body: bytes) -> LocalAnswer:
         asked = _fields(body)
         if self._is_over:
             return _aborted()
@@ -163,7 +107,7 @@ class SampleAddress:
         if response.status_code == OVER:
             return _aborted()
         if response.status_code != 200:
-            return RelayAnswer(response.status_code, response.content)
+            return LocalAnswer(response.status_code, response.content)
         answers = msgspec.json.decode(response.content)
         for answer in answers if isinstance(answers, list) else [answers]:
             self._note(response.headers.get("x-request-id", ""), prompt, answer)
@@ -174,7 +118,7 @@ class SampleAddress:
                 self._known.append((text + answer["text"], prompt + answer["output_ids"]))
             if not asked.get("return_logprob"):
                 del answer["meta_info"]["output_token_logprobs"]
-        return RelayAnswer(200, msgspec.json.encode(answers))
+        return LocalAnswer(200, msgspec.json.encode(answers))
 
     def _note(self, call: str, prompt: list[int], answer: Mapping[str, Any]) -> None:
         self.calls.append(SampledCall(call, prompt, list(answer["output_ids"])))
@@ -233,31 +177,6 @@ class SampleRelay:
             await self._retired.popleft().close()
 
 
-async def _read_request(
-    wire: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> tuple[h11.Request | None, bytes | None]:
-    """Return a request with its body: None for the body where it is too long, and for both where no request comes."""
-    request: h11.Request | None = None
-    body = bytearray()
-    is_long = False
-    while True:
-        event = wire.next_event()
-        if event is h11.NEED_DATA:
-            if wire.they_are_waiting_for_100_continue:
-                writer.write(wire.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-            wire.receive_data(await reader.read(READ_BYTES))
-        elif isinstance(event, h11.Request):
-            request = event
-        elif isinstance(event, h11.Data):
-            is_long = is_long or len(body) + len(event.data) > BODY_BYTES_MAX
-            if not is_long:
-                body += event.data
-        elif isinstance(event, h11.EndOfMessage):
-            return request, None if is_long else bytes(body)
-        else:
-            return None, None
-
-
 def _fields(body: bytes) -> dict[str, Any]:
     with suppress(msgspec.DecodeError):
         fields = msgspec.json.decode(body)
@@ -269,7 +188,7 @@ def _fields(body: bytes) -> dict[str, Any]:
     raise Refused(Code.MALFORMED, "the body is not a JSON object with a prompt and sampling_params")
 
 
-def _aborted() -> RelayAnswer:
+def _aborted() -> LocalAnswer:
     """Return what SGLang answers for a request that was aborted: nothing was sampled, and the hook gives up."""
     meta = {"finish_reason": {"type": "abort"}, "prompt_tokens": 0, "completion_tokens": 0, "output_token_logprobs": []}
-    return RelayAnswer(200, msgspec.json.encode({"text": "", "output_ids": [], "meta_info": meta}))
+    return LocalAnswer(200, msgspec.json.encode({"text": "", "output_ids": [], "meta_info": meta}))

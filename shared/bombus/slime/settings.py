@@ -123,6 +123,13 @@ class SlimeOptions(BaseModel):
     )
     debug_rollout_only: bool = Field(default=False, description="play and score, and train nothing")
 
+    search_port: Annotated[int | None, Flag(metavar="PORT")] = Field(
+        default=None, ge=1, le=65535, description="serve /retrieve at this port of this machine, as a search_url"
+    )
+    search_documents: Annotated[Path | None, Flag(metavar="FILE", default="those of the tasks `search`")] = Field(
+        default=None, description="what is searched, a JSON object with title and text in each line"
+    )
+
     @field_validator("server_url")
     @classmethod
     def _is_url(cls, given: str) -> str:
