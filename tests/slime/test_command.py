@@ -13,7 +13,7 @@ from bombus.cli import main
 from bombus.commands.slime import job_of
 from bombus.config.flags import Parser, add_settings_arguments, settings_from
 from bombus.errors import Refused
-from bombus.slime.functions import load_function
+from bombus.slime.functions import load_function, make_slime_importable
 from bombus.slime.prompts import PromptSource, read_prompts
 from bombus.slime.settings import SlimeOptions
 from tests.gateway.openai_hive import FILES, GatewayHive, gateway_hive, says
@@ -39,6 +39,8 @@ async def test_a_rollout_is_played_from_the_command_line(served: GatewayHive, tm
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": PROMPT, "answer": "fine"}))
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "slime/__init__.py").write_text("import ray")  # a checkout of slime is the working directory
     served.replica.scripts.extend([says(ANSWER), says(WRONG)])
     words = ["--server-url", served.base_url, "--hf-checkpoint", str(tmp_path), "--prompt-data", "train.jsonl"]
     words += ["--input-key", "prompt", "--label-key", "answer", "--rollout-batch-size", "1"]
@@ -56,6 +58,15 @@ async def test_a_rollout_is_played_from_the_command_line(served: GatewayHive, tm
     assert process.returncode == 0
     await served.until(lambda engine: len(engine.pool) == 2)
     assert (tmp_path / "0.pt").is_file()
+
+
+def test_where_slime_is_installed_its_package_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "slime/__init__.py").write_text("")
+    before = [*sys.path, str(tmp_path)]
+    monkeypatch.setattr(sys, "path", [*before])
+    assert not make_slime_importable()
+    assert sys.path == before
 
 
 @pytest.mark.parametrize(

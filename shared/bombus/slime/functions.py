@@ -1,11 +1,12 @@
 """Functions by the paths that slime's options give, and the package `slime` that hook files import."""
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,24 @@ STAND_IN = Path(__file__).parent / "importable"
 def make_slime_importable() -> bool:
     """Let `import slime` find our package where slime itself is not installed. Returns whether it is ours.
 
-    Modules of the working directory are found too, as slime's launchers find them.
+    Modules of the working directory are found too, as slime's launchers find them. A checkout of slime there, which
+    needs packages that are not installed, does not count.
     """
     here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    if str(STAND_IN) not in sys.path and importlib.util.find_spec("slime") is None:
-        sys.path.append(str(STAND_IN))
-    return str(STAND_IN) in sys.path
+    elsewhere = [place for place in sys.path if place and Path(place).resolve() != Path(here).resolve()]
+    if PathFinder.find_spec("slime", [place for place in elsewhere if place != str(STAND_IN)]) or _is_distributed():
+        return False
+    sys.path[:] = [str(STAND_IN), here, *(place for place in elsewhere if place != str(STAND_IN))]
+    return True
+
+
+def _is_distributed() -> bool:
+    """Return whether pip has installed slime, perhaps as a link to a checkout."""
+    try:
+        distribution("slime")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 @cache

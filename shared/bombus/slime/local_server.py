@@ -22,13 +22,13 @@ class LocalAnswer(msgspec.Struct, frozen=True):
     kind: str = JSON
 
 
-Answering = Callable[[str, str, bytes], Awaitable[LocalAnswer]]  # of a method, a path and a body
+LocalAnswering = Callable[[str, str, bytes], Awaitable[LocalAnswer]]  # of a method, a path and a body
 
 
 class LocalServer:
     """Serves what `answer` answers, at a port of its own. What it refuses is answered with the sentence, as JSON."""
 
-    def __init__(self, answer: Answering) -> None:
+    def __init__(self, answer: LocalAnswering) -> None:
         self._answer = answer
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
