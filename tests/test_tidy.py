@@ -228,6 +228,9 @@ TABLES_THAT_NAME_SERVICES = {
 IMPORTERS = {"import_module", "__import__", "find_spec", "load_module", "run_module", "resolve_name"}
 CALLERS_OF_IMPORTERS = {
     "environments/loading.py": "environments by the names that users give",
+    "slime/functions.py": "the functions that slime's options name, and whether slime is installed",
+    "slime/generation.py": "whether an optional package is installed",
+    "slime/saved.py": "whether an optional package is installed",
     "__init__.py": "the SDK's names, which come when they are used",
     "cli.py": "`load`, for the tables above",
     "tasks/aws/family.py": "whether an optional package is installed",

@@ -1,0 +1,1 @@
+"""slime's hook files, run against a hive: what they import, their options, and the loop that calls them."""

@@ -1,0 +1,366 @@
+"""The loop that plays prompts with slime's functions, group by group, as episodes of a hive."""
+
+import asyncio
+import copy
+import inspect
+import logging
+import uuid
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from bombus.errors import BombusError
+from bombus.sdk.aio import AsyncSwarmClient
+from bombus.sdk.errors import EpisodeGone, InfraError, SwarmError
+from bombus.sdk.types import Credentials, EpisodeKind, Task, WorkflowOutput
+from bombus.slime import generation
+from bombus.slime.filters import as_filter_output, flattened
+from bombus.slime.functions import load_function
+from bombus.slime.generation import GenerateState
+from bombus.slime.local_server import HOST
+from bombus.slime.outcomes import is_aborted, output_of, reward_of
+from bombus.slime.prompts import PromptSource
+from bombus.slime.relay import SampledCall, SampleRelay
+from bombus.slime.rewards import async_rm, batched_async_rm
+from bombus.slime.saved import rollout_file, save_rollout
+from bombus.slime.settings import SlimeOptions
+from bombus.slime.types import SlimeSample
+
+ATTEMPTS = 2  # at each sample of a group, with an episode of its own, before the group is lost
+LOST_MAX = 8  # groups in a row, after which something is wrong that will not pass
+TOUCH_S = 30.0
+TOUCHED_MAX = 512  # episodes in one request
+
+log = logging.getLogger("bombus.slime")
+Told = Callable[[str], None]
+
+
+class SampleAborted(InfraError):
+    """Raised for a sample that its function gave up: the model is not to blame."""
+
+
+class GroupLost(BombusError):
+    """A group of which a sample could not be played; its episodes are aborted."""
+
+
+class PlayedSample(msgspec.Struct):
+    """A sample that was played: what its function returned, and the calls of its episode."""
+
+    credentials: Credentials
+    returned: Any  # a sample, or a list of them
+    calls: list[SampledCall]
+
+    @property
+    def samples(self) -> list[Any]:
+        return self.returned if isinstance(self.returned, list) else [self.returned]
+
+
+class PlayedGroup(msgspec.Struct):
+    """The samples of one prompt. Their episodes are open until the group is ended or dropped."""
+
+    task: Task
+    played: list[PlayedSample]
+
+    @property
+    def returned(self) -> list[Any]:
+        return [one.returned for one in self.played]
+
+    @property
+    def first_index(self) -> int:
+        return int(self.played[0].samples[0].index or 0)
+
+
+class RolloutReport(msgspec.Struct):
+    """What became of the prompts of one rollout; none is skipped without being counted."""
+
+    rollout_id: int
+    rewards: list[float] = []
+    kept: int = 0
+    dropped: Counter[str] = msgspec.field(default_factory=Counter)  # by the reason of the filter
+    lost: Counter[str] = msgspec.field(default_factory=Counter)  # by the kind of the error
+    unused: int = 0  # begun, and not needed any more
+    removed: int = 0  # samples that a filter marked
+
+    def line(self) -> str:
+        mean = f"{sum(self.rewards) / len(self.rewards):.3f}" if self.rewards else "-"
+        parts = [f"rollout {self.rollout_id}: {self.kept} groups, mean reward {mean}"]
+        parts += [f"{count} dropped ({reason})" for reason, count in sorted(self.dropped.items())]
+        parts += [f"{count} lost ({kind})" for kind, count in sorted(self.lost.items())]
+        parts += [f"{self.unused} begun and not needed"] if self.unused else []
+        parts += [f"{self.removed} samples removed"] if self.removed else []
+        return ", ".join(parts)
+
+
+class SlimeDriver:
+    """Plays rollouts against one engine. Use it inside `async with`: it keeps open episodes from going idle."""
+
+    def __init__(self, options: SlimeOptions, client: AsyncSwarmClient, source: PromptSource, tell: Told) -> None:
+        self._options = options
+        self._client = client
+        self._source = source
+        self._tell = tell
+        self._name = uuid.uuid4().hex[:8]  # so that the groups of two drivers are not compared with each other
+        self._open: set[str] = set()
+        self._lost_in_a_row = 0
+        self.args = options.namespace()
+        self._state = GenerateState(self.args)
+        self._relay = SampleRelay(client.server_url, self._state.tokenizer)
+        self._beating: asyncio.Task[None] | None = None
+        self._functions = {
+            name: load_function(path)
+            for name in (
+                "custom_generate_function_path",
+                "custom_rm_path",
+                "dynamic_sampling_filter_path",
+                "rollout_sample_filter_path",
+                "rollout_all_samples_process_path",
+            )
+            if (path := getattr(options, name))
+        }
+
+    async def __aenter__(self) -> "SlimeDriver":
+        # Where the sample is not known, as in rewards, the model does not answer: its calls belong to episodes.
+        nobody = await self._relay.open(None)
+        self.args.sglang_router_ip, self.args.sglang_router_port = HOST, nobody.port
+        self._beating = asyncio.create_task(self._beat())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._beating is not None
+        self._beating.cancel()
+        await asyncio.gather(self._beating, return_exceptions=True)
+        await self._abort(sorted(self._open), "the driver stopped")
+        await self._relay.__aexit__()
+
+    async def run(self) -> list[RolloutReport]:
+        """Play all rollouts. Raises `BombusError` where many groups in a row are lost."""
+        options = self._options
+        needed = len(self._source.prompts) * options.num_epoch // options.rollout_batch_size
+        reports = []
+        for rollout_id in range(options.num_rollout or max(needed, 1)):
+            report = await self.rollout(rollout_id)
+            self._tell(report.line())
+            reports.append(report)
+        return reports
+
+    async def rollout(self, rollout_id: int) -> RolloutReport:
+        """Play prompts until a batch of groups is kept, and end their episodes."""
+        report = RolloutReport(rollout_id)
+        everything: list[PlayedGroup] = []
+        kept = await self._collect(report, everything)
+        kept.sort(key=lambda group: group.first_index)
+        if chosen := self._functions.get("rollout_sample_filter_path"):
+            chosen(self.args, [group.returned for group in kept])
+            kept = [group for group in kept if await self._end(group, report)]
+        if process := self._functions.get("rollout_all_samples_process_path"):
+            everything.sort(key=lambda group: group.first_index)
+            process(self.args, [group.returned for group in everything], self._source)
+        if template := self._options.save_debug_rollout_data:
+            samples = [sample for group in kept for sample in flattened(group.returned)]
+            save_rollout(rollout_file(template, rollout_id), rollout_id, samples)
+        report.kept = len(kept)
+        return report
+
+    async def _collect(self, report: RolloutReport, everything: list[PlayedGroup]) -> list[PlayedGroup]:
+        """Return a batch of groups, whose episodes are ended unless a filter is still to see all of them."""
+        size = self._options.rollout_batch_size
+        kept: list[PlayedGroup] = []
+        pending: set[asyncio.Task[PlayedGroup]] = set()
+        done: set[asyncio.Task[PlayedGroup]] = set()
+        try:
+            while len(kept) < size:
+                if len(kept) + len(pending) < size:
+                    begun = [self._source.group() for _ in range(self._options.over_sampling)]
+                    pending |= {asyncio.create_task(self._play_group(group)) for group in begun}
+                    continue
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                while done:
+                    group = self._taken(done.pop(), report)
+                    if group is not None:
+                        everything.append(group)
+                        available = len(kept) + len(done) + len(pending) + 1
+                        if len(kept) == size:
+                            report.unused += 1
+                            await self._drop(group, "the batch was full")
+                        elif await self._is_kept(group, report, available):
+                            kept.append(group)
+        finally:
+            report.unused += len(pending)
+            for task in (*pending, *done):
+                task.cancel()
+            await asyncio.gather(*pending, *done, return_exceptions=True)
+        return kept
+
+    async def _is_kept(self, group: PlayedGroup, report: RolloutReport, available: int) -> bool:
+        if not await self._passes(group, report, available):
+            return False
+        return "rollout_sample_filter_path" in self._functions or await self._end(group, report)
+
+    def _taken(self, task: "asyncio.Task[PlayedGroup]", report: RolloutReport) -> PlayedGroup | None:
+        """Return the group that a task has played, or None where it was lost. Raises once too many are."""
+        try:
+            group = task.result()
+        except GroupLost as error:
+            report.lost[type(error.__cause__).__name__] += 1
+            self._lost_in_a_row += 1
+            log.warning("%s", error)
+            if self._lost_in_a_row >= LOST_MAX:
+                raise BombusError(f"{LOST_MAX} groups in a row were lost, the last one thus: {error}") from error
+            return None
+        self._lost_in_a_row = 0
+        return group
+
+    async def _passes(self, group: PlayedGroup, report: RolloutReport, available: int) -> bool:
+        """Ask the filter. A group that it drops is aborted, so that it is no part of a batch."""
+        chosen = self._functions.get("dynamic_sampling_filter_path")
+        if chosen is None:
+            return True
+        output = as_filter_output(chosen(self.args, group.returned))
+        if output.keep or (output.keep_when_insufficient and available <= self._options.rollout_batch_size):
+            return True
+        report.dropped[output.reason or "no reason given"] += 1
+        await self._drop(group, f"dropped by dynamic sampling: {output.reason or 'no reason given'}")
+        return False
+
+    # ---- a group ----------------------------------------------------------------------------------------------
+
+    async def _play_group(self, group: list[SlimeSample]) -> PlayedGroup:
+        task = Task(task_id=f"{self._name}-{group[0].group_index}", metadata={"prompt_index": group[0].group_index})
+        mine: set[str] = set()
+        try:
+            claimed = await self._claim(task, len(group), mine)
+            playing = [self._play(task, sample, one, mine) for sample, one in zip(group, claimed, strict=True)]
+            played = await _all(playing)
+            found = PlayedGroup(task, played)
+            if self._options.group_rm:
+                await self._reward([one.returned for one in played])
+            for one in played:
+                output_of(one.samples, one.calls, self.args)  # rewards that no episode can have are found here
+        except SwarmError:
+            await self._abort(sorted(mine & self._open), "the hive refused")
+            raise
+        except asyncio.CancelledError:
+            await self._abort(sorted(mine & self._open), "not needed")
+            raise
+        except Exception as error:  # the hook's code: whatever it raises must not stop the other groups
+            await self._abort(sorted(mine & self._open), repr(error))
+            raise GroupLost(f"the group of prompt {group[0].group_index} is lost: {error!r}") from error
+        return found
+
+    async def _claim(self, task: Task, count: int, mine: set[str]) -> list[Credentials]:
+        kind: EpisodeKind = "eval" if self._options.debug_rollout_only else "train"
+        claimed = await self._client.begin_episodes(count, episode_type=kind, task_id=task.task_id)
+        mine |= {one.episode_uuid for one in claimed}
+        self._open |= {one.episode_uuid for one in claimed}
+        return claimed
+
+    async def _play(self, task: Task, prompt: SlimeSample, claimed: Credentials, mine: set[str]) -> PlayedSample:
+        """Play one sample. One that fails is played again, in an episode of its own, before the group is lost."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await self._attempt(copy.deepcopy(prompt), claimed)
+            except Exception as error:  # the hook's code: another attempt may go well
+                log.warning("sample %s, attempt %d of %d: %r", prompt.index, attempt, ATTEMPTS, error)
+                if attempt == ATTEMPTS:
+                    raise
+                infra = isinstance(error, InfraError)
+                await self._abort([claimed.episode_uuid], repr(error), infra=infra)
+            (claimed,) = await self._claim(task, 1, mine)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _attempt(self, sample: SlimeSample, claimed: Credentials) -> PlayedSample:
+        sample.session_id = claimed.episode
+        async with self._state.semaphore:
+            address = await self._relay.open(claimed)
+            args = copy.copy(self.args)
+            args.sglang_router_ip, args.sglang_router_port = HOST, address.port
+            try:
+                returned = await self._generate(args, sample)
+            finally:
+                await self._relay.retire(address)
+        found = PlayedSample(claimed, returned, address.calls)
+        if not found.samples or any(is_aborted(one) for one in found.samples):
+            raise SampleAborted("the generate function gave the sample up")
+        if not self._options.group_rm:
+            await self._reward([returned])
+        return found
+
+    async def _generate(self, args: Namespace, sample: SlimeSample) -> Any:
+        function = self._functions.get("custom_generate_function_path", generation.generate)
+        more = {"evaluation": False} if "evaluation" in inspect.signature(function).parameters else {}
+        return await function(args, sample, dict(self._state.sampling_params), **more)
+
+    async def _reward(self, returned: Sequence[Any]) -> None:
+        """Reward what generate functions returned: a sample of its own, a list of samples, or a group together."""
+        if not self._options.group_rm and not isinstance(returned[0], list):
+            if returned[0].reward is None:
+                returned[0].reward = await async_rm(self.args, returned[0])
+            return
+        samples = [sample for sample in flattened(returned) if sample.reward is None]
+        if samples:
+            rewards = list(await batched_async_rm(self.args, samples))
+            if len(rewards) != len(samples):
+                raise ValueError(f"the reward function gave {len(rewards)} rewards for {len(samples)} samples")
+            for sample, reward in zip(samples, rewards, strict=True):
+                sample.reward = reward
+
+    # ---- their episodes ---------------------------------------------------------------------------------------
+
+    async def _end(self, group: PlayedGroup, report: RolloutReport) -> bool:
+        """End the episodes of a group. Returns whether the hive has taken them."""
+        removed = [one for one in group.played if any(sample.remove_sample for sample in one.samples)]
+        ends: list[tuple[Task, str, WorkflowOutput]] = []
+        for one in group.played:
+            if one not in removed:
+                output = output_of(one.samples, one.calls, self.args)
+                ends.append((group.task, one.credentials.episode_uuid, output))
+        report.removed += len(removed)
+        await self._abort([one.credentials.episode_uuid for one in removed], "removed by the sample filter")
+        try:
+            if ends:
+                await self._client.end_episodes(ends)
+        except EpisodeGone as error:
+            report.lost["EpisodeGone"] += 1
+            log.warning("the group of %s is lost: %s", group.task.task_id, error)
+            await self._abort([episode for _, episode, _ in ends], "another of the group is over")
+            return False
+        self._open -= {episode for _, episode, _ in ends}
+        ended = [one for one in group.played if one not in removed]
+        report.rewards += [reward_of(sample, self.args) for one in ended for sample in one.samples]
+        return True
+
+    async def _drop(self, group: PlayedGroup, why: str) -> None:
+        await self._abort([one.credentials.episode_uuid for one in group.played], why)
+
+    async def _abort(self, episodes: Sequence[str], why: str, *, infra: bool = False) -> None:
+        self._open -= set(episodes)
+        for start in range(0, len(episodes), TOUCHED_MAX):
+            try:
+                some = episodes[start : start + TOUCHED_MAX]
+                await self._client.abort_episodes(some, infra=infra, detail=why[:300])
+            except SwarmError as error:
+                log.warning("%d episodes could not be aborted and will go idle: %s", len(some), error)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(TOUCH_S)
+            episodes = sorted(self._open)
+            for start in range(0, len(episodes), TOUCHED_MAX):
+                try:
+                    await self._client.touch_episodes(episodes[start : start + TOUCHED_MAX])
+                except SwarmError as error:
+                    log.warning("could not keep the episodes alive: %s", error)
+
+
+async def _all(playing: Sequence[Awaitable[PlayedSample]]) -> list[PlayedSample]:
+    """Return what all of them give. When one fails the others are cancelled, and have ended before it is raised."""
+    tasks = [asyncio.ensure_future(each) for each in playing]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

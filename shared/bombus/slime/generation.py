@@ -1,0 +1,94 @@
+"""`GenerateState`, and the generation that is used where no function is named: one answer to each prompt."""
+
+import asyncio
+import importlib.util
+from argparse import Namespace
+from typing import Any
+
+from bombus.errors import Code, Refused
+from bombus.slime.http import post
+from bombus.slime.types import SlimeSample
+
+
+class GenerateState:
+    """What all samples share: the tokenizer, the parameters of sampling, and how many run at once.
+
+    Every call gives the same object, which keeps the first arguments.
+    """
+
+    _only: "GenerateState | None" = None
+    args: Namespace
+    tokenizer: Any
+    processor: None
+    semaphore: asyncio.Semaphore
+    sampling_params: dict[str, Any]
+    aborted: bool
+
+    def __new__(cls, args: Namespace) -> "GenerateState":
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+            cls._only._begin(args)
+        return cls._only
+
+    @classmethod
+    def clear(cls) -> None:
+        """Forget the object: the next call begins with its own arguments."""
+        cls._only = None
+
+    def _begin(self, args: Namespace) -> None:
+        self.args = args
+        self.tokenizer = load_tokenizer(args.hf_checkpoint)
+        self.processor = None
+        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
+        self.sampling_params = sampling_params_of(args)
+        self.aborted = False
+
+
+def sampling_params_of(args: Namespace) -> dict[str, Any]:
+    return {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": args.rollout_stop,
+        "stop_token_ids": None,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def load_tokenizer(name_or_path: str, **_: object) -> Any:
+    """Return the tokenizer of a model, as transformers loads it. Code that a model brings is never run."""
+    if importlib.util.find_spec("transformers") is None:
+        raise Refused(Code.BAD_CONFIG, "hook files need a tokenizer: pip install transformers")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name_or_path)
+
+
+def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
+    """Return the address of a model. The episode of a sample has one model, whatever name is asked for."""
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+
+
+async def generate(args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
+    """SlimeSample one answer to a prompt."""
+    tokenizer = GenerateState(args).tokenizer
+    if not isinstance(sample.prompt, str):
+        why = "a prompt is a list of messages: give --apply-chat-template, or name a function that reads messages"
+        raise Refused(Code.BAD_CONFIG, why)
+    if not sample.tokens:
+        sample.tokens = list(tokenizer.encode(sample.prompt, add_special_tokens=False))
+    asked = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+    answer = await post(get_model_url(args, ""), asked)
+    meta = answer["meta_info"]
+    scored = meta.get("output_token_logprobs", [])
+    sample.append_response_tokens(
+        args,
+        tokens=[entry[1] for entry in scored],
+        log_probs=[entry[0] for entry in scored],
+        meta_info=meta,
+        text=answer["text"],
+    )
+    return sample

@@ -1,0 +1,1 @@
+"""The names that slime's hook files import, where slime itself is not installed."""

@@ -1,0 +1,74 @@
+"""What becomes of a played sample: the end of its episode, with the reward of each call where they differ."""
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from bombus.sdk.types import WorkflowOutput
+from bombus.slime.relay import SampledCall
+
+STATUSES = ("pending", "completed", "truncated", "aborted", "failed")
+
+
+def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namespace) -> WorkflowOutput:
+    """Return the outcome of an episode. Raises `ValueError` for rewards that no episode can have.
+
+    Where a hook made several samples of one attempt with different rewards, each call has that of the sample whose
+    tokens begin with the call's.
+    """
+    rewards = [reward_of(sample, args) for sample in samples]
+    elsewhere = sum(all(not _has(sample, call) for sample in samples) for call in calls)
+    masked = sum(_is_masked(sample, call) for call in calls for sample in samples if _has(sample, call))
+    return WorkflowOutput(
+        reward=rewards[0] if len(set(rewards)) == 1 else _by_call(samples, rewards, calls),
+        metadata={"slime_status": [_status(sample) for sample in samples]},
+        log_metrics={
+            "response_length": float(sum(sample.response_length for sample in samples)),
+            "truncated": float(any(_status(sample) == "truncated" for sample in samples)),
+            "calls_not_in_samples": float(elsewhere),
+            "sampled_tokens_masked": float(masked),
+        },
+    )
+
+
+def reward_of(sample: Any, args: Namespace) -> float:
+    value = sample.get_reward_value(args)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"the reward of a sample is {value!r}, not a finite number; --reward-key names one of several")
+    return float(value)
+
+
+def is_aborted(sample: Any) -> bool:
+    """Return whether a hook gave a sample up. slime's own class of samples and ours have the same values."""
+    return _status(sample) == "aborted"
+
+
+def _status(sample: Any) -> str:
+    return str(sample.status.value)
+
+
+def _by_call(samples: Sequence[Any], rewards: Sequence[float], calls: Sequence[SampledCall]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for call in calls:
+        fitting = {reward for sample, reward in zip(samples, rewards, strict=True) if _has(sample, call)}
+        if len(fitting) != 1:
+            raise ValueError(
+                f"a call is in samples of {len(fitting)} different rewards: give each sample the tokens of its own "
+                "calls, or all samples of an attempt the same reward"
+            )
+        found[call.id] = fitting.pop()
+    return found
+
+
+def _has(sample: Any, call: SampledCall) -> bool:
+    tokens = call.prompt + call.sampled
+    return list(sample.tokens[: len(tokens)]) == tokens
+
+
+def _is_masked(sample: Any, call: SampledCall) -> int:
+    """Return how many of a call's sampled tokens a sample masks, which an episode cannot say: they are trained."""
+    if sample.loss_mask is None:
+        return 0
+    start = len(call.prompt) - (len(sample.tokens) - sample.response_length)
+    return sum(not kept for kept in sample.loss_mask[max(start, 0) : max(start + len(call.sampled), 0)])

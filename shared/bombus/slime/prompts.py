@@ -1,0 +1,98 @@
+"""The prompts of a file of JSON lines, as samples that wait to be generated."""
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bombus.errors import Code, Refused, in_one_line
+from bombus.slime.settings import SlimeOptions
+from bombus.slime.types import SlimeSample
+
+FILE_BYTES_MAX = 4 << 30
+
+
+class PromptSource:
+    """Gives groups of samples of one prompt each, in the order of the file or shuffled, as many as are asked for.
+
+    At the end of the file it begins again, in another order where it shuffles.
+    """
+
+    def __init__(self, options: SlimeOptions, prompts: list[SlimeSample]) -> None:
+        self.prompts = prompts
+        self._n = options.n_samples_per_prompt
+        self._seed = options.rollout_seed if options.rollout_shuffle else None
+        self._order: list[int] = []
+        self._epoch = 0
+        self._groups = 0
+
+    def group(self) -> list[SlimeSample]:
+        if not self._order:
+            self._order = list(range(len(self.prompts)))[::-1]
+            if self._seed is not None:
+                random.Random(self._seed + self._epoch).shuffle(self._order)
+            self._epoch += 1
+        prompt = self.prompts[self._order.pop()]
+        made = [copy.deepcopy(prompt) for _ in range(self._n)]
+        for number, sample in enumerate(made):
+            sample.group_index = self._groups
+            sample.index = self._groups * self._n + number
+        self._groups += 1
+        return made
+
+
+def read_prompts(path: Path, options: SlimeOptions, tokenizer: Any) -> list[SlimeSample]:
+    """Return a sample for each line that is not empty. Raises `Refused` with the number of the line that is wrong."""
+    try:
+        if path.stat().st_size > FILE_BYTES_MAX:
+            raise Refused(Code.TOO_LARGE, f"{path} has more than {FILE_BYTES_MAX >> 30} GiB: split it")
+        with path.open(encoding="utf-8-sig") as file:
+            prompts = list(_samples(path, file, options, tokenizer))
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(Code.BAD_CONFIG, f"--prompt-data {path} cannot be read: {in_one_line(error)}") from error
+    if not prompts:
+        raise Refused(Code.BAD_CONFIG, f"--prompt-data {path} has no prompt: each line is a JSON object")
+    return prompts
+
+
+def _samples(path: Path, lines: Iterator[str], options: SlimeOptions, tokenizer: Any) -> Iterator[SlimeSample]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield _sample(msgspec.json.decode(line, type=dict[str, Any]), options, tokenizer)
+        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise Refused(Code.BAD_CONFIG, f"{path} line {number} is not a prompt: {in_one_line(error)}") from error
+
+
+def _sample(data: dict[str, Any], options: SlimeOptions, tokenizer: Any) -> SlimeSample:
+    prompt = data.get(options.input_key)
+    if not isinstance(prompt, str | list):
+        raise ValueError(f"{options.input_key!r} is no text and no list of messages; --input-key names another field")
+    if options.label_key and options.label_key not in data:
+        raise ValueError(f"it has no {options.label_key!r}, which --label-key names")
+    metadata = data.get(options.metadata_key)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{options.metadata_key!r} is not an object; --metadata-key names another field")
+    tools = data.get(options.tool_key) if options.tool_key else None
+    if isinstance(tools, str):
+        tools = msgspec.json.decode(tools)
+    if tools is not None:
+        metadata = {**metadata, "tools": tools}
+    if options.apply_chat_template:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = str(
+            tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=True,
+                **options.chat_template_arguments,
+            )
+        )
+    label = data[options.label_key] if options.label_key else None
+    return SlimeSample(prompt=prompt, label=label, metadata=metadata)

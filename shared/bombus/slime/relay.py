@@ -1,0 +1,194 @@
+"""An address of its own for each running sample, where hook files find SGLang's `/generate`.
+
+What is asked there becomes calls of the sample's episode, whatever HTTP client, thread or process asks: the port says
+which sample it is.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import msgspec
+
+from bombus.errors import Code, Refused, in_one_line
+from bombus.sdk.transport import is_loopback
+from bombus.sdk.types import Credentials
+from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
+
+TEXTS_MAX = 64  # of a sample, whose tokens are remembered
+RETIRED_MAX = 256  # ports of samples that are over and are kept, so that none is soon given to another sample
+OVER = 403  # what a gateway answers once an episode is over
+SHOWN_OTHERWISE = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "custom_params")
+UNSUPPORTED = ("image_data", "video_data", "audio_data", "input_embeds")
+
+
+class SampledCall(msgspec.Struct, frozen=True):
+    """A call of a sample: its id on the log, the tokens of the prompt, and those that were sampled."""
+
+    id: str
+    prompt: list[int]
+    sampled: list[int]
+
+
+class SampleAddress:
+    """The address of one sample. `calls` has what was asked at it, in the order of the answers.
+
+    Without credentials it belongs to no sample, and refuses everything.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, tokenizer: Any, credentials: Credentials | None) -> None:
+        self.calls: list[SampledCall] = []
+        self.port = 0
+        self._http = http
+        self._tokenizer = tokenizer
+        self._credentials = credentials
+        self._known: deque[tuple[str, list[int]]] = deque(maxlen=TEXTS_MAX)  # texts so far, and their tokens
+        self._server = LocalServer(self._answer)
+        self._is_over = False
+
+    async def open(self) -> None:
+        self.port = await self._server.open()
+
+    def retire(self) -> None:
+        """Refuse what is asked from now on: the sample is over."""
+        self._is_over = True
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    # ---- what is asked ----------------------------------------------------------------------------------------
+
+    async def _answer(self, method: str, path: str, body: bytes) -> LocalAnswer:
+        try:
+            match method, path.partition("?")[0]:
+                case "GET", "/health" | "/health_generate":
+                    return LocalAnswer(200, b"{}")
+                case "POST", "/generate":
+                    return await self._generate(body)
+                case _, called if called.startswith("/v1/"):
+                    return await self._pass_on(method, path, body)
+                case _:
+                    why = f"{method} {path} is not offered to a sample: POST /generate and what is below /v1/ are"
+                    raise Refused(Code.UNKNOWN_PATH, why)
+        except httpx.TransportError as error:
+            why = f"the hive cannot be reached: {in_one_line(error)}"
+            return LocalAnswer(503, msgspec.json.encode({"error": {"message": why}}))
+
+    async def _pass_on(self, method: str, path: str, body: bytes) -> LocalAnswer:
+        if self._is_over:
+            raise Refused(Code.EPISODE_OVER, "this sample is over: its generate function has returned")
+        response = await self._ask(method, path, body)
+        return LocalAnswer(response.status_code, response.content, response.headers.get("content-type", JSON))
+
+    async def _ask(self, method: str, path: str, body: bytes) -> httpx.Response:
+        if self._credentials is None:
+            why = "the model answers samples alone: use the args that the generate function was called with"
+            raise Refused(Code.UNSUPPORTED, why)
+        root = self._credentials.base_url.rstrip("/").removesuffix("/v1")
+        headers = {"authorization": f"Bearer {self._credentials.api_key}", "content-type": JSON}
+        return await self._http.request(method, root + path, content=body, headers=headers)
+
+    async def _generate(self, body: bytes) -> LocalAnswer:
+        asked = _fields(body)
+        if self._is_over:
+            return _aborted()
+        params = dict(asked.get("sampling_params") or {})
+        shown = {name: params.pop(name) for name in SHOWN_OTHERWISE if name in params}
+        prompt, text = self._prompt(asked)
+        sent = {
+            "input_ids": prompt,
+            "sampling_params": {name: value for name, value in params.items() if value is not None},
+            "return_logprob": True,
+        }
+        content = msgspec.json.encode({**asked, **sent})
+        response = await self._ask("POST", "/generate", content)
+        if response.status_code == OVER:
+            return _aborted()
+        if response.status_code != 200:
+            return LocalAnswer(response.status_code, response.content)
+        answers = msgspec.json.decode(response.content)
+        for answer in answers if isinstance(answers, list) else [answers]:
+            self._note(response.headers.get("x-request-id", ""), prompt, answer)
+            if shown.get("no_stop_trim"):
+                skips = bool(shown.get("skip_special_tokens", True))
+                answer["text"] = self._tokenizer.decode(answer["output_ids"], skip_special_tokens=skips)
+            if text is not None:
+                self._known.append((text + answer["text"], prompt + answer["output_ids"]))
+            if not asked.get("return_logprob"):
+                del answer["meta_info"]["output_token_logprobs"]
+        return LocalAnswer(200, msgspec.json.encode(answers))
+
+    def _note(self, call: str, prompt: list[int], answer: Mapping[str, Any]) -> None:
+        self.calls.append(SampledCall(call, prompt, list(answer["output_ids"])))
+
+    def _prompt(self, asked: dict[str, Any]) -> tuple[list[int], str | None]:
+        """Return the tokens of a prompt, and its text where it was given as one.
+
+        A text that goes on from an answer keeps the tokens that were sampled, so that what is trained is what the next
+        answer was conditioned on.
+        """
+        text = asked.pop("text", None)
+        if text is None:
+            return list(asked.get("input_ids") or ()), None
+        if not isinstance(text, str) or asked.get("input_ids"):
+            raise Refused(Code.MALFORMED, "send one prompt at a time, as a text or as input_ids")
+        before, tokens = max(
+            ((known, ids) for known, ids in self._known if text.startswith(known)),
+            key=lambda found: len(found[0]),
+            default=("", []),
+        )
+        rest = text[len(before) :]
+        return tokens + (list(self._tokenizer.encode(rest, add_special_tokens=False)) if rest else []), text
+
+
+class SampleRelay:
+    """Gives samples their addresses while the block runs."""
+
+    def __init__(self, server_url: str, tokenizer: Any) -> None:
+        limits = httpx.Limits(max_connections=None)
+        trusts = not is_loopback(httpx.URL(server_url).host)
+        self._http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10.0), limits=limits, trust_env=trusts)
+        self._tokenizer = tokenizer
+        self._retired: deque[SampleAddress] = deque()
+        self._current: set[SampleAddress] = set()
+
+    async def __aenter__(self) -> "SampleRelay":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for address in (*self._current, *self._retired):
+            await address.close()
+        await self._http.aclose()
+
+    async def open(self, credentials: Credentials | None) -> SampleAddress:
+        address = SampleAddress(self._http, self._tokenizer, credentials)
+        await address.open()
+        self._current.add(address)
+        return address
+
+    async def retire(self, address: SampleAddress) -> None:
+        """End an address. Its port answers for a while that the sample is over, so that late requests find no other."""
+        address.retire()
+        self._current.discard(address)
+        self._retired.append(address)
+        while len(self._retired) > RETIRED_MAX:
+            await self._retired.popleft().close()
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    with suppress(msgspec.DecodeError):
+        fields = msgspec.json.decode(body)
+        params = fields.get("sampling_params") if isinstance(fields, dict) else None
+        if isinstance(fields, dict) and isinstance(params, dict | None):
+            if named := next((name for name in UNSUPPORTED if fields.get(name)), ""):
+                raise Refused(Code.UNSUPPORTED, f"{named} is not offered here: prompts are text or token ids")
+            return fields
+    raise Refused(Code.MALFORMED, "the body is not a JSON object with a prompt and sampling_params")
+
+
+def _aborted() -> LocalAnswer:
+    """Return what SGLang answers for a request that was aborted: nothing was sampled, and the hook gives up."""
+    meta = {"finish_reason": {"type": "abort"}, "prompt_tokens": 0, "completion_tokens": 0, "output_token_logprobs": []}
+    return LocalAnswer(200, msgspec.json.encode({"text": "", "output_ids": [], "meta_info": meta}))

@@ -1,0 +1,56 @@
+"""`/retrieve` in the form of Search-R1's retrieval server, over a small index: what hook files name as `search_url`."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from bombus.errors import Code, Refused, in_one_line
+from bombus.slime.local_server import LocalAnswer
+from bombus.tasks.search.corpus import SearchDocument
+from bombus.tasks.search.index import LocalIndex
+
+QUERIES_MAX = 1024
+COUNT_MAX = 100
+
+
+class _Retrieve(msgspec.Struct):
+    queries: list[str]
+    topk: int | None = None
+    return_scores: bool = False
+
+
+class Retrieval:
+    """Answers queries, several in one request, with the documents that fit them best."""
+
+    def __init__(self, index: LocalIndex, count: int = 3) -> None:
+        self._index = index
+        self._count = count
+
+    async def answer(self, method: str, path: str, body: bytes) -> LocalAnswer:
+        """Raises `Refused`."""
+        if (method, path) != ("POST", "/retrieve"):
+            raise Refused(Code.UNKNOWN_PATH, f"{method} {path} is not offered: POST /retrieve is")
+        try:
+            asked = msgspec.json.decode(body, type=_Retrieve)
+        except msgspec.MsgspecError as error:
+            raise Refused(Code.MALFORMED, f"the body does not fit: {in_one_line(error)}") from error
+        count = asked.topk or self._count
+        if len(asked.queries) > QUERIES_MAX or not 1 <= count <= COUNT_MAX:
+            why = f"at most {QUERIES_MAX} queries with a topk from 1 to {COUNT_MAX} are answered at once: send fewer"
+            raise Refused(Code.TOO_LARGE, why)
+        found = await asyncio.to_thread(lambda: [self._found(query, count, asked) for query in asked.queries])
+        return LocalAnswer(200, msgspec.json.encode({"result": found}))
+
+    def _found(self, query: str, count: int, asked: _Retrieve) -> list[dict[str, Any]]:
+        scores = self._index.scores(query)
+        best = sorted(scores, key=lambda number: (-scores[number], number))[:count]
+        if not asked.return_scores:
+            return [_document(number, self._index.documents[number]) for number in best]
+        return [
+            {"document": _document(number, self._index.documents[number]), "score": scores[number]} for number in best
+        ]
+
+
+def _document(number: int, document: SearchDocument) -> dict[str, str]:
+    return {"id": str(number), "contents": f'"{document.title}"\n{document.text}'}

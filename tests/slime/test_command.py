@@ -1,0 +1,139 @@
+"""`bombus slime`, as it is typed."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bombus.bus import Bus
+from bombus.cli import main
+from bombus.commands.slime import job_of
+from bombus.config.flags import Parser, add_settings_arguments, settings_from
+from bombus.errors import Refused
+from bombus.slime.functions import load_function, make_slime_importable
+from bombus.slime.prompts import PromptSource, read_prompts
+from bombus.slime.settings import SlimeOptions
+from tests.gateway.openai_hive import FILES, GatewayHive, gateway_hive, says
+from tests.slime.test_driver import ANSWER, HOOKS, JOB, PROMPT, WRONG
+
+PLAYABLE = ("--prompt-data", "train.jsonl", "--hf-checkpoint", "model")
+
+
+def typed(*words: str) -> SlimeOptions:
+    parser = Parser()
+    add_settings_arguments(parser, SlimeOptions)
+    return settings_from(SlimeOptions, parser.parse_args([*words]))
+
+
+@pytest.fixture
+async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
+    async with gateway_hive(bus, JOB) as served:
+        yield served
+
+
+async def test_a_rollout_is_played_from_the_command_line(served: GatewayHive, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(FILES["tokenizer.json"])
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": PROMPT, "answer": "fine"}))
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "slime/__init__.py").write_text("import ray")  # a checkout of slime is the working directory
+    served.replica.scripts.extend([says(ANSWER), says(WRONG)])
+    words = ["--server-url", served.base_url, "--hf-checkpoint", str(tmp_path), "--prompt-data", "train.jsonl"]
+    words += ["--input-key", "prompt", "--label-key", "answer", "--rollout-batch-size", "1"]
+    words += ["--n-samples-per-prompt", "2", "--reward-key", "score"]
+    words += ["--custom-generate-function-path", f"{HOOKS}:generate", "--custom-rm-path", f"{HOOKS}:reward_func"]
+    words += ["--rollout-max-response-len", "100", "--save-debug-rollout-data", "{rollout_id}.pt"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bombus", "slime", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=tmp_path,
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), 120)
+    assert "rollout 0: 1 groups, mean reward 0.500" in said.decode()
+    assert process.returncode == 0
+    await served.until(lambda engine: len(engine.pool) == 2)
+    assert (tmp_path / "0.pt").is_file()
+
+
+def test_where_slime_is_installed_its_package_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "slime/__init__.py").write_text("")
+    before = [*sys.path, str(tmp_path)]
+    monkeypatch.setattr(sys, "path", [*before])
+    assert not make_slime_importable()
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "there is nothing to play: give --prompt-data FILE and --hf-checkpoint MODEL"),
+        ((*PLAYABLE, "--use-tis"), "settings of the trainer: give --job FILE"),
+        ((*PLAYABLE, "--rm-type", "dapo"), "--rm-type dapo is not offered: name one with --custom-rm-path"),
+        ((*PLAYABLE, "--rollout-temperature", "-1"), "--rollout-temperature"),
+        ((*PLAYABLE, "--server-url", "here"), "is not the address of a hive"),
+        ((*PLAYABLE, "--apply-chat-template-kwargs", "[]"), "is not a JSON object"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_in_words(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["slime", *words]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_corrections_and_sizes_become_settings_of_the_job(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("bombus:\n  model: {path: models/bumble}\n  trainer: {lr: 0.125}\n")
+    options = typed(*PLAYABLE, "--use-tis", "--tis-clip", "2.5", "--job", str(file))
+    run = job_of(options).run
+    assert (run.trainer.lr, run.trainer.tis_clip, run.trainer.correction) == (0.125, 2.5, "token_tis")
+    assert (run.rollout.num_repeat, run.collection.batch_size) == (4, 32)
+    args = options.namespace()
+    assert (args.use_tis, args.tis_clip, args.rollout_batch_size, args.n_samples_per_prompt) == (True, 2.5, 32, 4)
+    assert (args.rollout_max_response_len, args.rollout_temperature, args.partial_rollout) == (8192, 1.0, False)
+
+
+def test_prompts_come_in_the_order_of_the_file_and_again(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"input": "a", "metadata": {"k": 1}}\n\n{"input": "b", "tools": "[]"}\n')
+    options = typed(*PLAYABLE, "--n-samples-per-prompt", "2")
+    source = PromptSource(options, read_prompts(path, options, None))
+    groups = [source.group() for _ in range(3)]
+    assert [[sample.prompt for sample in group] for group in groups] == [["a", "a"], ["b", "b"], ["a", "a"]]
+    assert [[sample.index for sample in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
+    assert (groups[0][0].metadata, groups[1][0].metadata, groups[2][0].group_index) == ({"k": 1}, {"tools": []}, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "line 1 is not a prompt"),
+        ('{"prompt": "a"}', "--input-key names another field"),
+        ('{"input": "a", "metadata": []}', "--metadata-key names another field"),
+        ("", "has no prompt"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_refused_with_its_number(line: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(line)
+    with pytest.raises(Refused, match=why):
+        read_prompts(tmp_path / "train.jsonl", typed(*PLAYABLE), None)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("generate", "names no function"),
+        ("absent_module.generate", "cannot be imported"),
+        ("json.absent", "cannot be imported"),
+        ("absent.py:generate", "is not a file"),
+    ],
+)
+def test_a_path_of_no_function_is_refused(path: str, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        load_function(path)

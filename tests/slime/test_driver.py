@@ -1,0 +1,222 @@
+"""Hook files in slime's own shape, played against a whole hive with a replica that is scripted."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from bombus import AsyncSwarmClient
+from bombus.bus import Bus
+from bombus.errors import BombusError
+from bombus.hive.generation import Generate
+from bombus.hive.records import CallRecord, decode_record, unpack_tokens
+from bombus.slime.driver import RolloutReport, SlimeDriver
+from bombus.slime.functions import load_function, make_slime_importable
+from bombus.slime.generation import GenerateState, load_tokenizer
+from bombus.slime.http import close_client
+from bombus.slime.prompts import PromptSource, read_prompts
+from bombus.slime.saved import load_rollout
+from bombus.slime.settings import SlimeOptions
+from tests.gateway.openai_hive import FILES, TEMPLATE, TEXT, GatewayHive, Send, gateway_hive, says
+
+HOOKS = Path(__file__).parent / "programs/search_turns.py"
+JOB: dict[str, Any] = {
+    "bombus": {
+        "model": {"path": "models/bumble", "tools": "hermes"},
+        "rollout": {
+            "num_repeat": 2,
+            "max_prompt_length": 1200,
+            "max_response_length": 800,
+            "max_response_length_in_one_turn": 200,
+        },
+        "collection": {"batch_size": 2},
+    }
+}
+SEARCH, ANSWER, WRONG = "I look <search>weather</search>", "so <answer>fine</answer>", "so <answer>bad</answer>"
+FOUND = "<information>the weather is fine</information>"
+PROMPT = "what is the weather?"
+
+
+@pytest.fixture(autouse=True)
+def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let hooks import `slime` for the time of a test."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    GenerateState.clear()
+    load_function.cache_clear()
+    assert make_slime_importable()
+    yield
+    GenerateState.clear()
+    for name in [name for name in sys.modules if name == "slime" or name.startswith("slime.")]:
+        del sys.modules[name]
+    sys.modules.pop("search_turns", None)
+
+
+@pytest.fixture
+async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
+    async with gateway_hive(bus, JOB) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "tokenizer.json").write_bytes(FILES["tokenizer.json"])
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+def options_of(served: GatewayHive, model: str, folder: Path, **more: Any) -> SlimeOptions:
+    lines = [{"prompt": PROMPT, "answer": "fine", "extra": {"document": "the weather is fine"}}] * 4
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    given = {
+        "server_url": served.base_url,
+        "hf_checkpoint": model,
+        "prompt_data": folder / "train.jsonl",
+        "input_key": "prompt",
+        "label_key": "answer",
+        "metadata_key": "extra",
+        "rollout_batch_size": 1,
+        "n_samples_per_prompt": 2,
+        "num_rollout": 1,
+        "rollout_max_response_len": 100,
+        "custom_generate_function_path": f"{HOOKS}:generate",
+        "custom_rm_path": f"{HOOKS}:reward_func",
+        "reward_key": "score",
+        "sglang_server_concurrency": 1,
+    }
+    return SlimeOptions(**{**given, **more})
+
+
+async def played(options: SlimeOptions) -> list[RolloutReport]:
+    assert options.prompt_data is not None
+    prompts = read_prompts(options.prompt_data, options, load_tokenizer(options.hf_checkpoint))
+    async with AsyncSwarmClient(options.server_url, verbose=False) as client:
+        try:
+            source = PromptSource(options, prompts)
+            async with SlimeDriver(options, client, source, lambda line: None) as driver:
+                return await asyncio.wait_for(driver.run(), 60)
+        finally:
+            await close_client()
+
+
+async def ended(served: GatewayHive, count: int) -> dict[str, Sequence[CallRecord]]:
+    """Return the calls of the episodes in the pool, once there are so many."""
+    await served.until(lambda engine: len(engine.pool) >= count)
+    found: dict[str, Sequence[CallRecord]] = {}
+    for episode, one in served.engine.pool.items():
+        stored = await served.bus.get_many(served.bus.subjects.calls_stream, [ref.seq for ref in one.calls])
+        found[episode] = [decode_record(each.data, ref) for each, ref in zip(stored, one.calls, strict=True)]
+    return found
+
+
+async def test_a_hook_file_of_slimes_shape_plays_episodes_whose_calls_are_one_sequence(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.scripts.extend(says(text) for text in (SEARCH, ANSWER, SEARCH, WRONG))
+    save = tmp_path / "rollout_{rollout_id}.jsonl"
+    (report,) = await played(options_of(served, model, tmp_path, save_debug_rollout_data=str(save)))
+    assert (report.kept, sorted(report.rewards)) == (1, [0.0, 1.0])
+    pool = await ended(served, 2)
+    assert sorted(one.reward for one in served.engine.pool.values()) == [0.0, 1.0]
+    samples = {sample.response: sample for sample in load_rollout(tmp_path / "rollout_0.jsonl")}
+    assert set(samples) == {SEARCH + FOUND + ANSWER, SEARCH + FOUND + WRONG}
+    for first, second in pool.values():
+        assert second.parent is not None
+        assert second.parent.id == first.id, "the second turn goes on from the tokens of the first"
+        asked = unpack_tokens(first.prompt_tail)
+        assert asked == TEXT.tokenizer.encode(PROMPT)
+        said = [*first.choices[0].token_ids(), *unpack_tokens(second.prompt_tail), *second.choices[0].token_ids()]
+        assert TEXT.tokenizer.decode(unpack_tokens(second.prompt_tail)) == FOUND
+        sample = samples[TEXT.tokenizer.decode(said)]
+        assert sample.tokens == asked + said, "what is trained is what the hook has written down"
+
+
+async def test_groups_whose_rewards_are_equal_are_dropped_and_others_take_their_place(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.scripts.extend(says(text) for text in (WRONG, WRONG, ANSWER, WRONG))
+    zero = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    (report,) = await played(options_of(served, model, tmp_path, dynamic_sampling_filter_path=zero))
+    assert report.dropped == {"zero_std_0.0": 1}
+    assert sorted(report.rewards) == [0.0, 1.0]
+    await ended(served, 2)
+    assert len(served.engine.pool) == 2, "the episodes of the group that was dropped are in no batch"
+    assert not served.engine.open
+
+
+async def test_what_a_batch_does_not_need_is_aborted_and_counted(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    held = asyncio.Event()
+
+    async def slowly(request: Generate, send: Send) -> None:
+        await held.wait()
+
+    served.replica.scripts.extend([says(ANSWER), says(WRONG)])
+    served.replica.otherwise = slowly
+    (report,) = await played(
+        options_of(served, model, tmp_path, over_sampling_batch_size=2, sglang_server_concurrency=2)
+    )
+    held.set()
+    assert (report.kept, report.unused) == (1, 1)
+    await served.until(lambda engine: not engine.open)
+
+
+async def test_samples_of_one_attempt_with_rewards_of_their_own_reward_each_call(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says("fine")
+    options = options_of(served, model, tmp_path, custom_generate_function_path=f"{HOOKS}:two_agents")
+    (report,) = await played(options)
+    assert sorted(report.rewards) == [0.0, 0.0, 1.0, 1.0]
+    pool = await ended(served, 2)
+    assert {len(records) for records in pool.values()} == {2}
+    assert [tuple(one.call_rewards or ()) for one in served.engine.pool.values()] == [(0.0, 1.0)] * 2
+
+
+async def test_a_function_may_reward_the_samples_of_a_prompt_together(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:rewards_of_a_group"
+    (report,) = await played(options_of(served, model, tmp_path, custom_rm_path=path, group_rm=True))
+    assert report.rewards == [0.0, 0.5]
+
+
+async def test_a_sample_that_a_filter_removes_is_not_trained(served: GatewayHive, model: str, tmp_path: Path) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:removes_the_first"
+    (report,) = await played(options_of(served, model, tmp_path, rollout_sample_filter_path=path))
+    assert (report.removed, report.rewards) == (1, [1.0])
+    await served.until(lambda engine: len(engine.pool) == 1 and not engine.open)
+
+
+async def test_without_a_function_each_prompt_gets_one_answer(served: GatewayHive, model: str, tmp_path: Path) -> None:
+    served.replica.otherwise = says(ANSWER)
+    (report,) = await played(options_of(served, model, tmp_path, custom_generate_function_path=None))
+    assert report.rewards == [1.0, 1.0]
+
+
+async def test_samples_that_are_given_up_each_time_end_the_run_with_the_reason(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    path = f"{HOOKS}:generate_and_give_up"
+    with pytest.raises(BombusError, match=r"8 groups in a row were lost.*gave the sample up"):
+        await played(options_of(served, model, tmp_path, custom_generate_function_path=path))
+    await served.until(lambda engine: not engine.open)
+    assert not served.engine.pool
+
+
+async def test_rollouts_alone_train_nothing(served: GatewayHive, model: str, tmp_path: Path) -> None:
+    served.replica.otherwise = says(ANSWER)
+    (report,) = await played(options_of(served, model, tmp_path, debug_rollout_only=True))
+    assert report.rewards == [1.0, 1.0]
+    await served.until(lambda engine: not engine.open)
+    assert not served.engine.pool

@@ -1,0 +1,136 @@
+"""The address of a sample: SGLang's `/generate` there is a call of its episode, and the tokens of texts are kept."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from bombus import AsyncSwarmClient
+from bombus.bus import Bus
+from bombus.hive.records import unpack_tokens
+from bombus.sdk.types import Credentials
+from bombus.slime.relay import SampleRelay
+from tests.gateway.openai_hive import TEXT, GatewayHive, gateway_hive, says
+
+
+class TestTokenizer:
+    """The tests' tokenizer with the methods that transformers' has."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return TEXT.tokenizer.encode(text)
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return TEXT.tokenizer.fast.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.fixture
+async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
+    async with gateway_hive(bus) as hive:
+        yield hive
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+        yield http
+
+
+@pytest.fixture
+async def relay(served: GatewayHive) -> AsyncIterator[SampleRelay]:
+    async with SampleRelay(served.base_url, TestTokenizer()) as relay:
+        yield relay
+
+
+@pytest.fixture
+async def client(served: GatewayHive) -> AsyncIterator[AsyncSwarmClient]:
+    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
+        yield client
+
+
+@pytest.fixture
+async def claimed(client: AsyncSwarmClient) -> Credentials:
+    (one,) = await client.begin_episodes(1, task_id="t1")
+    return one
+
+
+async def ask(http: httpx.AsyncClient, port: int, body: object, status: int = 200) -> Any:
+    answer = await http.post(f"http://127.0.0.1:{port}/generate", json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def test_a_text_that_goes_on_keeps_the_tokens_that_were_sampled(
+    served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    split = TEXT.tokenizer.encode("th") + TEXT.tokenizer.encode("e")  # another text would be one token
+    assert TEXT.tokenizer.encode("the") != split
+    served.replica.scripts.extend([says(split, finish="length"), says("fox")])
+    address = await relay.open(claimed)
+    params = {"max_new_tokens": 8, "no_stop_trim": True, "skip_special_tokens": False, "stop_token_ids": None}
+    first = await ask(http, address.port, {"text": "what is ", "sampling_params": params})
+    assert (first["text"], "output_token_logprobs" in first["meta_info"]) == ("the", False)
+    await ask(http, address.port, {"text": "what is the quick", "sampling_params": params})
+    records = await served.records(claimed.episode, 2)
+    assert records[1].parent is not None
+    assert unpack_tokens(records[1].prompt_tail) == TEXT.tokenizer.encode(" quick")
+    assert address.calls[0].sampled == split
+
+
+async def test_text_after_a_stop_is_shown_as_sglang_shows_it(
+    served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    address = await relay.open(claimed)
+    said = "look <tool> more"
+    for no_trim, text in ((True, "look <tool>"), (False, "look ")):
+        served.replica.scripts.append(says(said, portion=1))
+        params = {"max_new_tokens": 64, "stop": ["<tool>"], "no_stop_trim": no_trim}
+        body = {"text": "what?", "sampling_params": params, "return_logprob": True}
+        answer = await ask(http, address.port, body)
+        assert answer["text"] == text
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop"}
+
+
+async def test_chat_completions_there_are_calls_of_the_episode_too(
+    served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    address = await relay.open(claimed)
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    answer = await http.post(f"http://127.0.0.1:{address.port}/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert len(await served.records(claimed.episode, 1)) == 1
+
+
+async def test_late_requests_are_aborted_as_sglang_aborts_them(
+    served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    address = await relay.open(claimed)
+    await relay.retire(address)
+    answer = await ask(http, address.port, {"text": "a", "sampling_params": {}})
+    assert answer["meta_info"]["finish_reason"] == {"type": "abort"}
+    assert not served.engine.open[claimed.episode].calls
+
+
+async def test_an_episode_that_is_over_aborts_the_sample(
+    client: AsyncSwarmClient, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    address = await relay.open(claimed)
+    await client.abort_episode(claimed.episode_uuid)
+    answer = await ask(http, address.port, {"text": "a", "sampling_params": {}})
+    assert answer["meta_info"]["finish_reason"] == {"type": "abort"}
+
+
+async def test_refusals_say_what_to_do(
+    served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    address, nobody = await relay.open(claimed), await relay.open(None)
+    refused = await ask(http, nobody.port, {"text": "a", "sampling_params": {}}, 400)
+    assert "use the args that the generate function was called with" in str(refused)
+    assert "image_data" in str(await ask(http, address.port, {"text": "a", "image_data": ["x"]}, 400))
+    assert "not a JSON object" in str(await ask(http, address.port, [1], 400))
+    assert "one prompt at a time" in str(await ask(http, address.port, {"text": ["a", "b"]}, 400))
+    assert "min_new_tokens" in str(
+        await ask(http, address.port, {"text": "a", "sampling_params": {"min_new_tokens": 2}}, 400)
+    )
+    answer = await http.get(f"http://127.0.0.1:{address.port}/workers")
+    assert (answer.status_code, "is not offered" in answer.text) == (404, True)

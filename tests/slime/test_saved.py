@@ -1,0 +1,102 @@
+"""Rollouts as files, and the scored groups that are pushed of them."""
+
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bombus.bus import Bus
+from bombus.errors import Refused
+from bombus.slime.pushing import groups_of, push_rollouts, scored_group
+from bombus.slime.saved import load_rollout, rollout_file, save_rollout
+from bombus.slime.settings import SlimeOptions
+from bombus.slime.types import SlimeSample
+from tests.trainer.test_scored_runs import ScoredStage, scored_stage
+
+ARGS = Namespace(reward_key=None, rollout_temperature=0.5)
+ABORTED = SlimeSample.Status.ABORTED
+
+
+def sample_of(reward: float, group: int | None = 0) -> SlimeSample:
+    return SlimeSample(
+        group_index=group,
+        tokens=[1, 2, 3, 4],
+        response_length=3,
+        loss_mask=[1, 0, 1],
+        rollout_log_probs=[-0.5, 0.0, -0.25],
+        reward=reward,
+        status=SlimeSample.Status.COMPLETED,
+    )
+
+
+@pytest.fixture
+async def scored(bus: Bus, tmp_path: Path) -> AsyncIterator[ScoredStage]:
+    async with scored_stage(bus, tmp_path) as scored:
+        yield scored
+
+
+@pytest.mark.parametrize("ending", ["pt", "jsonl"])
+def test_a_rollout_is_read_back_as_it_was(ending: str, tmp_path: Path) -> None:
+    path = rollout_file(str(tmp_path / "deep/{rollout_id}") + f".{ending}", 7)
+    samples = [sample_of(1.0), sample_of(0.0, 1)]
+    save_rollout(path, 7, samples)
+    assert path.name == f"7.{ending}"
+    assert load_rollout(path) == samples or ending == "jsonl"
+    assert [sample.tokens for sample in load_rollout(path)] == [[1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("name", ["broken.pt", "broken.jsonl", "absent.jsonl"])
+def test_a_damaged_file_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    if name.startswith("broken"):
+        (tmp_path / name).write_bytes(b"\x80\x04 not a rollout")
+    with pytest.raises(Refused, match=f"{name} cannot be read as a rollout"):
+        load_rollout(tmp_path / name)
+
+
+def test_a_template_with_other_braces_is_refused() -> None:
+    with pytest.raises(Refused, match="no other braces"):
+        rollout_file("a/{step}.pt", 0)
+
+
+def test_a_group_is_pushed_with_what_its_samples_say_is_trained() -> None:
+    gone = [SlimeSample(group_index=0, status=ABORTED), sample_of(9.0)]
+    gone[1].remove_sample = True
+    body = scored_group([sample_of(1.0), sample_of(0.0), *gone], ARGS)
+    assert body == {
+        "tokens": [[1, 2, 3, 4]] * 2,
+        "masks": [[-100, 2, -100, 4]] * 2,
+        "scores": [1.0, 0.0],
+        "generation_params": {"temperature": 0.5},
+        "inference_logprobs": [[1.0, -0.5, 1.0, -0.25]] * 2,
+    }
+    assert scored_group(gone, ARGS) is None
+    broken = sample_of(1.0)
+    broken.loss_mask = [1]
+    with pytest.raises(Refused, match="does not fit its tokens"):
+        scored_group([broken], ARGS)
+
+
+def test_samples_of_one_prompt_are_a_group() -> None:
+    given = [sample_of(1.0, 3), sample_of(1.0, 4), sample_of(0.0, 3), sample_of(0.0, None)]
+    assert [len(group) for group in groups_of(given)] == [2, 1, 1]
+
+
+async def test_loaded_rollouts_are_trained(scored: ScoredStage, tmp_path: Path) -> None:
+    template = str(tmp_path / "{rollout_id}.pt")
+    for rollout in (0, 1):
+        save_rollout(rollout_file(template, rollout), rollout, [sample_of(1.0), sample_of(0.0)])
+    said: list[str] = []
+    url = str(scored.http.base_url)
+    scored.stage.train()
+    await scored.begin()
+    await scored.version(0)
+    assert await push_rollouts(SlimeOptions(server_url=url, load_debug_rollout_data=template), said.append) == 0
+    assert said == ["2 groups are in the queue"]
+    await scored.version(1)
+    done = scored.stage.engine.step_done
+    assert done is not None
+    assert (done.metrics["episodes"], done.metrics["tokens_trained"]) == (4, 8), "two of three tokens of each response"
+    absent = SlimeOptions(server_url=url, load_debug_rollout_data=f"{tmp_path}/x{{rollout_id}}")
+    with pytest.raises(Refused, match="there is no rollout to load"):
+        await push_rollouts(absent, said.append)
