@@ -674,10 +674,10 @@ def test_evaluation_is_not_in_batches_and_counts_for_the_version_it_ran_on(harne
     assert harness.phase() == Phase.ROLLING
 
 
-def evaluates(harness: CoreHarness, data_set: str, reward: float, **more: object) -> None:
+def evaluates(harness: CoreHarness, data_set: str, reward: float, is_success: bool | None = None) -> None:
     (episode,) = harness.claim(type=EpisodeType.EVAL)
     harness.call(episode)
-    harness.end(episode, f"{data_set}/1", reward, data_set=data_set, **more)
+    harness.end(episode, f"{data_set}/1", reward, data_set=data_set, is_success=is_success)
 
 
 def test_evaluation_is_counted_by_data_set_too(harness: CoreHarness) -> None:
