@@ -8,6 +8,7 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
+from bombus.hive.describe import line_of
 from bombus.hive.events import AbortReason, Collection, DropReason, EpisodeType, Method, NotedCall
 from bombus.hive.inbox import Done, Found, Granted, Refusal
 from bombus.hive.records import CallRef, CallStatus
@@ -684,6 +685,7 @@ def test_evaluation_is_counted_by_data_set_too(harness: CoreHarness) -> None:
     evaluates(harness, "legs", 1.0, is_success=True)
     evaluates(harness, "sums", 0.5)
     evaluates(harness, "legs", 0.0, is_success=False)
+    assert line_of(harness.log[-1]).endswith(" ended, held-out reward 0.000, task legs/1 of legs")
     harness.play("of no set", 0.1, type=EpisodeType.EVAL)
     stats = harness.engine.evals[0]
     assert (stats.episodes, stats.reward_sum, stats.successes) == (4, 1.6, 1)

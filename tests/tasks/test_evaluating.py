@@ -17,7 +17,8 @@ from bombus.hive.events import AbortReason
 from bombus.hive.generation import Generate
 from bombus.hive.state import Phase
 from bombus.hive.status import render_status
-from bombus.tasks.evaluating import EvalSchedule, EvalScore, EvalSet, Evaluation
+from bombus.sdk.errors import SwarmError
+from bombus.tasks.evaluating import EvalSchedule, EvalScore, EvalSet, Evaluation, wait_until_due
 from tests.environments.worlds import Counter
 from tests.gateway.openai_hive import GatewayHive, Send, gateway_hive, says
 from tests.rollout.test_cli import bombus, ended
@@ -276,6 +277,18 @@ async def test_a_background_evaluator_ends_with_the_run(
     code, printed, errors = await ended(evaluator)
     assert (code, errors) == (0, "")
     assert printed.splitlines()[-1] == "the engine does not run any longer"
+
+
+async def test_a_hive_whose_engine_is_off_or_that_does_not_answer_is_told(
+    served: GatewayHive, client: AsyncSwarmClient, folder: Path
+) -> None:
+    await client.stop_engine()
+    code, printed, errors = await ended(await bombus(folder, *typed(served)))
+    assert (code, printed) == (1, "")
+    assert "Start a job first" in errors
+    async with AsyncSwarmClient("http://127.0.0.1:1", verbose=False, retry_s=0) as nobody:
+        with pytest.raises(SwarmError, match="the hive does not answer: "):
+            await wait_until_due(nobody, EvalSchedule(1))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ class EvalOptions(PlayOptions):
         default=64,
         ge=1,
         le=1024,
-        description="episodes that are claimed together, and so play one version; training waits for them",
+        description="episodes that are claimed together, and so play one version; training waits for them. At most the "
+        "job's rollout.max_env_worker",
     )
     every: Annotated[int | None, Flag(metavar="N", default="once")] = Field(
         default=None, ge=1, le=1_000_000, description="go on, and evaluate after each Nth policy version until Ctrl-C"
