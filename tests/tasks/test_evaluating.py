@@ -231,8 +231,12 @@ async def evaluated(served: GatewayHive, version: int) -> None:
     await served.until(lambda engine: version in engine.evals and engine.evals[version].episodes == 2)
 
 
-async def test_one_command_evaluates_prints_a_table_and_writes_lines(served: GatewayHive, folder: Path) -> None:
-    code, printed, errors = await ended(await bombus(folder, *typed(served, "--out", "scores.jsonl")))
+@pytest.mark.parametrize("engine", ["", "/e/main"])
+async def test_one_command_evaluates_prints_a_table_and_writes_lines(
+    served: GatewayHive, folder: Path, engine: str
+) -> None:
+    words = typed(served, "--out", "scores.jsonl", "--engine", served.base_url + engine)
+    code, printed, errors = await ended(await bombus(folder, *words))
     assert code == 0, errors
     lines = printed.splitlines()
     assert sorted(line.split(" (")[0] for line in lines[:2]) == ["h1: reward 2", "h2: reward 4"]

@@ -39,7 +39,7 @@ class EvalOptions(PlayOptions):
     """The command line of `bombus eval`."""
 
     split: TaskSplit = Field(
-        default=TaskSplit.EVAL, description="tasks that are never trained on, or tasks to train on"
+        default=TaskSplit.EVAL, description="tasks to train on, or tasks that are never trained on"
     )
     env: Annotated[str, Flag(metavar="MODULE:CLASS", default="none")] = Field(
         default="", description="the class in which the tasks of a file are played"
