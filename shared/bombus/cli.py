@@ -35,6 +35,7 @@ COMMANDS = {
     "tasks": Command("bombus.commands.tasks.listing", "list the tasks that are ready to be played", "yaml"),
     "run": Command("bombus.commands.tasks.run", "play ready tasks against any model, and score them", "yaml"),
     "slime": Command("bombus.commands.slime", "play prompts with hook files of slime, unmodified", "yaml"),
+    "eval": Command("bombus.commands.tasks.evaluate", "evaluate the policy that a hive trains", "yaml"),
     "env": Command("bombus.commands.environments.env", "environments for agents: check one, and serve it", "yaml"),
     "run-api": Command("bombus.commands.atropos.run_api", "serve Atropos's trajectory API on port 8000", "all"),
     "atropos": Command("bombus.commands.atropos.settings", "print what points an Atropos project at a hive", "yaml"),

@@ -8,10 +8,12 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
+from bombus.hive.describe import line_of
 from bombus.hive.events import AbortReason, Collection, DropReason, EpisodeType, Method, NotedCall
 from bombus.hive.inbox import Done, Found, Granted, Refusal
 from bombus.hive.records import CallRef, CallStatus
-from bombus.hive.state import FORMATS_MAX, Phase
+from bombus.hive.state import DATA_SETS_MAX, FORMATS_MAX, Phase
+from bombus.hive.status import render_status
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 
@@ -671,6 +673,39 @@ def test_evaluation_is_not_in_batches_and_counts_for_the_version_it_ran_on(harne
     assert harness.engine.pool == {}
     assert harness.engine.evals[0].mean == 0.5
     assert harness.phase() == Phase.ROLLING
+
+
+def evaluates(harness: CoreHarness, data_set: str, reward: float, is_success: bool | None = None) -> None:
+    (episode,) = harness.claim(type=EpisodeType.EVAL)
+    harness.call(episode)
+    harness.end(episode, f"{data_set}/1", reward, data_set=data_set, is_success=is_success)
+
+
+def test_evaluation_is_counted_by_data_set_too(harness: CoreHarness) -> None:
+    evaluates(harness, "legs", 1.0, is_success=True)
+    evaluates(harness, "sums", 0.5)
+    evaluates(harness, "legs", 0.0, is_success=False)
+    assert line_of(harness.log[-1]).endswith(" ended, held-out reward 0.000, task legs/1 of legs")
+    harness.play("of no set", 0.1, type=EpisodeType.EVAL)
+    stats = harness.engine.evals[0]
+    assert (stats.episodes, stats.reward_sum, stats.successes) == (4, 1.6, 1)
+    assert {name: (each.episodes, each.mean, each.success_rate) for name, each in stats.data_sets.items()} == {
+        "legs": (2, 0.5, 0.5),
+        "sums": (1, 0.5, 0.0),
+    }
+    lines = render_status(harness.core.hive, ENGINE).splitlines()
+    at = lines.index("      0  0.400  (4 episodes)")
+    assert lines[at + 1 : at + 3] == ["         0.500  legs (2 episodes)", "         0.500  sums (1 episodes)"]
+
+
+def test_data_sets_of_a_version_over_the_limit_are_counted_in_the_sum_alone(harness: CoreHarness) -> None:
+    for number in range(DATA_SETS_MAX + 1):
+        evaluates(harness, f"set {number}", 1.0)
+    evaluates(harness, "set 0", 1.0)
+    stats = harness.engine.evals[0]
+    assert (stats.episodes, len(stats.data_sets)) == (DATA_SETS_MAX + 2, DATA_SETS_MAX)
+    assert stats.data_sets["set 0"].episodes == 2
+    assert f"set {DATA_SETS_MAX}" not in stats.data_sets
 
 
 # ---- training and weights ----

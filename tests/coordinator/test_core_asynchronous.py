@@ -159,6 +159,22 @@ def test_evaluation_is_not_paced_and_overtakes_waiting_training_claims() -> None
     assert harness.engine.evals[0].episodes == 1
 
 
+def test_an_evaluation_whose_version_was_replaced_meanwhile_says_so() -> None:
+    harness = rolling()
+    kept, changed = harness.claim("evaluates", count=2, type=EpisodeType.EVAL)
+    harness.call(kept)
+    harness.call(changed)
+    group(harness, "a")
+    harness.train()
+    harness.call(changed)
+    for episode in (kept, changed):
+        harness.end(episode, "held-out", 1.0, "evaluates", data_set="legs")
+    assert list(harness.engine.evals) == [0], "the version of the claim"
+    counted = harness.engine.evals[0].data_sets["legs"]
+    assert (counted.episodes, counted.newer) == (2, 1)
+    assert "1.000  legs (2 episodes, 1 of them partly by a later version)" in render_status(harness.core.hive)
+
+
 def test_no_training_claim_overtakes_the_one_that_is_next() -> None:
     harness = rolling(batch_size=2)
     harness.claim("busy", count=6)

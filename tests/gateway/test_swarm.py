@@ -409,6 +409,21 @@ async def test_a_group_ends_all_or_none(rolling: PlayedHive) -> None:
     assert list(rolling.engine.pool) == list(map(without_secret, episodes))
 
 
+async def test_evaluation_is_counted_by_the_data_set_that_its_report_names(rolling: PlayedHive) -> None:
+    episode = (await rolling.claim(episode_type="eval"))["episode_uuid"]
+
+    async def named(data_set: str) -> int:
+        outcome = '"workflow_output": {"reward": 1.0}'
+        end = f'{{"episode_uuid": "{episode}", "task_id": "t", {outcome}, "data_set": {data_set}}}'
+        reply = await rolling.http.post("/end_episodes", content=f'{{"client_uuid": "c1", "episodes": [{end}]}}')
+        return reply.status_code
+
+    refused = ["1", "null", '"\\ud800"', json.dumps("x" * 129)]
+    assert [await named(data_set) for data_set in refused] == [400] * 4
+    assert await named(json.dumps("x" * 128)) == 200
+    assert {name: stats.mean for name, stats in rolling.engine.evals[0].data_sets.items()} == {"x" * 128: 1.0}
+
+
 # ---- reading --------------------------------------------------------------------------------------------------
 
 

@@ -113,9 +113,19 @@ class Story:
         self.wait(self.random.uniform(0.02, 0.09))
         self.tell(ev.CallsNoted(**self.at, run=self.run, calls=tuple(noted)))
 
-    def end(self, version: int, episode: str, task: str, reward: float, kind: EpisodeType = EpisodeType.TRAIN) -> None:
+    def end(
+        self,
+        version: int,
+        episode: str,
+        task: str,
+        reward: float,
+        kind: EpisodeType = EpisodeType.TRAIN,
+        data_set: str = "",
+    ) -> None:
         number = int(episode.rpartition("-")[2])
-        outcome = Outcome(episode=episode, task=task, reward=reward, digest=b"d" * 16, is_success=reward > 0.9)
+        outcome = Outcome(
+            episode=episode, task=task, reward=reward, digest=b"d" * 16, is_success=reward > 0.9, data_set=data_set
+        )
         self.wait(self.random.uniform(0.01, 0.05))
         self.tell(
             ev.EpisodeEnded(

@@ -43,6 +43,20 @@ def test_values_that_are_too_far_apart_to_be_drawn_leave_gaps() -> None:
     assert (lines[1].plain.split()[0], lines[5].plain.split()[0]) == ("0.78", "0.46")
 
 
+def test_the_held_out_reward_of_each_data_set_has_a_line_where_there_is_room() -> None:
+    shown = screen_data(HiveView(), 0, "main")
+    sets = (("legs", 0.5), ("sums", 0.25), ("words", 1.0))
+    curves = RewardCurves(train=(), held_out=((1, 0.5), (2, 0.6)), now_mean=None, now_episodes=0, data_sets=sets)
+    wide, narrow, low = (
+        RewardPanel().lines(replace(shown, rewards=curves), width, height)
+        for width, height in ((60, 10), (20, 10), (60, 7))
+    )
+    assert wide[1].plain.rstrip() == "legs 0.5  sums 0.25  words 1"
+    assert narrow[1].plain == "legs 0.5  sums 0.25…"
+    assert "legs" not in low[1].plain
+    assert (len(wide), len(low)) == (10, 7)
+
+
 def test_more_values_than_cells_are_averaged() -> None:
     assert buckets([1, 3, 5, 7], 2) == [2, 6]
     assert len(buckets(list(range(1000)), 7)) == 7

@@ -55,6 +55,13 @@ def test_held_out_episodes_have_a_curve_of_their_own(story: Story) -> None:
     rewards = shown(story).rewards
     assert rewards.held_out == ((0, 1.0),)
     assert rewards.now_episodes == 0
+    assert rewards.data_sets == ()
+
+
+def test_the_data_sets_of_the_newest_version_that_was_evaluated_are_shown(story: Story) -> None:
+    for version, data_set, reward in ((0, "old", 1.0), (1, "legs", 0.5), (1, "legs", 0.0), (1, "a\nb", 1.0)):
+        story.end(version, story.claim(version, "t", EpisodeType.EVAL), "t", reward, EpisodeType.EVAL, data_set)
+    assert shown(story).rewards.data_sets == (("a b", 1.0), ("legs", 0.25))
 
 
 def test_a_new_run_starts_new_curves_and_keeps_the_tail(story: Story) -> None:

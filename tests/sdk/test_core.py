@@ -100,6 +100,13 @@ class Driver:
         return body
 
 
+def test_a_data_set_is_named_at_the_end_of_an_episode_only_where_a_task_has_one() -> None:
+    driver = Driver([ok({"success": True}), ok({"success": True})])
+    for task in (Task(task_id="t1", data_set="legs"), Task(task_id="t1")):
+        driver.run(driver.core.end_episodes([(task, "e1", WorkflowOutput(reward=1.0))]))
+    assert [driver.body(index)["episodes"][0].get("data_set") for index in (0, 1)] == ["legs", None]
+
+
 # ---- requests -------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from bombus_overwatch.widgets import Panel
 
 AXIS = 7  # cells for the numbers beside the chart
 HELD_OUT = "◆"
+DATA_SETS_FROM_HEIGHT = 7  # a lower panel has no room for them beside its chart
 
 CurvePoint = tuple[int, float]
 Cell = tuple[str, str]  # a character and its colour
@@ -23,13 +24,15 @@ class RewardPanel(Panel):
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         rows = [_legend(screen.rewards, width)]
+        if screen.rewards.data_sets and height > DATA_SETS_FROM_HEIGHT:
+            rows.append(_data_sets(screen.rewards, width))
         train = [point for point in screen.rewards.train if is_drawable(point[1])]
         held_out = [point for point in screen.rewards.held_out if is_drawable(point[1])]
         if not train and not held_out:
             after = "the first saved model" if screen.rewards.by_sampler else "step 1"
             return [*rows, Text(""), Text(f"the curve begins after {after}", pal.QUIET)]
         unit = "saved model" if screen.rewards.by_sampler else "version"
-        return rows + _chart(train, held_out, width, height - 2, unit)
+        return rows + _chart(train, held_out, width, height - 1 - len(rows), unit)
 
 
 def _legend(rewards: RewardCurves, width: int) -> Text:
@@ -43,6 +46,11 @@ def _legend(rewards: RewardCurves, width: int) -> Text:
         if legend.cell_len + now.cell_len <= width:
             legend.append_text(now)
     return legend
+
+
+def _data_sets(rewards: RewardCurves, width: int) -> Text:
+    """Return the held-out reward of each data set in one line, of as many as there is room for."""
+    return Text(fit("  ".join(f"{name} {figure(mean)}" for name, mean in rewards.data_sets), width), pal.AMBER)
 
 
 def _chart(train: list[CurvePoint], held_out: list[CurvePoint], width: int, height: int, unit: str) -> list[Text]:

@@ -64,6 +64,7 @@ class RewardCurves:
     """Mean rewards by policy version. `train` has the versions that are complete, `now_mean` is of the current one.
 
     In a run of training operations (`by_sampler`) they are by saved model, numbered as their episodes ended.
+    `data_sets` are the means of the newest version that was evaluated.
     """
 
     train: tuple[tuple[int, float], ...]
@@ -71,6 +72,7 @@ class RewardCurves:
     now_mean: float | None
     now_episodes: int
     by_sampler: bool = False
+    data_sets: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,12 +210,14 @@ def _rewards(engine: EngineState, history: EngineHistory) -> RewardCurves:
     current = history.samplers_seen if by_sampler else engine.version
     now = history.rewards.get(current)
     done = ((version, stats.mean) for version, stats in history.rewards.items() if version < current)
+    newest = engine.evals[max(engine.evals)].data_sets if engine.evals else {}
     return RewardCurves(
         train=tuple(sorted(done)),
         held_out=tuple((version, stats.mean) for version, stats in sorted(engine.evals.items())),
         now_mean=now.mean if now else None,
         now_episodes=now.episodes if now else 0,
         by_sampler=by_sampler,
+        data_sets=tuple((one_line(name), stats.mean) for name, stats in sorted(newest.items())),
     )
 
 

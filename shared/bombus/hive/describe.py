@@ -163,7 +163,9 @@ def _(event: ev.EpisodeEnded) -> str:
     mean = sum(outcome.reward for outcome in event.outcomes) / len(event.outcomes)
     kind = "held-out reward" if event.type == ev.EpisodeType.EVAL else "reward"
     tasks = _some(dict.fromkeys(outcome.task for outcome in event.outcomes))
-    return f"{_some(outcome.episode for outcome in event.outcomes)} ended, {kind} {mean:.3f}, task {tasks}"
+    named = [outcome.data_set for outcome in event.outcomes if outcome.data_set]
+    of = f" of {_some(dict.fromkeys(named))}" if named else ""
+    return f"{_some(outcome.episode for outcome in event.outcomes)} ended, {kind} {mean:.3f}, task {tasks}{of}"
 
 
 @_text.register

@@ -333,6 +333,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     On the log it has no `calls`: they are those that were noted before it as complete, which the fold has. Events of
     older versions list them. `call_rewards`, when given, has a reward for each that is not masked, in order, and
     `reward` is their mean. `digest` is that of the report: for a joint episode, of the results of all its episodes.
+    `data_set` names the set that the task is of, "" where the client does not say.
     """
 
     episode: str
@@ -346,6 +347,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls: tuple[CallRef, ...] = ()
     completion_tokens: int = 0
     oldest: int = 0
+    data_set: str = ""
 
 
 class EpisodeEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.ended"):

@@ -90,7 +90,7 @@ class JointClaim(Claim, frozen=True, kw_only=True, omit_defaults=True, tag="clai
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The outcome of one episode as a client reports it: with `reward`, `call_rewards` in the order of the calls, or
-    `rewards_by_call`, by the calls' ids."""
+    `rewards_by_call`, by the calls' ids. `data_set` names the set that the task is of."""
 
     episode: str
     task: str
@@ -100,6 +100,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     metadata: dict[str, Any] = {}
     log_metrics: dict[str, float] = {}
     rewards_by_call: dict[str, float] | None = None
+    data_set: str = ""
 
 
 class End(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end"):

@@ -25,6 +25,7 @@ FOLD = 7  # incremented when `evolve` makes another state of an old log: older s
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
+DATA_SETS_MAX = 32  # of one version that are counted each by itself
 ASIDE_KEPT = 8
 ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
 FORMATS_MAX = 4  # ways of reading the model of one run that are told apart
@@ -113,8 +114,8 @@ class Replica(msgspec.Struct, kw_only=True):
     quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and nothing waits for it
 
 
-class EvalStats(msgspec.Struct):
-    """Evaluation episodes that ran on one policy version."""
+class RewardStats(msgspec.Struct):
+    """Sums over ended episodes."""
 
     episodes: int = 0
     reward_sum: float = 0.0
@@ -123,6 +124,27 @@ class EvalStats(msgspec.Struct):
     @property
     def mean(self) -> float:
         return self.reward_sum / self.episodes if self.episodes else 0.0
+
+    @property
+    def success_rate(self) -> float:
+        return self.successes / self.episodes if self.episodes else 0.0
+
+    def add(self, outcome: ev.Outcome) -> None:
+        self.episodes += 1
+        self.reward_sum += outcome.reward
+        self.successes += bool(outcome.is_success)
+
+
+class DataSetStats(RewardStats):
+    """Those of one data set. Some tokens of `newer` episodes are of a later version than that of their claim."""
+
+    newer: int = 0
+
+
+class EvalStats(RewardStats):
+    """Evaluation episodes that were claimed at one policy version, in all and by the data set that they name."""
+
+    data_sets: dict[str, DataSetStats] = {}
 
 
 class Counters(msgspec.Struct):
@@ -656,9 +678,8 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
         episode = _close(engine, outcome.episode, Closed(event.client, outcome.digest))
         if is_eval and (episode is None or episode.sampler is None):
             stats = engine.evals.setdefault(event.version, EvalStats())
-            stats.episodes += 1
-            stats.reward_sum += outcome.reward
-            stats.successes += bool(outcome.is_success)
+            stats.add(outcome)
+            _count_in_data_set(stats, event.version, outcome, episode)
             trim(engine.evals, EVALS_KEPT)
         if is_eval:
             continue
@@ -681,6 +702,17 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
         )
         engine.by_task.setdefault(outcome.task, []).append(outcome.episode)
         engine.pool_bytes += size
+
+
+def _count_in_data_set(stats: EvalStats, version: int, outcome: ev.Outcome, episode: Episode | None) -> None:
+    """Count an evaluation episode for its data set. Those of too many data sets are in the sum of all alone."""
+    name = outcome.data_set
+    if not name or (name not in stats.data_sets and len(stats.data_sets) >= DATA_SETS_MAX):
+        return
+    counted = stats.data_sets.setdefault(name, DataSetStats())
+    counted.add(outcome)
+    calls = () if episode is None else episode.complete_calls()
+    counted.newer += any(call.newest > version for call in calls)
 
 
 def _note_reward(engine: EngineState, client: str, at_ns: int) -> None:

@@ -11,7 +11,7 @@ from bombus.hive.checkpoints import where_begun
 from bombus.hive.collection import Measure, measures
 from bombus.hive.events import AdapterShape, ConversationFormat, EpisodeType, Method, RunKind, TrainerStalled
 from bombus.hive.pacing import Pace, last_chances, pace
-from bombus.hive.state import EngineState, Episode, Hive, Phase, Replica
+from bombus.hive.state import EngineState, Episode, EvalStats, Hive, Phase, Replica
 from bombus.hive.tenants.state import TenantModel, mean_loss
 from bombus.hive.trajectories.status import ScoredStatus, scored_lines, scored_status
 
@@ -74,11 +74,24 @@ class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
+class DataSetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """`newer` episodes have tokens of a later version than that of their claim."""
+
+    data_set: str
+    episodes: int
+    mean_reward: float
+    success_rate: float
+    newer: int
+
+
 class EvalStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Evaluation at one policy version. `data_sets` are those that clients have named, which need not be all."""
+
     version: int
     episodes: int
     mean_reward: float
     success_rate: float
+    data_sets: tuple[DataSetStatus, ...] = ()
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -391,7 +404,8 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
                 version=version,
                 episodes=stats.episodes,
                 mean_reward=stats.mean,
-                success_rate=stats.successes / stats.episodes if stats.episodes else 0.0,
+                success_rate=stats.success_rate,
+                data_sets=_data_sets(stats),
             )
             for version, stats in sorted(engine.evals.items())
         ),
@@ -596,7 +610,26 @@ def _training_lines(status: EngineStatus, now_ns: int) -> list[str]:
         lines.append("held-out reward by policy version:")
         for row in status.evals[-EVALS_SHOWN:]:
             lines.append(f"  {row.version:>5}  {row.mean_reward:.3f}  ({row.episodes} episodes)")
+            lines += [f"         {_data_set_line(each)}" for each in row.data_sets]
     return lines
+
+
+def _data_sets(stats: EvalStats) -> tuple[DataSetStatus, ...]:
+    return tuple(
+        DataSetStatus(
+            data_set=name,
+            episodes=each.episodes,
+            mean_reward=each.mean,
+            success_rate=each.success_rate,
+            newer=each.newer,
+        )
+        for name, each in sorted(stats.data_sets.items())
+    )
+
+
+def _data_set_line(row: DataSetStatus) -> str:
+    newer = f", {row.newer} of them partly by a later version" if row.newer else ""
+    return f"{row.mean_reward:.3f}  {one_line(row.data_set)} ({row.episodes} episodes{newer})"
 
 
 def _indented_line(text: str) -> str:

@@ -215,7 +215,8 @@ class ClientCore:
             body["discard_episode_timeout"] = float(discard_episode_timeout)
         reply = yield from self._claimed("/claim_episodes", body, max_wait_s, self._give_back)
         model = str(reply.get("model", ""))
-        claimed = [self._credentials(episode, model) for episode in reply["episodes"]]
+        version = reply.get("policy_version")
+        claimed = [self._credentials(episode, model, version=version) for episode in reply["episodes"]]
         self._note_begun(claimed, reply, discard_episode_timeout, max_episode_time)
         if sampler and episode_type == "train":
             with self._lock:
@@ -292,13 +293,16 @@ class ClientCore:
         if isinstance(reply, ServerReply) and reply.status < 400 and (episodes := _granted_ids(reply)):
             yield posted("/abort_episodes", self._abort_body(episodes, False, "interrupted in its claim"), GIVE_BACK_S)
 
-    def _credentials(self, episode: Mapping[str, str], model: str, at: str = "") -> Credentials:
+    def _credentials(
+        self, episode: Mapping[str, str], model: str, at: str = "", version: int | None = None
+    ) -> Credentials:
         """Return what an agent needs; `at` is the address of the hive where that is not the client's own."""
         return Credentials(
             base_url=(at or self.server_url) + urlsplit(episode["openai_base_url"]).path,
             api_key=episode["openai_api_key"],
             model=model,
             episode_uuid=episode["episode_uuid"],
+            policy_version=version,
         )
 
     def _note_begun(
@@ -645,7 +649,8 @@ def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> di
         raise ValueError("task.task_id is empty: episodes are compared within a task, so it needs an id")
     dumped = output.model_dump()
     dumped["metadata"] = {**dumped["metadata"], "task_id": task.task_id}
-    return {"episode_uuid": episode, "task_id": task.task_id, "workflow_output": dumped}
+    body = {"episode_uuid": episode, "task_id": task.task_id, "workflow_output": dumped}
+    return {**body, "data_set": task.data_set} if task.data_set else body
 
 
 def object_of(reply: ServerReply) -> dict[str, Any]:

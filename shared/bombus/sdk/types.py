@@ -10,13 +10,17 @@ EpisodeKind = Literal["train", "eval"]
 
 
 class Task(BaseModel):
-    """One thing for an agent to do. Episodes with the same `task_id` are compared with each other."""
+    """One thing for an agent to do. Episodes with the same `task_id` are compared with each other.
+
+    Evaluation is counted by `data_set`, the name of the set that the task is of.
+    """
 
     main_query: str = ""
     init_messages: list[dict[str, Any]] = []
     task_id: str = ""
     env_type: str = ""
     metadata: dict[str, Any] = Field(default_factory=dict)
+    data_set: str = ""
 
 
 class WorkflowOutput(BaseModel):
@@ -36,7 +40,8 @@ class Credentials(BaseModel):
     """What an agent needs to call the model in this episode, and what its client needs to end it.
 
     `episode_uuid` has the secret of the claim, which ends, aborts, touches and replays the episode: agents do not need
-    it. `episode` is the episode's name on the log, and safe to show.
+    it. `episode` is the episode's name on the log, and safe to show. `policy_version` is that at the claim, None where
+    the server did not say.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -45,6 +50,7 @@ class Credentials(BaseModel):
     api_key: str = Field(repr=False)
     model: str
     episode_uuid: str = Field(repr=False)
+    policy_version: int | None = None
 
     @property
     def episode(self) -> str:

@@ -145,6 +145,7 @@ def outcome_of(
         log_metrics=result.log_metrics,
         completion_tokens=sum(call.completion_tokens for call in episode.complete_calls()),
         oldest=min((call.oldest for call in episode.trainable_calls()), default=episode.version),
+        data_set=result.data_set,
     )
 
 

@@ -17,6 +17,7 @@ from bombus_gateway import limits
 
 Identifier = Annotated[str, Field(min_length=1, max_length=limits.ID_CHARACTERS)]
 TaskId = Annotated[str, Field(max_length=limits.TASK_CHARACTERS)]
+DataSet = Annotated[str, Field(max_length=limits.DATA_SET_CHARACTERS)]
 Metrics = Annotated[
     dict[
         Annotated[str, Field(max_length=limits.NAME_CHARACTERS)],
@@ -154,9 +155,12 @@ class OwnWorkflowOutputBody(OwnBody, WorkflowOutputBody):
 
 
 class EpisodeEndBody(OwnBody):
+    """How an episode went. Evaluation is counted by `data_set`, the name of the set that the task is of."""
+
     episode_uuid: Identifier
     task_id: TaskId = ""
     workflow_output: OwnWorkflowOutputBody
+    data_set: DataSet = ""
 
 
 class EndEpisodes(OwnBody):
@@ -246,7 +250,7 @@ def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
     )
 
 
-def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeResult:
+def result_of(episode: str, task: str, output: WorkflowOutputBody, data_set: str = "") -> EpisodeResult:
     """Return the end of an episode as the coordinator takes it. Raises `Refused` for metadata that is no such thing."""
     _check_metadata(output.metadata)
     reward = output.reward
@@ -264,6 +268,7 @@ def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeRes
         is_success=output.is_success,
         metadata=output.metadata,
         log_metrics=means,
+        data_set=data_set,
     )
 
 

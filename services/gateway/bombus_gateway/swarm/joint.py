@@ -119,7 +119,7 @@ class JointRoutes:
         """Return the results of a joint episode by engine. Raises `Refused` for several on one engine."""
         names = [self._context.gateway.keys.episode_of(end.episode_uuid) for end in ends]
         found = {
-            engine_of(name): result_of(name, end.task_id, end.workflow_output)
+            engine_of(name): result_of(name, end.task_id, end.workflow_output, end.data_set)
             for name, end in zip(names, ends, strict=True)
         }
         if len(found) < len(ends):

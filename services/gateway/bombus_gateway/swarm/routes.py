@@ -140,7 +140,9 @@ class EpisodeRoutes:
         raw = await read_raw(request)
         body = parse(bodies.EndEpisodes, raw)
         name = self._context.gateway.keys.episode_of
-        results = tuple(result_of(name(end.episode_uuid), end.task_id, end.workflow_output) for end in body.episodes)
+        results = tuple(
+            result_of(name(end.episode_uuid), end.task_id, end.workflow_output, end.data_set) for end in body.episodes
+        )
         await self._end(request, raw, body.client_uuid, results)
         return JsonResponse({"success": True})
 

@@ -7,23 +7,22 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
 import httpx
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field
 
+from bombus.commands.tasks.options import PlayOptions, add_play_arguments, flaw_of
 from bombus.config.flags import Flag, add_settings_arguments, settings_from
-from bombus.environments.budgets import RolloutBudgets
 from bombus.environments.rollout import Rollout
 from bombus.errors import BombusError, Refused, in_one_line
 from bombus.host.process import is_heeded
 from bombus.sdk.transport import is_loopback
 from bombus.sdk.types import Credentials, Task
-from bombus.tasks.kinds import SIZE_MAX, TaskDraw, TaskSet, TaskSplit
+from bombus.tasks.kinds import TaskDraw, TaskSet, TaskSplit
 from bombus.tasks.playing import EpisodeScore, EpisodeSummary, ScoreFile, TaskRun, table
-from bombus.tasks.registry import family_of, open_tasks
+from bombus.tasks.registry import open_tasks
 from bombus.terminal import complain, escaped, say
 
 TERMINATED = 143  # as a shell reports a program that SIGTERM has ended
@@ -38,61 +37,15 @@ example:
 """
 
 
-class RunOptions(BaseModel):
+class RunOptions(PlayOptions):
     """The command line of `bombus run`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    task: Annotated[tuple[str, ...], Flag(declared_elsewhere=True)]
-    engine: Annotated[str, Flag(declared_elsewhere=True)]
-    n: Annotated[int, Flag(declared_elsewhere=True)] = Field(default=8, ge=1, le=SIZE_MAX)
-    repeat: Annotated[int, Flag(metavar="N")] = Field(
-        default=1, ge=1, le=4096, description="how many episodes of each task"
-    )
     split: TaskSplit = Field(
         default=TaskSplit.TRAIN, description="tasks to train on, or tasks that are never trained on"
     )
-    seed: Annotated[int, Flag(metavar="N")] = Field(default=0, ge=0, le=999, description="which tasks are drawn")
     model: Annotated[str, Flag(metavar="NAME", default="the first one that the server lists")] = Field(
         default="", description="the model that plays"
     )
-    temperature: Annotated[float | None, Flag(metavar="T", default="the server's")] = Field(
-        default=None, ge=0, le=10, description="the temperature of sampling"
-    )
-    turns_max: Annotated[int | None, Flag(metavar="N", default="that of the tasks")] = Field(
-        default=None, ge=1, le=10_000, description="answers of the model in an episode"
-    )
-    tokens_max: Annotated[int | None, Flag(metavar="N", default="that of the tasks")] = Field(
-        default=None, ge=2, le=10_000_000, description="tokens of a conversation"
-    )
-    at_once: Annotated[int, Flag(metavar="N")] = Field(
-        default=8, ge=1, le=1024, description="episodes that run at the same time"
-    )
-    option: Annotated[tuple[str, ...], Flag(name="--set", metavar="NAME=VALUE")] = Field(
-        default=(), description="an option of the tasks; may be given several times"
-    )
-    out: Annotated[Path | None, Flag(metavar="FILE")] = Field(
-        default=None, description="write a JSON line for each episode to this new file"
-    )
-
-    @field_validator("option")
-    @classmethod
-    def _named(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        for each in given:
-            if "=" not in each:
-                raise ValueError(f"--set {each!r} has no value: write NAME=VALUE")
-        return given
-
-    @field_validator("engine")
-    @classmethod
-    def _is_url(cls, given: str) -> str:
-        if not given.startswith(("http://", "https://")):
-            raise ValueError(f"--engine {given!r} is not the address of a server, such as http://127.0.0.1:8000/v1")
-        return given
-
-    @property
-    def options(self) -> dict[str, str]:
-        return dict(each.split("=", 1) for each in self.option)
 
     @property
     def base_url(self) -> str:
@@ -103,21 +56,10 @@ class RunOptions(BaseModel):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument(
-        "--task",
-        action="append",
-        required=True,
-        metavar="NAME",
-        help="the tasks, such as reasoning_gym:leg_counting; may be given several times",
-    )
-    parser.add_argument(
-        "--engine",
-        required=True,
-        metavar="URL",
-        help="an OpenAI-compatible server; /v1 is added where it is missing",
-    )
-    parser.add_argument(
-        "-n", type=int, default=8, metavar="N", help="how many tasks of each name (default: %(default)s)"
+    add_play_arguments(
+        parser,
+        task="the tasks, such as reasoning_gym:leg_counting; may be given several times",
+        engine="an OpenAI-compatible server; /v1 is added where it is missing",
     )
     add_settings_arguments(parser, RunOptions)
 
@@ -151,13 +93,13 @@ async def _play(options: RunOptions, opened: list[TaskSet], drawn: Mapping[str, 
     model = options.model or await _first_model(options.base_url)
     credentials = Credentials(base_url=options.base_url, api_key=_key(), model=model, episode_uuid="")
     for one in opened:
-        if flaw := _flaw(one.name):
+        if flaw := flaw_of(one.name):
             complain(f"bombus run: {one.name}: {flaw}")
     scores = ScoreFile(options.out) if options.out is not None else None
     board = RunBoard(scores, sum(map(len, drawn.values())) * options.repeat)
     try:
         for one in opened:
-            rollout = Rollout(one.environment, _budgets(options, one), sampling=_sampling(options))
+            rollout = Rollout(one.environment, options.budgets(one), sampling=options.sampling)
             play = TaskRun(one.name, rollout, credentials, board.told, options.at_once)
             board.begin(one)
             await play.run(drawn[one.name], options.repeat)
@@ -211,22 +153,8 @@ class RunBoard:
             self._scores.close()
 
 
-def _budgets(options: RunOptions, tasks: TaskSet) -> RolloutBudgets:
-    given = {"turns_max": options.turns_max, "tokens_max": options.tokens_max}
-    return tasks.budgets.model_copy(update={name: value for name, value in given.items() if value is not None})
-
-
-def _sampling(options: RunOptions) -> dict[str, float]:
-    return {} if options.temperature is None else {"temperature": options.temperature}
-
-
 def _key() -> str:
     return os.environ.get(KEY_VARIABLE) or NO_KEY
-
-
-def _flaw(name: str) -> str:
-    family, _, member = name.partition(":")
-    return next((each.flaw for each in family_of(family).names() if each.name == member), "")
 
 
 class _Model(msgspec.Struct):

@@ -1,0 +1,87 @@
+"""What `bombus run` and `bombus eval` are told: which tasks, how many of them, and what an episode may use."""
+
+import argparse
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from bombus.config.flags import Flag
+from bombus.environments.budgets import RolloutBudgets
+from bombus.tasks.kinds import SIZE_MAX, TaskSet
+from bombus.tasks.registry import family_of
+
+
+class PlayOptions(BaseModel):
+    """The command line that both have."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: Annotated[tuple[str, ...], Flag(declared_elsewhere=True)]
+    engine: Annotated[str, Flag(declared_elsewhere=True)]
+    n: Annotated[int, Flag(declared_elsewhere=True)] = Field(default=8, ge=1, le=SIZE_MAX)
+    repeat: Annotated[int, Flag(metavar="N")] = Field(
+        default=1, ge=1, le=4096, description="how many episodes of each task"
+    )
+    seed: Annotated[int, Flag(metavar="N")] = Field(default=0, ge=0, le=999, description="which tasks are drawn")
+    temperature: Annotated[float | None, Flag(metavar="T", default="the server's")] = Field(
+        default=None, ge=0, le=10, description="the temperature of sampling"
+    )
+    turns_max: Annotated[int | None, Flag(metavar="N", default="that of the tasks")] = Field(
+        default=None, ge=1, le=10_000, description="answers of the model in an episode"
+    )
+    tokens_max: Annotated[int | None, Flag(metavar="N", default="that of the tasks")] = Field(
+        default=None, ge=2, le=10_000_000, description="tokens of a conversation"
+    )
+    at_once: Annotated[int, Flag(metavar="N")] = Field(
+        default=8, ge=1, le=1024, description="episodes that run at the same time"
+    )
+    option: Annotated[tuple[str, ...], Flag(name="--set", metavar="NAME=VALUE")] = Field(
+        default=(), description="an option of the tasks; may be given several times"
+    )
+    out: Annotated[Path | None, Flag(metavar="FILE")] = Field(
+        default=None, description="write a JSON line for each episode to this new file"
+    )
+
+    @field_validator("option")
+    @classmethod
+    def _named(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for each in given:
+            if "=" not in each:
+                raise ValueError(f"--set {each!r} has no value: write NAME=VALUE")
+        return given
+
+    @field_validator("engine")
+    @classmethod
+    def _is_url(cls, given: str) -> str:
+        if not given.startswith(("http://", "https://")):
+            raise ValueError(f"--engine {given!r} is not the address of a server, such as http://127.0.0.1:8000/v1")
+        return given
+
+    @property
+    def options(self) -> dict[str, str]:
+        return dict(each.split("=", 1) for each in self.option)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        return {} if self.temperature is None else {"temperature": self.temperature}
+
+    def budgets(self, tasks: TaskSet) -> RolloutBudgets:
+        """Return what an episode of these tasks may use."""
+        given = {"turns_max": self.turns_max, "tokens_max": self.tokens_max}
+        return tasks.budgets.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+def add_play_arguments(parser: argparse.ArgumentParser, *, task: str, engine: str) -> None:
+    """Add `--task`, `--engine` and `-n`, with what the first two mean."""
+    parser.add_argument("--task", action="append", required=True, metavar="NAME", help=task)
+    parser.add_argument("--engine", required=True, metavar="URL", help=engine)
+    parser.add_argument(
+        "-n", type=int, default=8, metavar="N", help="how many tasks of each name (default: %(default)s)"
+    )
+
+
+def flaw_of(name: str) -> str:
+    """Return what is known to be wrong with a set of tasks, "" for nothing."""
+    family, _, member = name.partition(":")
+    return next((each.flaw for each in family_of(family).names() if each.name == member), "")

@@ -1,0 +1,185 @@
+"""Evaluation of the policy that a hive trains: episodes that are not trained on, counted by policy version."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from bombus.environments.kinds import RolloutStatus
+from bombus.environments.rollout import Rollout
+from bombus.errors import in_one_line
+from bombus.sdk.aio import AsyncSwarmClient
+from bombus.sdk.errors import EpisodeGone, SwarmError
+from bombus.sdk.types import Credentials, Task
+from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, EpisodeScore, ServerFailed, score_of_rollout
+
+log = logging.getLogger("bombus")
+
+ABORT_S = 15.0  # for the hive to take note of episodes that are given up
+LOOK_S = 1.0  # between two looks for a new version
+EPISODE_S_MAX = 86_400.0  # of an episode that waits for its turn; the hive ends the wait where it closes a batch
+
+
+class EvalScore(EpisodeScore, frozen=True, kw_only=True):
+    """How an evaluation episode went. `version` is the policy version at its claim."""
+
+    version: int
+
+
+class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
+    """Tasks that are played, and how. Those that name no data set are of this one."""
+
+    name: str
+    tasks: Sequence[Task]
+    rollout: Rollout
+
+
+class _EvalEpisode(msgspec.Struct, frozen=True):
+    task: Task  # which names its data set
+    number: int
+    rollout: Rollout
+
+
+class Evaluation:
+    """Plays data sets once. `told` hears of each episode that is over.
+
+    Episodes that are claimed together, `claim` of them, play one version: the hive's next batch waits for them. So
+    `versions` has one, unless the engine goes on between two claims. Raises the client's errors, and `ServerFailed`
+    where nothing works.
+    """
+
+    def __init__(
+        self, client: AsyncSwarmClient, told: Callable[[EvalScore], None], *, at_once: int = 8, claim: int = 64
+    ) -> None:
+        self._client = client
+        self._told = told
+        self._slots = asyncio.Semaphore(at_once)
+        self._claim = claim
+        self._open: set[str] = set()
+        self._failed = 0
+        self.versions: list[int] = []
+
+    async def play(self, data_sets: Sequence[EvalSet], repeat: int = 1) -> None:
+        episodes = list(_episodes(data_sets, repeat))
+        for first in range(0, len(episodes), self._claim):
+            together = episodes[first : first + self._claim]
+            claimed = await self._client.begin_episodes(
+                len(together), episode_type="eval", max_episode_time=EPISODE_S_MAX
+            )
+            self._note_version(_version_of(claimed[0]))
+            async with self._nothing_left_open(claimed):
+                await self._play(together, claimed)
+
+    def _note_version(self, version: int) -> None:
+        if version not in self.versions:
+            self.versions.append(version)
+
+    async def _play(self, episodes: Sequence[_EvalEpisode], claimed: Sequence[Credentials]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for episode, credentials in zip(episodes, claimed, strict=True):
+                    group.create_task(self._episode(episode, credentials))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _episode(self, episode: _EvalEpisode, credentials: Credentials) -> None:
+        async with self._slots:
+            score = await self._scored(episode, credentials)
+            self._open.discard(credentials.episode_uuid)
+            self._told(score)
+            self._failed = self._failed + 1 if score.reward is None else 0
+            if self._failed >= FAILURES_IN_A_ROW_MAX:
+                raise ServerFailed(f"{self._failed} episodes in a row failed, the last one with: {score.error}")
+
+    async def _scored(self, episode: _EvalEpisode, credentials: Credentials) -> EvalScore:
+        began = time.monotonic()
+        task = episode.task
+        result = await episode.rollout.play(task, credentials)
+        score = _of_version(
+            score_of_rollout(task.data_set, task, episode.number, result, time.monotonic() - began),
+            _version_of(credentials),
+        )
+        if result.error is not None:
+            await self._client.abort_episode(credentials.episode_uuid, infra=True, detail=score.error)
+            return score
+        try:
+            await self._client.end_episodes([(task, credentials.episode_uuid, result.output())])
+        except EpisodeGone as error:  # such as one that its batch did not wait for any longer
+            return msgspec.structs.replace(
+                score, status=RolloutStatus.ABORTED, reward=None, is_success=None, error=in_one_line(error)
+            )
+        return score
+
+    @asynccontextmanager
+    async def _nothing_left_open(self, claimed: Sequence[Credentials]) -> AsyncIterator[None]:
+        """Keep episodes alive while they are played or wait for it, and abort what is still open at the end."""
+        uuids = [each.episode_uuid for each in claimed]
+        self._open.update(uuids)
+        try:
+            async with self._client.keep_alive(*uuids):
+                yield
+        finally:
+            if self._open:
+                try:
+                    async with asyncio.timeout(ABORT_S):
+                        await self._client.abort_episodes(list(self._open), detail="the evaluation was stopped")
+                except (SwarmError, TimeoutError) as error:
+                    log.warning("open episodes could not be aborted, and will end when they are idle: %s", error)
+                self._open.clear()
+
+
+class EvalSchedule:
+    """Says which policy versions are evaluated: the first that is seen, and then those that `every` divides.
+
+    Where evaluation is slower than training, versions are skipped: the newest one is next.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._run = -1
+        self._next = 0
+
+    def is_due(self, run: int, version: int) -> bool:
+        return run != self._run or version >= self._next
+
+    def played(self, run: int, version: int) -> list[int]:
+        """Note that a version was evaluated. Returns those that were skipped before it."""
+        skipped = [] if run != self._run else list(range(self._next, version, self._every))
+        self._run = run
+        self._next = (version // self._every + 1) * self._every
+        return skipped
+
+
+async def wait_until_due(client: AsyncSwarmClient, schedule: EvalSchedule) -> int | None:
+    """Wait for a version that is to be evaluated, and return its run; None when the engine does not run any longer."""
+    while True:
+        _, status = await client.get_engine_status()
+        if "policy_version" not in status:
+            raise SwarmError(f"the hive does not answer: {status.get('engine_status_detail', '')}")
+        if status["engine_status"] == "ENGINE.OFFLINE":
+            return None
+        run = int(status["run"])
+        if schedule.is_due(run, int(status["policy_version"])):
+            return run
+        await asyncio.sleep(LOOK_S)
+
+
+def _episodes(data_sets: Sequence[EvalSet], repeat: int) -> Iterator[_EvalEpisode]:
+    for data_set in data_sets:
+        for task in data_set.tasks:
+            named = task if task.data_set else task.model_copy(update={"data_set": data_set.name})
+            for number in range(repeat):
+                yield _EvalEpisode(named, number, data_set.rollout)
+
+
+def _version_of(credentials: Credentials) -> int:
+    if credentials.policy_version is None:
+        raise SwarmError("the server does not say which policy version a claim is of: is it a hive of bombus?")
+    return credentials.policy_version
+
+
+def _of_version(score: EpisodeScore, version: int) -> EvalScore:
+    return EvalScore(**msgspec.structs.asdict(score), version=version)
