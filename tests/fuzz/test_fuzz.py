@@ -30,6 +30,7 @@ _DECODES = re.compile(r"msgspec\.(json|msgpack)\.(Decoder|decode)\b")
 SERVER = "answers of the NATS server, or of an engine that the operator chose"
 OWN = "what this machine wrote itself, or its operator"
 CLIENT = "answers of the gateway, in a client"
+HERE = "requests of programs of this machine, to a port that no other machine reaches"
 DECODING = {
     "bombus/bus/blobs.py": "fuzz on the bus",
     "bombus/bus/snapshots.py": "snapshot",
@@ -60,6 +61,12 @@ DECODING = {
     "bombus/replay/episode/tree.py": "a map of files, which is decoded as messages are",
     "bombus/rollout/tasks.py": OWN,
     "bombus/sdk/core.py": CLIENT,
+    "bombus/slime/http.py": CLIENT,
+    "bombus/slime/prompts.py": OWN,
+    "bombus/slime/relay.py": HERE,
+    "bombus/slime/retrieval.py": HERE,
+    "bombus/slime/saved.py": OWN,
+    "bombus/slime/settings.py": OWN,
     "bombus/tasks/aws/console.py": "answers of a process of our own",
     "bombus/tasks/aws/worker.py": "requests of a process of our own",
     "bombus/tasks/aws/world.py": "what an AWS simulator prints",
