@@ -9,7 +9,7 @@ from bombus.bus import Bus
 from bombus.bus.large.parts import Parts
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
-from bombus.hive.events import Collection, GroupsPushed, Tenancy
+from bombus.hive.events import BatchDelivered, BatchHandedOut, Collection, GroupsPushed, Tenancy
 from bombus.hive.inbox import Accepted, BatchTaken, Done, Pushed
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Hive, evolve
@@ -237,6 +237,55 @@ async def test_a_group_that_fits_nowhere_is_stored_once_more_so_that_what_came_a
         assert left.bytes < 1 << 20
         assert stranded is not None
         assert await parts.fetch(stranded) == bytes(1_000)
+
+
+async def test_the_last_batch_is_stored_once_more_while_its_trainer_trains(bus: Bus) -> None:
+    clock, stream, parts = Clock(), bus.subjects.trajectories_stream, Parts(bus, bus.subjects.trajectories_stream)
+    subject = bus.subjects.trajectory(ENGINE)
+    async with leading(bus) as coordinator:
+        registers = inbox.RegisterTrainer(
+            id="r", engine=ENGINE, trainer="7", batch_size=4, max_token_len=9, checkpoint_dir="c", num_steps=9,
+            save_checkpoint_interval=1, starting_step=0,
+        )  # fmt: skip
+        assert isinstance(await bus.inbox.request(registers), Done)
+        group = QueuedGroup(environment=None, sequences=4, body=await parts.store(subject, bytes(1_000)))
+        await bus.inbox.request(inbox.PushGroups(id="p", engine=ENGINE, groups=(group,)))
+        await bus.inbox.request(inbox.TakeBatch(id="t", engine=ENGINE, after=0))
+        await bus.inbox.send(inbox.BatchSent(id="s", engine=ENGINE, run=1, number=1))
+        for _ in range(2):
+            await parts.store(subject, bytes(17 << 20))  # of pushes that were refused
+        releaser = Releaser(bus, lambda: coordinator.core.hive, clock=clock, bodies=TRAJECTORIES)
+        await releaser.report()
+        clock.now_s += 60
+        async with asyncio.timeout(PATIENCE_S):
+            while coordinator.core.hive.trajectories_released < 30:
+                await releaser.report()
+                await asyncio.sleep(0.01)
+        await releaser.purge(releaser.released())
+        assert (await bus.state(stream)).bytes < 1 << 20
+        await bus.inbox.request(inbox.TakeBatch(id="again", engine=ENGINE, after=0))
+        state = coordinator.core.hive.engine(ENGINE).trajectories
+        assert state.batch is not None
+        (kept,) = state.batch.groups
+        assert kept.body is not None
+        assert await parts.fetch(kept.body) == bytes(1_000)
+
+
+async def test_nothing_is_stored_once_more_where_nothing_could_be_purged_for_it(bus: Bus) -> None:
+    """A batch that was handed out, and has not arrived, keeps what was stored after it."""
+    parts, subject, hive = Parts(bus, bus.subjects.trajectories_stream), bus.subjects.trajectory(ENGINE), Hive()
+    for _ in range(2):
+        body = await parts.store(subject, bytes(1_000))
+        evolve(hive, GroupsPushed(engine=ENGINE, groups=(QueuedGroup(environment=None, sequences=1, body=body),)))
+        await parts.store(subject, bytes(8 << 20))
+    evolve(hive, BatchHandedOut(engine=ENGINE, run=0, number=1, groups=(1,)))
+    stream = bus.subjects.trajectories_stream
+    state = await bus.state(stream)
+    await BodyMover(bus, lambda: hive).move(state.last_seq + 1, state)
+    assert (await bus.state(stream)).last_seq == state.last_seq
+    evolve(hive, BatchDelivered(engine=ENGINE, run=0, number=1))
+    await BodyMover(bus, lambda: hive).move(state.last_seq + 1, state)
+    assert (await bus.state(stream)).last_seq == state.last_seq + 2
 
 
 async def test_groups_that_make_up_much_of_a_stream_are_left_where_they_are(bus: Bus) -> None:

@@ -322,6 +322,21 @@ def test_a_full_stream_of_scored_groups_names_the_group_that_keeps_it_from_being
     assert f"after group 3 of engine {ENGINE} (3 sequences, of environment 0) is trimmed" in filled.why
 
 
+def test_the_group_that_was_pushed_last_is_not_kept_in_a_stream_that_is_full() -> None:
+    harness = ScoredHarness()
+    harness.register(batch_size=2)
+    harness.push(harness.group())
+    harness.ask()
+    harness.register(batch_size=2)
+    assert harness.send(inbox.TrajectoriesStored(id="s1", below=10)) == [], "it is the newest example"
+    harness.send(inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10))
+    (released,) = harness.send(inbox.TrajectoriesStored(id="s2", below=10))
+    assert isinstance(released, ev.TrajectoriesReleased)
+    assert released.below == 10
+    harness.send(inbox.StorageSeen(id="room", what="trajectories", used=5, size=100, reserve=10))
+    assert list(harness.core.hive.bodies_needed()) == [], "what may be gone is not missed"
+
+
 def test_after_a_power_cut_what_is_released_goes_back_to_the_end_of_the_stream() -> None:
     harness = rolling()
     harness.send(inbox.TrajectoriesStored(id="s1", below=10))

@@ -2,13 +2,15 @@
 
 A stream can be purged only up to the oldest body that is needed, so one group that fits no batch would keep everything
 after it. Where few such groups have waited for long in a stream that is over half full, the leader copies their bodies
-to its end, and says where they are now. A copy that nobody names is purged like any other body.
+to its end, and says where they are now. The last batch is moved too: it is kept until its trainer asks for another. A
+copy that nobody names is purged like any other body.
 """
 
 import logging
 import secrets
 from collections.abc import Callable
 from heapq import nsmallest
+from typing import NamedTuple
 
 from bombus.bus import Bus, StreamState
 from bombus.bus.large.parts import Parts
@@ -20,13 +22,20 @@ from bombus.hive.state import EngineState, Hive
 
 log = logging.getLogger(__name__)
 
-GROUPS_MAX = 1_000  # at once, of an engine
-BYTES_MAX = 16 << 20
+GROUPS_MAX = 1_000  # at once
+BYTES_MAX = 16 << 20  # at once, and at most half of what is left of the stream
 WORTH = 4  # times the bytes that are copied are expected to be purged for them
 
 
+class _Movable(NamedTuple):
+    first: int
+    engine: str
+    group: int
+    body: BodyRef
+
+
 class BodyMover:
-    """Copies bodies of groups that are queued to the end of their stream."""
+    """Copies bodies of groups that wait to the end of their stream."""
 
     def __init__(self, bus: Bus, hive: Callable[[], Hive]) -> None:
         self._bus = bus
@@ -34,27 +43,23 @@ class BodyMover:
         self._parts = Parts(bus, bus.subjects.trajectories_stream)
 
     async def move(self, below: int, stream: StreamState) -> None:
-        """Move the oldest queued bodies of those before `below`, if much is purged for little that is copied.
+        """Move the oldest bodies of those before `below`, if much can be purged for little that is copied.
 
         Raises `BusUnavailable`, also where the stream is full.
         """
-        old = [(engine, _older(engine, below)) for engine in self._hive().engines.values()]
-        size = sum(body.size for _, bodies in old for _, body in bodies)
-        each = stream.bytes / max(1, stream.messages)
-        if size * WORTH > each * (below - stream.first_seq):
-            return
-        for engine, bodies in old:
-            await self._move(engine, nsmallest(GROUPS_MAX, bodies, key=lambda found: found[1].first))
+        hive = self._hive()
+        chosen = _worth_moving(hive, below, stream)
+        for engine in list(hive.engines.values()):
+            bodies = [(each.group, each.body) for each in chosen if each.engine == engine.name]
+            if bodies:
+                await self._move(engine, bodies)
 
     async def _move(self, engine: EngineState, bodies: list[tuple[int, BodyRef]]) -> None:
-        run, copied = engine.run, 0
+        run = engine.run
         moved: list[MovedBody] = []
         was: list[int] = []
         lost: dict[LostGroup, str] = {}
         for number, body in bodies:
-            if copied and copied + body.size > BYTES_MAX:
-                break
-            copied += body.size
             try:
                 found = await self._parts.fetch(body)
             except LogCorrupted as error:
@@ -73,10 +78,32 @@ class BodyMover:
             await self._bus.inbox.send(gone)
 
 
-def _older(engine: EngineState, below: int) -> list[tuple[int, BodyRef]]:
-    """Return the queued groups of an engine whose bodies begin before `below`, by number, with their bodies."""
-    groups = engine.trajectories.queue.groups.items()
-    return [(number, each.body) for number, each in groups if each.body is not None and each.body.first < below]
+def _worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
+    """Return the oldest bodies without which most can be purged, none where that is too little for what is copied.
+
+    Nothing after a body that is needed where it is can be purged, whatever is moved.
+    """
+    older = (
+        _Movable(group.body.first, engine.name, number, group.body)
+        for engine in hive.engines.values()
+        for number, group in engine.trajectories.movable()
+        if group.body is not None and group.body.first < below
+        if number in engine.trajectories.queue.groups or group.body.first >= stream.first_seq
+    )
+    found = nsmallest(GROUPS_MAX, older)
+    firsts = {each.first for each in found}
+    stays = min((body.first for _, body in hive.bodies_needed() if body.first not in firsts), default=below)
+    mean = stream.bytes / max(1, stream.messages)
+    room = (stream.max_bytes - stream.bytes) // 2
+    copied = worth = 0
+    for number, each in enumerate(found, start=1):
+        copied += each.body.size
+        if copied > room or (copied > BYTES_MAX and number > 1):
+            break
+        kept = min(below, stays, found[number].first if number < len(found) else below)
+        if copied * WORTH <= mean * (kept - stream.first_seq):
+            worth = number
+    return found[:worth]
 
 
 def _id() -> str:

@@ -894,7 +894,7 @@ class GroupsGivenUp(Event, frozen=True, kw_only=True, omit_defaults=True, tag="g
 
 
 class MovedBody(msgspec.Struct, frozen=True, array_like=True):
-    """Where the body of a queued group is now."""
+    """Where the body of a group is now that is queued, or in the last batch."""
 
     group: int
     body: BodyRef

@@ -365,6 +365,19 @@ class Hive(msgspec.Struct, kw_only=True):
         """Return why an engine takes no new work, "" while it does."""
         return self.refusing_groups if engine.takes_trajectories else self.refusing
 
+    def bodies_needed(self) -> Iterator[tuple[str, BodyRef]]:
+        """Yield the bodies of scored groups that are kept, with the names of their engines.
+
+        The one that was pushed last is an example to look at, and is kept until the stream of scored groups is full.
+        """
+        for name, engine in self.engines.items():
+            yield from ((name, body) for body in engine.bodies_needed())
+            latest = engine.trajectories.latest
+            if latest is None or latest.body is None or SCORED_GROUPS in self.full:
+                continue
+            if latest.body.first >= self.trajectories_released:
+                yield name, latest.body
+
     def engine(self, name: str) -> EngineState:
         """Return the state of an engine; an empty one, which is not kept, when no event has named it yet."""
         return self.engines.get(name) or EngineState(name=name)

@@ -203,6 +203,7 @@ async def test_what_does_not_fit_is_refused_with_its_place_and_nothing_is_queued
     assert answer.status_code == 422
     large = await post(hive, "/scored_data", group(sequences=5), 400)
     assert "no batch could ever take it" in large["detail"]
+    assert (await hive.bus.state(hive.bus.subjects.trajectories_stream)).last_seq == 0, "nothing of it is stored"
     unknown = await hive.http.get("/status-env?env_id=9")
     assert unknown.status_code == 404
     assert (await get(hive, "/status"))["queue_size"] == 0

@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from bombus.bus.large.parts import Parts
@@ -11,7 +12,7 @@ from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import EngineState
-from bombus.hive.trajectories.queue import QueuedGroup
+from bombus.hive.trajectories.queue import QueuedGroup, why_not_queued
 from bombus.hive.trajectories.records import ScoredGroup, decode_group
 from bombus.hive.trajectories.state import HandedOut, Trajectories
 from bombus.hive.trajectories.training import why_not_trained
@@ -84,6 +85,7 @@ class GroupShelf:
         long ago it came is for the coordinator to say: the fold has no clock but the time of the last event.
         Raises `Refused` and `BusUnavailable`.
         """
+        await self._check_queued(groups)
         await self._check_trained(groups)
         records = [await self.apart(len(group.tokens), _recorded, group) for group in groups]
         key = _own_key(key, groups) if key else _key_of(records)
@@ -100,6 +102,20 @@ class GroupShelf:
             assert isinstance(answer, inbox.Pushed)
             return answer.held
         raise AssertionError("the last attempt has returned or raised")
+
+    async def _check_queued(self, groups: Sequence[ScoredGroup]) -> None:
+        """Raise `Refused` for a group that can never be queued: its body would only fill the stream.
+
+        The fold may not know yet of a trainer that has just registered, so it reads on before it refuses.
+        """
+        sizes = [QueuedGroup(environment=group.environment, sequences=group.sequences) for group in groups]
+        if not why_not_queued(self.trajectories.queue, sizes):
+            return
+        with suppress(TimeoutError):  # then the coordinator says it
+            await self._gateway.follower.caught_up(ARRIVAL_S)
+            why = why_not_queued(self.trajectories.queue, sizes)
+            if why:
+                raise Refused(Code.MALFORMED, why)
 
     async def _check_trained(self, groups: Sequence[ScoredGroup]) -> None:
         """Raise `Refused` for a group that this engine's own trainer would not train, where it takes the batches."""

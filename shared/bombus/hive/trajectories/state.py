@@ -78,10 +78,15 @@ class Trajectories(msgspec.Struct, kw_only=True):
         return before if before is not None and now_ns - before.at_ns <= REPEAT_S * 1e9 else None
 
     def needed(self) -> Iterator[BodyRef]:
-        """Yield the bodies that can still be asked for."""
+        """Yield the bodies that a batch has, or may have. What was pushed last is kept only while there is room."""
         groups = [] if self.batch is None else self.batch.groups
-        latest = [] if self.latest is None else [self.latest]
-        return (each.body for each in (*self.queue.groups.values(), *groups, *latest) if each.body is not None)
+        return (each.body for each in (*self.queue.groups.values(), *groups) if each.body is not None)
+
+    def movable(self) -> Iterator[tuple[int, QueuedGroup]]:
+        """Yield the groups that can be moved to another place, by number: those of a batch once it was delivered."""
+        yield from self.queue.groups.items()
+        if self.batch is not None and self.batch.delivered:
+            yield from zip(self.batch.numbers, self.batch.groups, strict=False)
 
 
 # ---- the fold -------------------------------------------------------------------------------------------------
@@ -217,12 +222,19 @@ def without_bodies(batch: ev.BatchReady, lost: Container[int]) -> ev.BatchReady:
 
 
 def move(state: Trajectories, event: ev.BodiesMoved) -> None:
-    """Note where bodies of queued groups are now."""
+    """Note where bodies of groups are now that are queued, or in the batch that was handed out last."""
+    batch = state.batch
+    of_batch = {} if batch is None else {number: place for place, number in enumerate(batch.numbers)}
     for moved in event.moved:
-        group = state.queue.groups.get(moved.group)
-        if group is None:
+        place = of_batch.get(moved.group)
+        if moved.group in state.queue.groups:
+            group = state.queue.groups[moved.group]
+            state.queue.groups[moved.group] = msgspec.structs.replace(group, body=moved.body)
+        elif batch is not None and place is not None:
+            group = batch.groups[place]
+            batch.groups[place] = msgspec.structs.replace(group, body=moved.body)
+        else:
             continue
-        state.queue.groups[moved.group] = msgspec.structs.replace(group, body=moved.body)
         if state.latest is not None and state.latest.body == group.body:
             state.latest = msgspec.structs.replace(state.latest, body=moved.body)
 

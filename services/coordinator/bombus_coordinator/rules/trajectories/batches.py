@@ -232,12 +232,12 @@ def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
 
 
 def move(engine: EngineState, live: Live, message: BodiesStored) -> Decisions:
-    """Note where bodies of queued groups are now. What was taken meanwhile is left where it was."""
-    queued = engine.trajectories.queue.groups
+    """Note where bodies of groups are now. What was taken meanwhile, and has not arrived, is left where it was."""
+    movable = dict(engine.trajectories.movable())
     moved = tuple(
         each
         for each, was in zip(message.moved, message.was, strict=False)
-        if (group := queued.get(each.group)) is not None
+        if (group := movable.get(each.group)) is not None
         and group.body is not None
         and (group.body.first, group.body.digest) == (was, each.body.digest)
         and is_body(each.body)
@@ -256,7 +256,7 @@ def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
     if message.shrunk:
         below = min(released, message.below)
     else:
-        needed = (body.first for engine in hive.engines.values() for body in engine.bodies_needed())
+        needed = (body.first for _, body in hive.bodies_needed())
         below = max(released, min((message.below, *needed)))
     if below != released and below != 1:
         yield Decision(events=(ev.TrajectoriesReleased(at_ns=live.now_ns, below=below),))
