@@ -18,6 +18,8 @@ ATROPOS_PIP := $(ATROPOS_VENV)/bin/python -m pip install --quiet --disable-pip-v
 ENVIRONMENTS_VENV := .venv-environments
 ENVIRONMENTS_STAMP := $(ENVIRONMENTS_VENV)/.installed
 ENVIRONMENTS_PIP := $(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+TASKS_VENV := .venv-tasks
+TASKS_STAMP := $(TASKS_VENV)/.installed
 SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
@@ -109,9 +111,18 @@ $(ENVIRONMENTS_STAMP): pyproject.toml tests/environments/outside/requirements.tx
 	$(ENVIRONMENTS_PIP) --no-deps --no-build-isolation -e .
 	touch $(ENVIRONMENTS_STAMP)
 
-test-environments: $(STAMP) $(ENVIRONMENTS_STAMP)  ## environments, pools and backends; OpenEnv and MiniStack, unmodified
+# What the tasks `textarena` and `aws` need, some 300 MB, beside the packages of $(VENV): one of their tests trains a model.
+$(TASKS_STAMP): $(STAMP) pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TASKS_VENV)
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+	  > $$($(TASKS_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared_venv.pth
+	$(TASKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[textarena,aws]'
+	touch $(TASKS_STAMP)
+
+test-environments: $(STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools and backends; OpenEnv and MiniStack, unmodified; the tasks aws and textarena
 	$(BIN)/python -m pytest tests/environments
 	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/environments/outside
+	PATH=$(abspath $(BIN)):$$PATH $(TASKS_VENV)/bin/python -m pytest tests/tasks/aws tests/tasks/test_textgames.py
 
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.
 test-harnesses: $(STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md

@@ -12,11 +12,16 @@ from bombus import AsyncSwarmClient, Credentials, SwarmClient, Task, WorkflowOut
 from bombus.bus import Bus
 from bombus.environments.budgets import RolloutBudgets
 from bombus.environments.kinds import RolloutStatus
+from bombus.environments.pools.blocking import EnvPool
+from bombus.environments.pools.session import SessionSettings
 from bombus.environments.rollout import Rollout
 from bombus.hive.events import AbortReason
+from bombus.hive.generation import Generate
 from bombus.hive.records import CallRecord, decode_record, unpack_tokens
+from tests.environments.serving.served import ServerProcess
 from tests.environments.worlds import Counter
-from tests.gateway.openai_hive import TEXT, GatewayHive, gateway_hive, says
+from tests.gateway.openai_hive import TEXT, GatewayHive, Send, gateway_hive, says
+from tests.patience import until
 
 JOB: dict[str, Any] = {
     "bombus": {
@@ -179,3 +184,59 @@ async def test_an_agent_that_fails_by_itself_is_not_replaced(client: AsyncSwarmC
     assert len(played) == 2
     assert sum(output is None for output in outputs) == 1
     assert client.lost_episodes == {"ValueError": 1}
+
+
+async def test_a_group_whose_environment_server_is_killed_is_completed_with_fresh_episodes(
+    served: GatewayHive, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of three episodes one has ended and two have acted once when the server is killed; another one takes its place.
+
+    The world is over after three calls of `add`, and worth a third for each, so that an episode that went on in a new
+    world, or that was ended where it broke, would have less than 1.
+    """
+    asked: dict[str, int] = {}  # calls of each episode
+    held: set[str] = set()
+    ended: list[str] = []
+    there_again = asyncio.Event()
+
+    async def adds(request: Generate, send: Send) -> None:
+        asked[request.episode] = asked.get(request.episode, 0) + 1
+        if request.episode in list(asked)[1:] and asked[request.episode] == 2 and not there_again.is_set():
+            held.add(request.episode)
+            await there_again.wait()
+        await says(writes("add"))(request, send)
+
+    served.replica.otherwise = adds
+    server = await ServerProcess("--slots", "3").start()
+
+    def played() -> tuple[list[WorkflowOutput | None], dict[str, int]]:
+        async def agent(task: Task, credentials: Credentials) -> WorkflowOutput:
+            output = await Rollout(pool.environment)(task, credentials)
+            ended.append(credentials.episode)
+            return output
+
+        settings = SessionSettings(connect_s=60)
+        with (
+            EnvPool(server.url, 3, group_size=3, settings=settings) as pool,
+            SwarmClient(served.base_url, verbose=False) as client,
+        ):
+            outputs = client.run_group(TASK, agent, 3, replace_infra=3)
+            return outputs, dict(client.lost_episodes)
+
+    with caplog.at_level(logging.WARNING, "bombus"):
+        playing = asyncio.create_task(asyncio.to_thread(played))
+        await until(lambda: len(held) == 2 and len(ended) == 1)
+        await server.end()
+        again = await ServerProcess("--slots", "3").start(server.port)
+        there_again.set()
+        try:
+            outputs, lost = await playing
+        finally:
+            await again.end()
+    assert [output.reward for output in outputs if output] == [1.0, 1.0, 1.0]
+    assert lost == {"EnvironmentLost": 2}
+    assert "has 3 of 3 episodes: 2 by EnvironmentLost were lost, and 2 of these replaced" in caplog.text
+    await served.until(lambda engine: not engine.open)
+    reasons = {episode: closed.aborted for episode, closed in served.engine.closed.items()}
+    assert {episode for episode, reason in reasons.items() if reason == AbortReason.INFRA} == held
+    assert list(reasons.values()).count(None) == 3

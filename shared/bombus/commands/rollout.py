@@ -36,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         type=Path,
         required=True,
-        metavar="FILE",
-        help="the tasks, a JSON object in each line: `prompt`, perhaps `task_id`, and fields of your own",
+        metavar="PATH",
+        help="a file with a JSON object in each line: `prompt`, perhaps `task_id`, and fields of your own; or a folder "
+        "of tasks in Harbor's format, which have their own files, tests and limits",
     )
     parser.add_argument(
         "--agent",
@@ -48,10 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reward",
-        required=True,
+        default="",
         metavar="CMD",
         help="run after the agent: if the last line that it prints is a number, that is the reward, whatever the exit "
-        "code; else it is 1 for the exit code 0 and 0 for any other. Takes the same fields",
+        "code; else it is 1 for the exit code 0 and 0 for any other. Takes the same fields. Not for a folder of tasks, "
+        "whose own tests judge",
     )
     parser.add_argument(
         "-n",

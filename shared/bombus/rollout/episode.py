@@ -1,5 +1,6 @@
 """Play one episode: copy the workspace, claim, run the agent, judge what it has done, and report it."""
 
+import asyncio
 import os
 import time
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from bombus.rollout.environment import (
     task_variables,
     with_decimal_points,
 )
+from bombus.rollout.harbor.sandbox import agent_prefix, judge_words, verifier_folder
+from bombus.rollout.harbor.verdict import verdict_of
 from bombus.rollout.plan import RolloutPlan
 from bombus.rollout.process import CannotStart, EndedProgram, OutputFile, Program, StopReason, run_program
 from bombus.rollout.records import LossReason, LostEpisode, PlayedEpisode, RecordFolder
@@ -73,7 +76,8 @@ class EpisodePlayer:
     async def play(self, task: AgentTask, path: Path) -> PlayedEpisode | LostEpisode:
         """Play an episode in a new folder at `path`. Raises `Pointless`, and the client's errors."""
         try:
-            async with episode_folder(path, self._plan.workspace) as folder:
+            files = task.package.files if task.package is not None else self._plan.workspace
+            async with episode_folder(path, files) as folder:
                 credentials = await self._claim(task)
                 printed = self._kept.output(credentials.episode) if self._kept else folder.outputs / "agent.txt"
                 with self._watch.watching(credentials.episode_uuid) as watched:
@@ -86,7 +90,7 @@ class EpisodePlayer:
             1,
             episode_type="eval" if self._plan.options.eval else "train",
             task_id=task.task_id,
-            max_episode_time=self._plan.episode_s,
+            max_episode_time=self._plan.episode_s(task),
         )
         self.unfinished.add(claimed.episode_uuid)
         return claimed
@@ -146,6 +150,8 @@ class EpisodePlayer:
 
     def _words(self, command: CommandTemplate, one: _OpenEpisode, prompt: str) -> list[str]:
         values = {**one.task.words(), **one.folder.words(), "prompt": prompt}
+        if one.task.package is not None:
+            return [*agent_prefix(one.task.package, one.folder), *command.filled(values)]
         sandbox = self._plan.sandbox.filled(values) if self._plan.sandbox is not None else []
         return [*sandbox, *command.filled(values)]
 
@@ -159,11 +165,12 @@ class EpisodePlayer:
             variables={
                 **agent_variables(access, self._plan.preset, self._plan.dialects, one.folder),
                 **task_variables(one.task, one.folder.workspace),
+                **(one.task.package.variables if one.task.package is not None else {}),
             },
             output=output,
         )
         try:
-            ended = await run_program(program, self._plan.options.timeout_s, one.watched.stop)
+            ended = await run_program(program, self._plan.timeout_s(one.task), one.watched.stop)
         except CannotStart as error:
             raise Pointless(f"--agent: {error}") from error
         if ended.stopped == StopReason.OVER:
@@ -203,18 +210,25 @@ class EpisodePlayer:
 
         with beside("reward") as printed, beside("reward-errors") as errors:
             program = Program(
-                words=self._words(self._plan.reward, one, one.task.prompt),
+                words=await self._judge_words(one),
                 folder=one.folder.workspace,
                 variables=_judge_variables(one, ended),
                 output=printed,
                 errors=errors,
             )
-            judged = await self._judged(program)
+            judged = await self._judged(program, self._plan.reward_timeout_s(one.task))
+            if self._plan.reward is None:
+                return verdict_of(judged.exit_code, verifier_folder(one.folder), errors.tail())
             return judgement_of(judged.exit_code, printed.tail(), errors.tail())
 
-    async def _judged(self, program: Program) -> EndedProgram:
+    async def _judge_words(self, one: _OpenEpisode) -> list[str]:
+        if one.task.package is not None:
+            return await asyncio.to_thread(judge_words, one.task.package, one.folder)
+        assert self._plan.reward is not None
+        return self._words(self._plan.reward, one, one.task.prompt)
+
+    async def _judged(self, program: Program, limit_s: float) -> EndedProgram:
         """Run the reward command to its end. Raises `InfraError`."""
-        limit_s = self._plan.options.reward_timeout_s
         try:
             judged = await run_program(program, limit_s)
         except CannotStart as error:
@@ -258,6 +272,7 @@ def _judge_variables(one: _OpenEpisode, ended: EndedProgram) -> dict[str, str]:
         "BOMBUS_EXIT_CODE": str(ended.exit_code),
         "BOMBUS_OUTPUT": str(one.printed.absolute()),
         "TMPDIR": str(one.folder.temporary),
+        **(one.task.package.judge_variables if one.task.package is not None else {}),
     }
 
 

@@ -11,6 +11,8 @@ from bombus.config.flags import Flag
 from bombus.errors import Code, Refused
 from bombus.hive.collection import BATCH_METHODS
 from bombus.rollout.commands import CommandTemplate, check_fields, check_program, parse_command
+from bombus.rollout.harbor.folders import read_task_folders
+from bombus.rollout.harbor.sandbox import check_sandbox
 from bombus.rollout.presets import NO_PRESET, PRESETS, ApiDialect, HarnessPreset, preset_of
 from bombus.rollout.tasks import AgentTask, read_tasks
 from bombus.rollout.watch import EpisodeLimits
@@ -31,7 +33,7 @@ class RolloutOptions(BaseModel):
 
     task: Annotated[Path, Flag(declared_elsewhere=True)]
     agent: Annotated[str, Flag(declared_elsewhere=True)]
-    reward: Annotated[str, Flag(declared_elsewhere=True)]
+    reward: Annotated[str, Flag(declared_elsewhere=True)] = ""
     n: Annotated[int | None, Flag(declared_elsewhere=True)] = Field(default=None, ge=1, le=4096)
 
     workspace: Annotated[Path | None, Flag(metavar="DIR", default="an empty folder")] = Field(
@@ -121,7 +123,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
     options: RolloutOptions
     tasks: list[AgentTask]
     agent: CommandTemplate
-    reward: CommandTemplate
+    reward: CommandTemplate | None  # None: the tasks have tests of their own
     sandbox: CommandTemplate | None
     preset: HarnessPreset | None
     dialects: tuple[ApiDialect, ...]
@@ -135,10 +137,24 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
     def epochs(self) -> int | None:
         return self.options.epochs or (None if self.options.steps else 1)
 
-    @property
-    def episode_s(self) -> float:
+    def timeout_s(self, task: AgentTask) -> float:
+        """How long an agent may take: what its task says, unless the command line says less."""
+        given = self.options.timeout_s
+        if task.package is None:
+            return given
+        return (
+            min(task.package.timeout_s, given)
+            if "timeout_s" in self.options.model_fields_set
+            else task.package.timeout_s
+        )
+
+    def reward_timeout_s(self, task: AgentTask) -> float:
+        """How long the judge of a task may take."""
+        return self.options.reward_timeout_s if task.package is None else task.package.reward_timeout_s
+
+    def episode_s(self, task: AgentTask) -> float:
         """How long an episode may last, with the time that it takes to stop and report it."""
-        return self.options.timeout_s + self.options.reward_timeout_s + 600.0
+        return self.timeout_s(task) + self.reward_timeout_s(task) + 600.0
 
 
 def check_url(url: str) -> None:
@@ -155,7 +171,7 @@ def plan_of(options: RolloutOptions) -> RolloutPlan:
     check_scratch(options.scratch)
     if options.out is not None:
         check_out(options.out)
-    tasks = read_tasks(options.task)
+    tasks = _tasks(options)
     typed = parse_command(options.agent, "--agent")
     preset = preset_of(typed.words[0], options.preset)
     if preset is not None and options.dialect:
@@ -167,7 +183,7 @@ def plan_of(options: RolloutOptions) -> RolloutPlan:
         options=options,
         tasks=tasks,
         agent=preset.command(typed) if preset is not None else typed,
-        reward=parse_command(options.reward, "--reward"),
+        reward=None if tasks[0].package is not None else parse_command(options.reward, "--reward"),
         sandbox=parse_command(options.sandbox, "--sandbox") if options.sandbox else None,
         preset=preset,
         dialects=(preset.dialect,) if preset is not None else options.dialect or tuple(ApiDialect),
@@ -178,9 +194,32 @@ def plan_of(options: RolloutOptions) -> RolloutPlan:
     for template in (typed, plan.reward, plan.sandbox):
         if template is not None:
             check_fields(template, tasks)
+    if tasks[0].package is not None:
+        if "/" not in plan.agent.words[0]:  # another one may be a file of the task
+            check_program(plan.agent, None)
+        return plan
     for template in (plan.sandbox,) if plan.sandbox is not None else (plan.agent, plan.reward):
-        check_program(template, plan.workspace)
+        if template is not None:
+            check_program(template, plan.workspace)
     return plan
+
+
+def _tasks(options: RolloutOptions) -> list[AgentTask]:
+    """Read the tasks, of a file or of a folder. Raises `Refused`, also for flags that do not go with them."""
+    if not options.task.is_dir():
+        if not options.reward:
+            raise Refused(Code.BAD_CONFIG, "--reward is missing: only a folder of tasks has tests that judge them")
+        return read_tasks(options.task)
+    for flag, given in (("reward", options.reward), ("workspace", options.workspace), ("sandbox", options.sandbox)):
+        if given:
+            raise Refused(
+                Code.BAD_CONFIG, f"--{flag} does not go with a folder of tasks, which have their own: leave it out"
+            )
+    tasks = read_task_folders(options.task)
+    for task in tasks[:1]:
+        if task.package is not None:
+            check_sandbox(task.package, options.scratch)
+    return tasks
 
 
 def shortage_of_tasks(plan: RolloutPlan, pool: PoolInformation) -> str:

@@ -50,7 +50,7 @@ def reward_of(exit_code: int, output: str) -> float:
     Raises `InfraError` when the command did not judge: a signal ended it, its program was not found, what it printed
     last is nearly a number, or its number is not one that the hive takes.
     """
-    _check_signal(exit_code)
+    check_signal(exit_code)
     lines = [line.strip() for line in _UNSEEN.sub("", output).splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     if not _NUMBER.fullmatch(last):
@@ -66,7 +66,7 @@ def is_reward(number: float) -> bool:
     return abs(number) <= REWARD_MAX
 
 
-def _check_signal(exit_code: int) -> None:
+def check_signal(exit_code: int) -> None:
     """Raise `InfraError` for a command that a signal ended: a number that it had printed by then may be anything."""
     if exit_code < 0:
         raise InfraError(f"the reward command was ended by signal {-exit_code}")

@@ -1,4 +1,4 @@
-"""Read the tasks of a rollout from a file of JSON lines."""
+"""The tasks of a rollout, and how they are read from a file of JSON lines."""
 
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
@@ -14,12 +14,32 @@ TASK_BYTES = 100_000  # Linux gives a program no argument or variable over 128 K
 PATH_FIELDS = frozenset({"workspace", "folder"})  # fields of a command that every episode has, whatever its task
 
 
+class TaskPackage(msgspec.Struct, frozen=True, kw_only=True):
+    """A task folder in Harbor's format, and the limits that it sets itself, in seconds.
+
+    `files` is what the agent finds in its working directory, None for nothing. Agents see nothing of `hidden`.
+    """
+
+    folder: Path
+    hidden: Path
+    files: Path | None
+    workdir: str
+    timeout_s: float
+    reward_timeout_s: float
+    variables: dict[str, str] = {}
+    judge_variables: dict[str, str] = {}
+
+
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent is to do. `fields` has everything that its line holds besides the id and the prompt."""
+    """What an agent is to do. `fields` has everything that its line holds besides the id and the prompt.
+
+    A task with a `package` has a sandbox, limits and a reward of its own.
+    """
 
     task_id: str
     prompt: str
     fields: dict[str, Any] = {}
+    package: TaskPackage | None = None
 
     def as_json(self) -> str:
         return msgspec.json.encode({"task_id": self.task_id, "prompt": self.prompt, **self.fields}).decode()
@@ -73,10 +93,15 @@ def task_of(line: str, default_id: str) -> AgentTask:
     prompt, task_id = values.pop("prompt", None), values.pop("task_id", default_id)
     if not isinstance(prompt, str) or not prompt:
         raise ValueError("it has no `prompt`, which is the text of the task")
+    _check_fields(values)
+    return checked_task(task_id, prompt, values)
+
+
+def checked_task(task_id: object, prompt: str, fields: dict[str, Any], package: TaskPackage | None = None) -> AgentTask:
+    """Return a task that the hive and a program's arguments can hold. Raises `ValueError` with what is wrong."""
     if not isinstance(task_id, str) or not 1 <= len(task_id) <= TASK_ID_CHARACTERS:
         raise ValueError(f"`task_id` is a text of 1 to {TASK_ID_CHARACTERS} characters")
-    _check_fields(values)
-    task = AgentTask(task_id=task_id, prompt=prompt, fields=values)
+    task = AgentTask(task_id=task_id, prompt=prompt, fields=fields, package=package)
     if len(task.as_json().encode()) > TASK_BYTES:
         raise ValueError(
             f"it has over {TASK_BYTES} bytes, which is more than a program's arguments can hold: put what is long into "

@@ -1,0 +1,71 @@
+"""Read a Dockerfile as far as it can be done without: a base, a working directory, and the task's files in it."""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from bombus.errors import BombusError
+
+BYTES_MAX = 1 << 20
+IGNORED = frozenset({"LABEL", "MAINTAINER", "CMD"})  # Harbor starts a shell of its own in place of the command
+SERVICES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+
+
+class CannotDoWithout(BombusError):
+    """A task needs an image; the message says what for."""
+
+
+class PlainBase(msgspec.Struct, frozen=True):
+    """What an image without steps has: a working directory, and perhaps the files beside its Dockerfile in it."""
+
+    workdir: str
+    copies_files: bool
+
+
+def read_dockerfile(environment: Path, workdir: object, default: str) -> PlainBase:
+    """Return what a task's folder `environment` makes. `workdir` is what `task.toml` says of it, None for nothing.
+
+    Without a Dockerfile its files are what the agent finds. Raises `CannotDoWithout`.
+    """
+    for name in SERVICES:
+        if (environment / name).exists():
+            raise CannotDoWithout(f"environment/{name} starts services")
+    if workdir is not None and not isinstance(workdir, str):
+        raise ValueError("environment.workdir in task.toml is not a text")
+    path = environment / "Dockerfile"
+    if not path.exists():
+        return PlainBase(workdir or default, environment.is_dir())
+    with path.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(BYTES_MAX)
+    inside, copies, bases = default, False, 0
+    for number, words in _instructions(text):
+        match words:
+            case ["FROM", *_] if not bases:
+                bases += 1
+            case ["WORKDIR", where] if "$" not in where:
+                inside = str(PurePosixPath(inside, where))
+            case ["COPY" | "ADD", "." | "./", target] if PurePosixPath(inside, target) == PurePosixPath(inside):
+                copies = True
+            case [word, *_] if word in IGNORED:
+                pass
+            case _:
+                raise CannotDoWithout(f"environment/Dockerfile line {number} is {' '.join(words)[:80]}")
+    return PlainBase(workdir or inside, copies)
+
+
+def _instructions(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the words of each instruction, the first in capitals, with the number of its first line."""
+    words: list[str] = []
+    began = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        bare = line.strip()
+        if not bare or bare.startswith("#"):
+            continue
+        began = began if words else number
+        words += bare.removesuffix("\\").split()
+        if words and not bare.endswith("\\"):
+            yield began, [words[0].upper(), *words[1:]]
+            words = []
+    if words:
+        yield began, [words[0].upper(), *words[1:]]

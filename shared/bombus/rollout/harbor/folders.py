@@ -1,0 +1,183 @@
+"""Read a folder of Harbor's tasks, and refuse by name what cannot be played without its image."""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from bombus.errors import Code, Refused
+from bombus.rollout.environment import WITHHELD
+from bombus.rollout.harbor.dockerfile import CannotDoWithout, read_dockerfile
+from bombus.rollout.tasks import AgentTask, TaskPackage, checked_task
+
+FILE_BYTES_MAX = 1 << 20  # of task.toml and instruction.md
+TASKS_MAX = 100_000
+TIMEOUT_S = 600.0  # Harbor's, for an agent and for a verifier
+DAY_S = 86_400.0
+NAMED_MAX = 8
+WORKDIR = "/app"
+# Without them tests would fail, and take a good answer for a bad one.
+_INSTALLS = re.compile(r"\b(apt|apt-get|apk|dnf|yum|pip|pip3|npm|conda)\s+(-\S+\s+)*(install|add|update|i)\b")
+# Names below / that a task cannot have for its folder: this machine's own, and Harbor's.
+RESERVED = {"bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32", "logs", "opt", "proc"}
+RESERVED |= {"root", "run", "sbin", "sys", "tests", "tmp", "usr", "var"}
+
+# What each table may hold here. Limits of an image are not kept; whatever else is set would change the task.
+_TOP = {"version", "schema_version", "task", "metadata", "source", "artifacts", "solution"}
+_TOP |= {"agent", "verifier", "environment"}
+_AGENT = {"timeout_sec"}
+_VERIFIER = {"timeout_sec", "env"}
+_ENVIRONMENT = {"workdir", "env", "allow_internet"}
+_ENVIRONMENT |= {"build_timeout_sec", "cpus", "memory", "memory_mb", "storage", "storage_mb"}
+_DEFAULTS = {"user": "root", "environment_mode": "shared", "os": "linux", "network_mode": "public"}
+
+Table = Mapping[str, Any]
+
+
+def read_task_folders(path: Path) -> list[AgentTask]:
+    """Return the tasks of a folder, which is one or has one in each sub-folder with a `task.toml`, by their names.
+
+    Raises `Refused`, with the names of the tasks that are wrong, or that need an image.
+    """
+    try:
+        folders = [path] if (path / "task.toml").is_file() else list(_sub_folders(path))
+    except OSError as error:
+        raise Refused(Code.BAD_CONFIG, f"--task {path} cannot be read: {error}") from error
+    if not folders or len(folders) > TASKS_MAX:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"--task {path} has {len(folders) or 'no'} tasks: a folder of Harbor's has 1 to {TASKS_MAX} sub-folders "
+            "with task.toml, instruction.md and tests/test.sh",
+        )
+    tasks: dict[str, AgentTask] = {}
+    imaged: list[str] = []
+    for folder in folders:
+        try:
+            task = task_of_folder(folder, path)
+            if task.task_id in tasks:
+                raise ValueError(f"another folder has the name {task.task_id!r} too")
+        except CannotDoWithout as error:
+            imaged.append(f"{folder.name} ({error})")
+        except (ValueError, OSError) as error:
+            raise Refused(Code.BAD_CONFIG, f"--task {folder}: {error}") from error
+        else:
+            tasks[task.task_id] = task
+    if imaged:
+        more = f", and {len(imaged) - NAMED_MAX} more" if len(imaged) > NAMED_MAX else ""
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"--task {path}: {len(imaged)} of {len(folders)} tasks need an image, and `bombus rollout` plays on this "
+            f"machine's own programs: {', '.join(imaged[:NAMED_MAX])}{more}. Leave them out, or play them in Harbor",
+        )
+    return list(tasks.values())
+
+
+def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
+    """Return the task of one folder of a data set.
+
+    Raises `ValueError` with what is wrong, and `CannotDoWithout` with what it needs.
+    """
+    settings = _settings(_text(folder / "task.toml"))
+    prompt = _text(folder / "instruction.md")
+    if not prompt.strip():
+        raise ValueError("its instruction.md is empty")
+    if not (folder / "tests/test.sh").is_file():
+        raise ValueError("it has no tests/test.sh, which judges it")
+    _check_installs(_text(folder / "tests/test.sh"))
+    agent, verifier, environment = (_table(settings, name) for name in ("agent", "verifier", "environment"))
+    for name, table, known in (
+        ("", settings, _TOP),
+        ("agent.", agent, _AGENT),
+        ("verifier.", verifier, _VERIFIER),
+        ("environment.", environment, _ENVIRONMENT),
+    ):
+        _check_keys(name, table, known)
+    if environment.get("allow_internet", True) is not True:
+        raise CannotDoWithout("environment.allow_internet is false, and agents have this machine's network")
+    dockerfile = read_dockerfile(folder / "environment", environment.get("workdir"), WORKDIR)
+    everywhere = _variables(environment, "environment")
+    package = TaskPackage(
+        folder=folder.resolve(),
+        hidden=data_set.resolve(),
+        files=folder.resolve() / "environment" if dockerfile.copies_files else None,
+        workdir=_checked_workdir(dockerfile.workdir),
+        timeout_s=_seconds(agent, "agent"),
+        reward_timeout_s=_seconds(verifier, "verifier"),
+        variables=everywhere,
+        judge_variables={**everywhere, **_variables(verifier, "verifier")},
+    )
+    return checked_task(_table(settings, "task").get("name", folder.resolve().name), prompt, {}, package)
+
+
+def _sub_folders(path: Path) -> Iterator[Path]:
+    for folder in sorted(path.iterdir()):
+        if (folder / "task.toml").is_file():
+            yield folder
+        elif (folder / "instruction.md").is_file():
+            raise Refused(Code.BAD_CONFIG, f"--task {folder} has an instruction.md and no task.toml")
+
+
+def _text(path: Path) -> str:
+    with path.open("rb") as file:
+        data = file.read(FILE_BYTES_MAX + 1)
+    if len(data) > FILE_BYTES_MAX:
+        raise ValueError(f"{path.name} has over {FILE_BYTES_MAX} bytes")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path.name} is not UTF-8: {error}") from error
+
+
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"task.toml cannot be read: {error}") from error
+
+
+def _table(settings: Table, name: str) -> Table:
+    found = settings.get(name, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} in task.toml is not a table")
+    return found
+
+
+def _check_keys(prefix: str, table: Table, known: Set[str]) -> None:
+    for key, value in table.items():
+        if key not in known and value and value != _DEFAULTS.get(key):
+            raise CannotDoWithout(f"task.toml sets {prefix}{key}")
+
+
+def _check_installs(script: str) -> None:
+    for number, line in enumerate(script.split("\n"), 1):
+        if not line.lstrip().startswith("#") and (found := _INSTALLS.search(line)):
+            raise CannotDoWithout(f"tests/test.sh line {number} installs packages with {found[0]!r}")
+
+
+def _seconds(table: Table, name: str) -> float:
+    found = table.get("timeout_sec", TIMEOUT_S)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found <= DAY_S:
+        raise ValueError(f"{name}.timeout_sec in task.toml is {found!r}, and a time limit is up to {DAY_S:.0f} s")
+    return float(found)
+
+
+def _variables(table: Table, name: str) -> dict[str, str]:
+    found = _table(table, "env")
+    for key, value in found.items():
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError(f"{name}.env.{key} in task.toml is not a text")
+        if key.startswith(WITHHELD) and name == "environment":
+            raise ValueError(
+                f"environment.env in task.toml sets {key}, which is for what `bombus rollout` gives agents"
+            )
+        if "${" in value:
+            raise ValueError(f"{name}.env.{key} in task.toml takes a variable of its caller: write its value there")
+    return dict(found)
+
+
+def _checked_workdir(workdir: str) -> str:
+    parts = PurePosixPath(workdir).parts
+    if len(parts) < 2 or parts[0] != "/" or ".." in parts or parts[1] in RESERVED or ":" in workdir:
+        raise CannotDoWithout(f"its working directory is {workdir}, which is not a folder of its own")
+    return workdir

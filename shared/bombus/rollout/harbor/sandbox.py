@@ -1,0 +1,78 @@
+"""The sandbox of a task in Harbor's format: its folders are where the task says, and the machine is read-only."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bombus.errors import Code, Refused
+from bombus.rollout.tasks import TaskPackage
+from bombus.rollout.workspace import EpisodeFolder
+
+SETUP = Path(__file__).with_name("sandbox.sh")
+NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child")
+CHECK_S = 30.0
+TEST = "/tests/test.sh"
+
+
+def agent_prefix(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
+    """Return the words to put before an agent's. The task's folder, with its tests and its solution, is hidden."""
+    for made in (folder.path / "agent", folder.path / "artifacts", folder.outputs / "root"):
+        made.mkdir()
+    return _words(package, folder, "")
+
+
+def judge_words(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
+    """Return the words that run a task's tests, in a copy that no agent has seen.
+
+    They are to write the reward into `verifier_folder`, which is new.
+    """
+    tests = folder.outputs / "tests"
+    shutil.copytree(package.folder / "tests", tests, symlinks=True)
+    (tests / "test.sh").chmod(0o755)
+    verifier_folder(folder).mkdir()
+    return [*_words(package, folder, str(folder.outputs)), TEST]
+
+
+def verifier_folder(folder: EpisodeFolder) -> Path:
+    """Return where the tests of a task write its reward: no agent can."""
+    return folder.outputs / "verifier"
+
+
+def _words(package: TaskPackage, folder: EpisodeFolder, judged: str) -> list[str]:
+    places = (folder.path, folder.outputs, folder.workspace, package.workdir, package.hidden, judged)
+    return ["unshare", *NAMESPACES, "/bin/sh", str(SETUP), *map(str, places)]
+
+
+def check_sandbox(package: TaskPackage, scratch: Path) -> None:
+    """Raise `Refused` where this machine makes no such sandbox."""
+    if sys.platform != "linux" or shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        raise Refused(
+            Code.UNSUPPORTED, "tasks of Harbor's need Linux, with `unshare` and `setpriv` (package util-linux)"
+        )
+    with tempfile.TemporaryDirectory(prefix="bombus-check-", dir=scratch) as made:
+        path = Path(made).resolve() / "0"
+        folder = EpisodeFolder(path, path / "copy")
+        for each in (folder.workspace, folder.home, folder.temporary, folder.outputs):
+            each.mkdir(parents=True)
+        try:
+            tried = subprocess.run(
+                [*agent_prefix(package, folder), "sh", "-c", "pwd; touch /usr/.bombus 2>/dev/null && echo writable"],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=CHECK_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise Refused(
+                Code.UNSUPPORTED, f"the sandbox of a task took longer than {CHECK_S:g} s to be made"
+            ) from error
+    if tried.stdout.strip() != package.workdir:
+        raise Refused(
+            Code.UNSUPPORTED,
+            "this machine makes no sandbox for tasks of Harbor's: the kernel, or the container around it, forbids "
+            "namespaces to this user (sysctl kernel.unprivileged_userns_clone, "
+            f"kernel.apparmor_restrict_unprivileged_userns). It said: {tried.stderr.strip()[-300:]}",
+        )

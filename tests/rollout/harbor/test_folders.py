@@ -1,0 +1,143 @@
+"""Which task folders of Harbor's can be played here, and what is said of the others."""
+
+from pathlib import Path
+
+import pytest
+
+from bombus.errors import Refused
+from bombus.rollout.harbor.folders import read_task_folders
+from tests.rollout.harbor.tasks import task_folder
+
+LIMITS = """
+schema_version = "1.1"
+[task]
+name = "bees/wax"
+[metadata]
+difficulty = "easy"
+[agent]
+timeout_sec = 90
+[verifier]
+timeout_sec = 30.5
+env = { LEVEL = "2" }
+[environment]
+cpus = 2
+memory_mb = 2048
+gpus = 0
+allow_internet = true
+env = { HIVE = "one" }
+"""
+
+
+def test_a_task_has_its_instruction_its_files_and_its_own_limits(tmp_path: Path) -> None:
+    folder = task_folder(tmp_path / "tasks/wax", LIMITS)
+    (task,) = read_task_folders(tmp_path / "tasks")
+    assert (task.task_id, task.prompt) == ("bees/wax", "the quick\n")
+    package = task.package
+    assert package is not None
+    assert (package.timeout_s, package.reward_timeout_s) == (90.0, 30.5)
+    assert (package.workdir, package.files, package.hidden) == ("/app", folder / "environment", tmp_path / "tasks")
+    assert package.variables == {"HIVE": "one"}
+    assert package.judge_variables == {"HIVE": "one", "LEVEL": "2"}
+
+
+def test_without_a_word_about_them_limits_are_harbors_and_the_name_is_the_folders(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        task_folder(tmp_path / name)
+    (tmp_path / "notes").mkdir()
+    tasks = read_task_folders(tmp_path)
+    assert [task.task_id for task in tasks] == ["a", "b"]
+    assert [(each.timeout_s, each.reward_timeout_s) for task in tasks if (each := task.package)] == [(600.0, 600.0)] * 2
+
+
+def test_a_folder_may_be_one_task(tmp_path: Path) -> None:
+    assert [task.task_id for task in read_task_folders(task_folder(tmp_path / "one"))] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "workdir", "has_files"),
+    [
+        ("FROM ubuntu:24.04\n", "/app", False),
+        ("# a comment\nfrom python:3.13-slim\nWORKDIR /srv\nWORKDIR bees\nLABEL a=b \\\n  c=d\n", "/srv/bees", False),
+        ("FROM debian\nWORKDIR /workspace\nCOPY . .\n", "/workspace", True),
+        ("FROM debian\nWORKDIR /app\nCOPY ./ /app/\nCMD sleep 1", "/app", True),
+    ],
+)
+def test_a_base_without_steps_needs_no_image(tmp_path: Path, dockerfile: str, workdir: str, has_files: bool) -> None:
+    folder = task_folder(tmp_path / "one", dockerfile=dockerfile)
+    (task,) = read_task_folders(folder)
+    assert task.package is not None
+    assert (task.package.workdir, task.package.files is not None) == (workdir, has_files)
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "toml", "test", "why"),
+    [
+        ("FROM a\nRUN apt-get install -y \\\n jq\n", "", "", "environment/Dockerfile line 2 is RUN apt-get install"),
+        ("FROM a\nFROM b\n", "", "", "environment/Dockerfile line 2 is FROM b"),
+        ("FROM a\nCOPY data /data\n", "", "", "environment/Dockerfile line 2 is COPY data /data"),
+        ("FROM a\nWORKDIR /root\n", "", "", "its working directory is /root, which is not a folder of its own"),
+        ("FROM a\nWORKDIR /app/../etc\n", "", "", "its working directory is /app/../etc"),
+        (None, "[environment]\ndocker_image = 'x'", "", "task.toml sets environment.docker_image"),
+        (None, "[environment]\ngpus = 1", "", "task.toml sets environment.gpus"),
+        (None, "[environment]\nallow_internet = false", "", "environment.allow_internet is false"),
+        (None, "[verifier]\nenvironment_mode = 'separate'", "", "task.toml sets verifier.environment_mode"),
+        (None, "[[steps]]\nname = 'a'", "", "task.toml sets steps"),
+        (None, "", "apt-get update -y && apt-get install -y curl", "tests/test.sh line 2 installs packages"),
+    ],
+)
+def test_what_needs_an_image_is_refused_by_name(
+    tmp_path: Path, dockerfile: str | None, toml: str, test: str, why: str
+) -> None:
+    task_folder(tmp_path / "plain")
+    task_folder(tmp_path / "rich", toml, test=test, dockerfile=dockerfile)
+    with pytest.raises(Refused) as refused:
+        read_task_folders(tmp_path)
+    assert f"1 of 2 tasks need an image, and `bombus rollout` plays on this machine's own programs: rich ({why}" in str(
+        refused.value
+    )
+
+
+def test_services_need_an_image(tmp_path: Path) -> None:
+    (task_folder(tmp_path / "rich") / "environment/docker-compose.yaml").write_text("services: {}")
+    with pytest.raises(Refused, match=r"rich \(environment/docker-compose.yaml starts services\)"):
+        read_task_folders(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("toml", "why"),
+    [
+        ("[agent", "task.toml cannot be read: "),
+        ("agent = 1", "agent in task.toml is not a table"),
+        ("[agent]\ntimeout_sec = 0", "agent.timeout_sec in task.toml is 0, and a time limit is up to 86400 s"),
+        ("[agent]\ntimeout_sec = true", "agent.timeout_sec in task.toml is True"),
+        ("[task]\nname = 7", "`task_id` is a text of 1 to 512 characters"),
+        ("[verifier.env]\nKEY = '${OPENAI_API_KEY}'", "verifier.env.KEY in task.toml takes a variable of its caller"),
+        ("[environment.env]\nOPENAI_BASE_URL = 'x'", "environment.env in task.toml sets OPENAI_BASE_URL"),
+        ("[environment]\nworkdir = 7", "environment.workdir in task.toml is not a text"),
+    ],
+)
+def test_what_is_wrong_with_a_task_is_said(tmp_path: Path, toml: str, why: str) -> None:
+    folder = task_folder(tmp_path / "one", toml)
+    with pytest.raises(Refused) as refused:
+        read_task_folders(tmp_path)
+    assert f"--task {folder}: {why}" in str(refused.value)
+
+
+@pytest.mark.parametrize("missing", ["instruction.md", "tests/test.sh", "task.toml"])
+def test_a_task_that_lacks_a_file_is_refused(tmp_path: Path, missing: str) -> None:
+    task_folder(tmp_path / "whole")
+    (task_folder(tmp_path / "half") / missing).unlink()
+    with pytest.raises(Refused, match=missing):
+        read_task_folders(tmp_path)
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        task_folder(tmp_path / name, "[task]\nname = 'x/y'")
+    with pytest.raises(Refused, match="another folder has the name 'x/y' too"):
+        read_task_folders(tmp_path)
+
+
+def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="has no tasks: a folder of Harbor's has 1 to"):
+        read_task_folders(tmp_path)

@@ -1,0 +1,196 @@
+"""Task folders of Harbor's that are played against a whole hive, each in its own sandbox."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bombus import AsyncSwarmClient
+from bombus.bus import Bus
+from bombus.errors import Refused
+from bombus.rollout.harbor.folders import read_task_folders
+from bombus.rollout.harbor.sandbox import agent_prefix, check_sandbox
+from bombus.rollout.plan import RolloutOptions, plan_of
+from bombus.rollout.process import StopReason
+from bombus.rollout.records import LostEpisode, PlayedEpisode
+from bombus.rollout.workspace import EpisodeFolder
+from tests.gateway.openai_hive import GatewayHive, gateway_hive, says
+from tests.rollout.harbor.tasks import task_folder
+from tests.rollout.hive import JOB, Rolled
+
+AGENT = f"{sys.executable} -I -S agent.py {{prompt}} 1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _sandboxes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("sandboxes")
+    (task,) = read_task_folders(task_folder(folder / "one"))
+    assert task.package is not None
+    try:
+        check_sandbox(task.package, folder)
+    except Refused as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture
+async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
+    async with gateway_hive(bus, JOB) as served:
+        yield served
+
+
+@pytest.fixture
+async def client(served: GatewayHive) -> AsyncIterator[AsyncSwarmClient]:
+    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
+        yield client
+
+
+def rolled(folder: Path, client: AsyncSwarmClient, **options: Any) -> Rolled:
+    given = {"task": folder / "tasks", "workspace": None, "reward": "", "agent": AGENT, "retries": 0, **options}
+    return Rolled(folder, client, **given)
+
+
+def printed(folder: Path) -> str:
+    (record,) = [json.loads(line) for line in (folder / "out/episodes.jsonl").read_text().splitlines()]
+    return Path(record["output"]).read_text()
+
+
+async def test_an_agent_works_where_the_task_says_and_its_tests_judge(
+    tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient
+) -> None:
+    task_folder(tmp_path / "tasks/one")
+    task_folder(
+        tmp_path / "tasks/two",
+        dockerfile="FROM ubuntu:24.04\nWORKDIR /bees/wax\nCOPY . .\n",
+        test="test -f /bees/wax/answer.txt && test $(pwd) = /bees/wax; echo $((1 - $?)) > /logs/verifier/reward.txt",
+        instruction="jumps over",
+    )
+    served.replica.otherwise = says("ok")
+    rollout = rolled(tmp_path, client)
+    tally = await rollout.run()
+    assert sorted(tally.rewards) == [0.75, 1.0]
+    assert {record["task_id"]: record["reward"] for record in rollout.records()} == {"one": 0.75, "two": 1.0}
+    await served.until(lambda engine: not engine.open)
+    assert sorted(ended.task for ended in served.engine.pool.values()) == ["one", "two"]
+    assert list(rollout.left_over()) == []
+    assert not (tmp_path / "tasks/one/environment/answer.txt").exists()
+
+
+async def test_an_agent_sees_neither_tests_nor_solutions_and_can_plant_no_reward(
+    tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient
+) -> None:
+    folder = task_folder(tmp_path / "tasks/one", test="ls /logs/agent /tmp/left; cat /logs/verifier/reward.txt")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    top = "/".join(tmp_path.parts[1:3])  # tmp/..., where a later sandbox has the episode's own folders
+    look = (
+        f"cat {folder}/tests/test.sh; ls -A {tmp_path}/tasks /tests; touch /usr/planted; echo 1 > /tests/test.sh; "
+        f"echo 1 > /logs/verifier/reward.txt; touch /logs/agent/log; echo a > /tmp/left; rmdir /logs/verifier; "
+        f"mv /{top} /tmp/elsewhere && ln -s {outside} /{top}; exec {sys.executable} -I -S agent.py x 1"
+    )
+    rollout = rolled(tmp_path, client, agent=f"sh -c '{look}'")
+    await rollout.run()
+    (result,) = rollout.heard.results
+    assert isinstance(result, LostEpisode)
+    assert "wrote neither reward.txt nor reward.json: cat: /logs/verifier/reward.txt: No such file" in result.why
+    assert list(outside.iterdir()) == [], "nothing of a later sandbox is made where an agent's link leads"
+    said = printed(tmp_path)
+    assert "No such file or directory" in said.splitlines()[0], "of the tests"
+    assert "solution" not in said
+    assert "cannot touch '/usr/planted': Read-only file system" in said
+    assert (
+        Path(result.output).with_name(f"{Path(result.output).stem}-reward.txt").read_text()
+        == "/tmp/left\n\n/logs/agent:\nlog\n"
+    )
+
+
+async def test_the_limits_of_a_task_are_those_of_its_run(
+    tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient
+) -> None:
+    task_folder(tmp_path / "tasks/one", "[agent]\ntimeout_sec = 3")
+    rollout = rolled(tmp_path, client, agent=f"sh -c '{AGENT.format(prompt='x')}; exec sleep 600'")
+    await rollout.run()
+    (result,) = rollout.heard.results
+    assert isinstance(result, PlayedEpisode)
+    assert (result.stopped, result.reward) == (StopReason.TIMEOUT, 0.75)
+    assert result.seconds < 60
+
+
+async def test_tests_that_take_too_long_have_not_judged(
+    tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient
+) -> None:
+    task_folder(
+        tmp_path / "tasks/one", "[verifier]\ntimeout_sec = 1", test="echo 1 > /logs/verifier/reward.txt; exec sleep 600"
+    )
+    rollout = rolled(tmp_path, client)
+    await rollout.run()
+    (result,) = rollout.heard.results
+    assert isinstance(result, LostEpisode)
+    assert result.why == "the reward command took longer than 1 s"
+
+
+def in_sandbox(folder: Path, toml: str, script: str) -> str:
+    """Run a script as an agent of a task would be, and return what it prints."""
+    (task,) = read_task_folders(task_folder(folder / "tasks", toml))
+    assert task.package is not None
+    episode = EpisodeFolder(folder / "run/0", folder / "run/0/copy/environment")
+    for each in (episode.workspace, episode.home, episode.temporary, episode.outputs):
+        each.mkdir(parents=True)
+    words = [*agent_prefix(task.package, episode), "sh", "-c", script]
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_its_folders_are_its_own_and_it_has_no_powers_over_the_machine(tmp_path: Path) -> None:
+    said = in_sandbox(
+        tmp_path,
+        "[environment]\nworkdir = '/work dir/a'",
+        'pwd; touch here "$HOME/b" /tmp/c; echo "$HOME"; grep CapEff /proc/self/status; ls /dev/sd* || true',
+    )
+    workdir, home, powers = said.splitlines()
+    assert (workdir, home) == ("/work dir/a", str(tmp_path / "run/0/home"))
+    assert powers.split()[1] == "0" * 16
+    run = tmp_path / "run/0"
+    assert all(path.exists() for path in (run / "copy/environment/here", run / "home/b", run / "tmp/c"))
+
+
+def test_tasks_and_other_episodes_are_hidden_where_nothing_else_is() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="a 5 \\7b ") as made:
+        folder = Path(made)
+        (folder / "run/1").mkdir(parents=True)
+        (folder / "seen").mkdir()
+        look = f'cd "{folder}"; ls run run/0 tasks; touch seen/x || true'
+        said = in_sandbox(folder, "", look)
+        assert said == "run:\n0\n\nrun/0:\ncopy\nhome\ntmp\n\ntasks:\n"
+        assert not (folder / "seen/x").exists()
+
+
+def test_the_flags_that_a_task_folder_replaces_are_refused(tmp_path: Path) -> None:
+    task_folder(tmp_path / "tasks/one")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "p"}\n')
+
+    def why(**options: Any) -> str:
+        with pytest.raises(Refused) as refused:
+            plan_of(RolloutOptions.model_validate({"task": tmp_path / "tasks", "agent": "true", **options}))
+        return str(refused.value)
+
+    assert "--reward does not go with a folder of tasks, which have their own: leave it out" in why(reward="true")
+    assert "--workspace does not go with a folder of tasks" in why(workspace=tmp_path)
+    assert "--sandbox does not go with a folder of tasks" in why(sandbox="env")
+    assert "--reward is missing: only a folder of tasks" in why(task=tmp_path / "tasks.jsonl")
+    assert "--agent: there is no program nosuchagent on the PATH" in why(agent="nosuchagent")
+
+
+def test_a_typed_time_limit_only_shortens_that_of_a_task(tmp_path: Path) -> None:
+    task_folder(tmp_path / "tasks", "[agent]\ntimeout_sec = 2000\n[verifier]\ntimeout_sec = 50")
+
+    def limits(**options: Any) -> tuple[float, float]:
+        plan = plan_of(RolloutOptions.model_validate({"task": tmp_path / "tasks", "agent": "true", **options}))
+        return plan.timeout_s(plan.tasks[0]), plan.episode_s(plan.tasks[0])
+
+    assert limits() == (2000.0, 2650.0)
+    assert limits(timeout_s=100) == (100.0, 750.0)
+    assert limits(timeout_s=3000) == (2000.0, 2650.0)
