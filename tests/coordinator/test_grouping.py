@@ -35,6 +35,10 @@ async def play(bus: Bus, harness: TrainedHarness, reward: float, *records: CallR
     return episode
 
 
+async def make(bus: Bus, harness: TrainedHarness) -> None:
+    await EpisodeGrouper(bus, lambda: harness.core.hive).make(0.0)
+
+
 async def made(bus: Bus, number: int = 1) -> EpisodesGrouped:
     """Return the message of this number that the leader has sent."""
     (stored,) = await bus.get_many(bus.subjects.inbox_stream, [number])
@@ -58,9 +62,9 @@ async def fill(bus: Bus) -> None:
                 await parts.store(bus.subjects.trajectory(ENGINE), bytes(size))
 
 
-def rolling(**more: object) -> TrainedHarness:
-    harness = TrainedHarness(episode_groups=True, num_repeat=2, **more)
-    harness.roll()
+def rolling(**registered: object) -> TrainedHarness:
+    harness = TrainedHarness(episode_groups=True, num_repeat=2)
+    harness.roll(**registered)
     return harness
 
 
@@ -75,7 +79,7 @@ async def test_an_episode_that_cannot_be_in_a_group_does_not_take_the_others_wit
         await play(bus, harness, 1.0, *two_temperatures("a")),
         await play(bus, harness, 0.25, call("b", [1, 2], [3])),
     )
-    await EpisodeGrouper(bus, lambda: harness.core.hive).make(0.0)
+    await make(bus, harness)
     message = await made(bus)
     group = await group_in(bus, message)
     assert int_rows(group.tokens, group.sequence_lengths()) == [[1, 2, 3]]
@@ -90,7 +94,7 @@ async def test_where_no_episode_can_be_in_a_group_all_are_dropped_with_the_reaso
     harness = rolling()
     for name in ("a", "b"):
         await play(bus, harness, 1.0, *two_temperatures(name))
-    await EpisodeGrouper(bus, lambda: harness.core.hive).make(0.0)
+    await make(bus, harness)
     message = await made(bus)
     assert message.group is None
     assert message.why == "calls of one conversation were sampled at 2 temperatures"
@@ -119,6 +123,27 @@ async def test_a_group_that_could_not_be_stored_is_not_computed_again_at_once(bu
     await grouper.make(0.5)
     with pytest.raises(BusUnavailable):
         await grouper.make(AGAIN_S)
+
+
+async def test_a_group_with_a_sequence_that_is_too_long_for_our_trainer_is_dropped(bus: Bus) -> None:
+    for longest, is_made in ((3, True), (2, False)):
+        harness = rolling(max_token_len=longest)
+        for name in ("a", "b"):
+            await play(bus, harness, 1.0, call(f"{name}{longest}", [1, 2], [3]))
+        await make(bus, harness)
+        message = await made(bus, 4 - longest)
+        assert (message.group is not None) == is_made, message.why
+
+
+async def test_what_follows_a_side_call_is_learnt_and_the_side_call_is_not(bus: Bus) -> None:
+    harness = rolling()
+    for name in ("a", "b"):
+        first = call(name, [1], [2], side_call="judge")
+        await play(bus, harness, 1.0, first, call(name * 2, [3], [4], parent=first))
+    await make(bus, harness)
+    group = await group_in(bus, await made(bus))
+    assert int_rows(group.tokens, group.sequence_lengths()) == [[1, 2, 3, 4]] * 2
+    assert int_rows(group.masks, group.sequence_lengths()) == [[-100, -100, -100, 4]] * 2
 
 
 class GroupedHarness(TrainedHarness):

@@ -10,7 +10,7 @@ from bombus.hive.events import AnyEvent, Collection, DropReason, RunKind
 from bombus.hive.inbox import AnyAnswer, Done, Pushed, Refusal
 from bombus.hive.state import Hive, Phase, evolve
 from bombus.hive.status import render_status
-from bombus.hive.trajectories.queue import QueuedGroup
+from bombus.hive.trajectories.queue import GROUPS_MAX, QueuedGroup
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.scored_in_memory import ScoredHarness
 
@@ -384,3 +384,33 @@ def test_no_episode_is_handed_out_while_there_is_no_room_for_its_group() -> None
     episodes.boot()
     episodes.send(full)
     assert episodes.claim(), "nothing else needs that stream"
+
+
+def test_a_full_pool_of_incomplete_tasks_is_cleared() -> None:
+    harness = TrainedHarness(episode_groups=True, num_repeat=2, max_pool_episodes=2)
+    harness.roll()
+    for task in ("t1", "t2"):
+        harness.play(task)
+    assert len(harness.engine.pool) == 2
+    harness.play("t3")
+    assert harness.engine.pool == {}
+    assert any(isinstance(event, ev.PoolCleared) for event in harness.log)
+
+
+def test_a_group_of_episodes_waits_while_the_queue_is_full() -> None:
+    harness = pooled()
+    harness.scored.queue.groups.update(dict.fromkeys(range(GROUPS_MAX), harness.group()))
+    assert grouped(harness, harness.group()) == []
+    assert len(harness.engine.pool) == 2
+    harness.scored.queue.groups.clear()
+    assert len(grouped(harness, harness.group())) == 1
+
+
+def test_a_queue_without_a_batch_is_looked_through_again_when_an_environment_has_left() -> None:
+    harness = rolling()
+    environment = harness.join(minimum=0.5)
+    assert environment is not None
+    harness.push_batch()
+    assert harness.engine.step == 0, "half of the batch is to be the environment's"
+    harness.request(inbox.LeaveEnvironment(id=harness.id(), engine=ENGINE, environment=environment))
+    assert harness.engine.step == 1

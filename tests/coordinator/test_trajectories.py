@@ -1,5 +1,6 @@
 """Runs of trajectories: a trainer registers, environments push scored groups, and batches are handed out (R16)."""
 
+import msgspec
 import pytest
 
 from bombus.errors import Code
@@ -335,6 +336,39 @@ def test_the_group_that_was_pushed_last_is_not_kept_in_a_stream_that_is_full() -
     assert released.below == 10
     harness.send(inbox.StorageSeen(id="room", what="trajectories", used=5, size=100, reserve=10))
     assert list(harness.core.hive.bodies_needed()) == [], "what may be gone is not missed"
+
+
+def test_a_body_is_not_moved_to_a_place_that_was_released_meanwhile() -> None:
+    harness = ScoredHarness()
+    harness.register()
+    harness.stored = 49
+    group = harness.group()
+    harness.push(group)
+    harness.send(inbox.TrajectoriesStored(id="s", below=40))
+    assert group.body is not None
+    for place, moved in ((39, 50), (40, 40)):
+        body = msgspec.structs.replace(group.body, seqs=(place,))
+        stored = inbox.BodiesStored(id=harness.id(), engine=ENGINE, moved=(ev.MovedBody(1, body),), was=(50,))
+        harness.send(stored)
+        for known in (harness.scored.queue.groups[1], harness.scored.latest):
+            assert known is not None
+            assert known.body is not None
+            assert known.body.first == moved
+
+
+def test_a_new_run_does_not_know_what_the_trainer_of_the_last_one_had() -> None:
+    harness = ScoredHarness()
+    harness.register(batch_size=2)
+    harness.push(harness.group(), harness.group())
+    for number in (1, 2):
+        assert harness.ask() == number
+        harness.arrived(number)
+    harness.push(harness.group())
+    assert harness.ask() == 3
+    assert harness.scored.before == 2
+    harness.register(batch_size=2)
+    assert harness.scored.before == 0
+    assert harness.ask(after=0) == 0
 
 
 def test_after_a_power_cut_what_is_released_goes_back_to_the_end_of_the_stream() -> None:

@@ -36,6 +36,11 @@ def test_each_episode_of_one_conversation_is_a_sequence_with_its_reward_as_score
     assert why_not_trained(group) == ""
 
 
+def test_the_first_token_of_a_conversation_is_not_learnt_as_nothing_predicts_it() -> None:
+    group = group_of_episodes([played(1.0, call("a", [], [2, 3]))])
+    assert rows(group, group.masks) == [[-100, 3]]
+
+
 def test_an_episode_of_several_conversations_counts_once_by_the_advantages_of_its_tokens() -> None:
     root = call("a", [1], [2])
     branches = [call("b", [4], [5], parent=root), call("c", [6], [7], parent=root)]
