@@ -313,6 +313,13 @@ def test_an_image_or_a_link_of_another_site_cannot_use_what_needs_no_key(
         assert (guard.refusal(headers) is None) == passes, changing
 
 
+@pytest.mark.parametrize(("changing", "passes"), [(False, True), (True, False)])
+def test_a_person_may_follow_a_link_of_another_site_to_what_changes_nothing(changing: bool, passes: bool) -> None:
+    headers = [(b"host", b"127.0.0.1:1"), (b"sec-fetch-site", b"cross-site"), (b"sec-fetch-mode", b"navigate")]
+    guard = Guard(Access.CLIENT, HiveKeys(), "https://hive.example", changing_get=changing)
+    assert (guard.refusal(headers) is None) == passes
+
+
 @pytest.mark.parametrize(
     ("origin", "host", "passes"),
     [

@@ -115,7 +115,8 @@ class Guard(SecurityBase):
         A route without a key trusts its machine or network, and browsers there run pages of strangers, which can post
         to this route, or let a name of their own point to it. Browsers name the page's site in `Origin`; other clients
         do not send that header. For an image or a link browsers leave it out: they say in `Sec-Fetch-Site` that the
-        page is another site's where the hive is on their own machine, and in `Referer` which page it is.
+        page is another site's where the hive is on their own machine, and in `Referer` which page it is. A person who
+        follows a link sees a page that the other site cannot read, so a link may lead to what changes nothing.
         """
         named = {name: value.decode("latin-1") for name, value in headers}
         origin = named.get(b"origin", "")
@@ -124,7 +125,8 @@ class Guard(SecurityBase):
         if origin:
             is_foreign = origin != self._public_url and not _is_own_page(origin, named.get(b"host", ""))
         else:
-            is_foreign = named.get(b"sec-fetch-site", "") in FOREIGN_SITES
+            is_link = named.get(b"sec-fetch-mode", "") == "navigate" and not self._changing_get
+            is_foreign = named.get(b"sec-fetch-site", "") in FOREIGN_SITES and not is_link
         if not is_foreign:
             return None
         page = f"A web page of {origin[:200]!r}" if origin else "A web page of another site"
