@@ -262,3 +262,17 @@ def test_the_day_of_a_model_that_was_made_again_meanwhile_begins_anew() -> None:
     harness.tick(after_s=2 * 3600)
     assert harness.model.closed is None
     assert [type(each) for each in harness.tick(after_s=24 * 3600)] == [ev.ModelClosed]
+
+
+def test_what_waits_for_a_model_that_cannot_be_made_again_keeps_no_session_whose_client_is_gone() -> None:
+    harness = TenantHarness()
+    harness.limits(models_max=1, run_idle_s=1e6)
+    harness.serving()
+    harness.operate("1")
+    suspend_model(harness, "its cover is gone")
+    assert [type(each) for each in harness.tick(after_s=48 * 3600)] == [ev.SessionEnded]
+    harness.tick()
+    assert [type(each) for each in harness.tick(after_s=24 * 3600)] == [ev.ModelClosed]
+    assert harness.tenants.held_bytes == 0
+    harness.open_session("t")
+    assert isinstance(harness.create("t:train:0", "t"), inbox.Accepted), "its place is free"

@@ -189,10 +189,11 @@ def _has_no_model(engine: EngineState, live: Live, session: TenantSession) -> bo
 def _is_idle(engine: EngineState, live: Live, session: TenantSession) -> bool:
     """Return whether a session has shown no sign of life for too long, and nothing was done for it.
 
-    The time of a suspension or of the trainer's sleep does not count, and what waits is not the client's fault.
+    The time of a suspension or of the trainer's sleep does not count, and what waits is not the client's fault, unless
+    it waits for a model that cannot be made again: that may be for good.
     """
     models = _open_models(engine, session)
-    if engine.rest_wanted or engine.asleep or any(model.waiting for model in models):
+    if engine.rest_wanted or engine.asleep or any(model.waiting and not model.suspended for model in models):
         return False
     seen_ns = live.session_seen.get((engine.name, session.session), 0)
     worked_ns = max((model.last_ns for model in models), default=0)
