@@ -253,6 +253,25 @@ async def test_an_endpoint_may_get_weights_when_it_is_registered(
     assert len(server.loaded) == 1
 
 
+async def test_an_endpoint_that_does_not_answer_holds_up_no_sync_to_another_one(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client, "m1")
+    await create(client, "m2")
+    answers = asyncio.Event()
+    async with scripted() as silent:
+        silent.held.append(answers)
+        await add(hive, silent.port)
+        waits = asyncio.create_task(post(hive, "/sync_inference_weights", model_id="m1"))
+        await until(lambda: silent.loaded)
+        await post(hive, "/remove_inference_endpoint", host="127.0.0.1", port=silent.port)
+        await add(hive, server.port)
+        assert (await post(hive, "/sync_inference_weights", model_id="m2"))["success"]
+        assert not waits.done()
+        answers.set()
+        assert (await waits)["success"]
+
+
 async def test_what_earlier_syncs_have_saved_is_removed(
     hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
 ) -> None:

@@ -44,13 +44,16 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightSync:
-    """The syncs of one engine at this gateway. Those of a model follow each other, and one at a time loads weights."""
+    """The syncs of one engine at this gateway: those of a model follow each other, and so do those of an endpoint.
+
+    An endpoint that does not answer holds up nobody but those who want it.
+    """
 
     def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
         self._gateway = gateway
         self._desk = desk
         self._hosts = gateway.settings.inference_hosts
-        self._loading = asyncio.Lock()
+        self._of_endpoints: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
         self._of_models: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._saved_here: dict[str, None] = {}  # by their paths: another gateway's servers may still read its own
 
@@ -68,13 +71,12 @@ class WeightSync:
             name = f"synced-{_stamp(time.time())}"
             kinds = self._wanted(model, targets)
             saved = await self._saved(model, name, kinds)
-            async with self._loading:
-                label = asked.label or f"{model.name}/{name}"
-                found = await asyncio.gather(*(self._given(each, saved, label) for each in targets))
-                newer = self._newest(model, saved)
-                if newer != saved:  # saved by another gateway, whose servers may have had these only after that
-                    label = asked.label or f"{model.name}/{max(each.name for each in newer.values())}"
-                    found = await asyncio.gather(*(self._given(each, newer, label) for each in targets))
+            label = asked.label or f"{model.name}/{name}"
+            found = await asyncio.gather(*(self._given(each, saved, label) for each in targets))
+            newer = self._newest(model, saved)
+            if newer != saved:  # saved by another gateway, whose servers may have had these only after that
+                label = asked.label or f"{model.name}/{max(each.name for each in newer.values())}"
+                found = await asyncio.gather(*(self._given(each, newer, label) for each in targets))
             await self._remove_older(model, name)
             sizes = [_of(each, saved) for each, outcome in zip(targets, found, strict=True) if outcome.success]
             return SyncReport(
@@ -179,7 +181,9 @@ class WeightSync:
         if found is None:
             why = target.failure or "It takes adapters only, and this model has all weights."
             return EndpointOutcome(target.at.host, target.at.port, False, why)
-        return await given(target, found, label)
+        lock = self._of_endpoints.setdefault((target.at.host, target.at.port), asyncio.Lock())
+        async with lock:
+            return await given(target, found, label)
 
     async def _remove_older(self, model: TenantModel, newest: str) -> None:
         """Remove what earlier syncs of the model have saved, once no server reads it any more."""
