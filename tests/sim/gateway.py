@@ -114,28 +114,32 @@ class Gateway(Process):
         return answer
 
     async def claim(self, claim: inbox.Claim, wait_s: float) -> Granted:
-        """Claim in slices under one claim id until it is granted or the time is over (R13)."""
-        deadline_s = self.loop.now_s + wait_s
-        request_id = self._net.fresh("asking")
+        """Claim under one claim id until it is granted or the time is over (R13)."""
+        request = self._net.fresh("asking")
         claim = msgspec.structs.replace(claim, first_asked_ns=self.link.server.now_ns)
+        answer = await self.in_slices(claim, request, wait_s)
+        assert isinstance(answer, Granted)
+        if all(self.engine.is_over(episode) for episode in answer.episodes):
+            raise Refused(Code.OTHER_CLAIM, "the episodes of this claim are over")
+        self._confirmed.append(claim.claim)
+        return answer
+
+    async def in_slices(self, claim: inbox.Claim, request: str, wait_s: float) -> inbox.AnyAnswer:
+        """Send a claim in slices, each by a command whose id begins with `request`, and return the answer."""
+        deadline_s = self.loop.now_s + wait_s
         number = 0
         while True:
             sent_s = self.loop.now_s
             slice_s = max(0.0, min(CLAIM_SLICE_S, deadline_s - sent_s))
-            message = msgspec.structs.replace(claim, id=f"{request_id}.{number}", wait_s=slice_s)
+            message = msgspec.structs.replace(claim, id=f"{request}.{number}", wait_s=slice_s)
             number += 1
             try:
-                answer = await self.command(message, slice_s + CLAIM_ANSWER_S)
+                return await self.command(message, slice_s + CLAIM_ANSWER_S)
             except Refused as refused:
                 waited = self.loop.now_s - sent_s >= slice_s / 2
                 if refused.code in (Code.NO_EPISODES, Code.WRONG_PHASE) and waited and self.loop.now_s < deadline_s:
                     continue
                 raise
-            assert isinstance(answer, Granted)
-            if all(self.engine.is_over(episode) for episode in answer.episodes):
-                raise Refused(Code.OTHER_CLAIM, "the episodes of this claim are over")
-            self._confirmed.append(claim.claim)
-            return answer
 
     # ---- calls ----
 

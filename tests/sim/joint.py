@@ -2,9 +2,7 @@
 
 import random
 
-import msgspec
-
-from bombus.errors import BusUnavailable, Code, Refused
+from bombus.errors import BusUnavailable, Refused
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, EpisodeType, Weights
@@ -13,7 +11,7 @@ from bombus.hive.state import EngineState, Phase
 from tests.sim.client import TASKS, Caller, Mood
 from tests.sim.faults import Fault
 from tests.sim.fold import Follower
-from tests.sim.gateway import CLAIM_ANSWER_S, CLAIM_SLICE_S, Gateway, Hangup
+from tests.sim.gateway import Gateway, Hangup
 from tests.sim.joint_ledger import MAIN, SIDE, Joint, JointLedger
 from tests.sim.link import Link, Net
 from tests.sim.loop import Process
@@ -121,23 +119,9 @@ class JointClient(Caller):
 
     async def _claim(self, gateway: Gateway, claim: inbox.Claim, wait_s: float) -> inbox.AnyAnswer:
         """Claim in slices, as the gateway does for any claim (R13)."""
-        deadline_s = self.loop.now_s + wait_s
-        request = self.fresh("asking")
-        number = 0
-        while True:
-            sent_s = self.loop.now_s
-            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline_s - sent_s))
-            message = msgspec.structs.replace(claim, id=f"{request}.{self.lives}.{number}", wait_s=slice_s)
-            number += 1
-            try:
-                answer = await gateway.command(message, slice_s + CLAIM_ANSWER_S)
-            except Refused as refused:
-                waited = self.loop.now_s - sent_s >= slice_s / 2
-                if refused.code in (Code.NO_EPISODES, Code.WRONG_PHASE) and waited and self.loop.now_s < deadline_s:
-                    continue
-                raise
-            gateway.confirm(claim.claim)
-            return answer
+        answer = await gateway.in_slices(claim, f"{self.fresh('asking')}.{self.lives}", wait_s)
+        gateway.confirm(claim.claim)
+        return answer
 
     async def _play(self) -> None:
         pick = self._pick
