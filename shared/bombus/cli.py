@@ -5,7 +5,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -145,6 +145,16 @@ def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="torch's threads on the CPU; 0: one for each core (default: %(default)s)",
     )
+
+
+def add_subcommands(parser: argparse.ArgumentParser, command: str, subcommands: Mapping[str, Command]) -> None:
+    """Let a command take the name of a subcommand and that one's own arguments, and list them all in its help."""
+    parser.add_argument("subcommand", choices=subcommands, metavar="subcommand")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help=f"the subcommand's own; see `bombus {command} <subcommand> --help`"
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "subcommands:\n" + "\n".join(f"  {name:<9} {what.help}" for name, what in subcommands.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from bombus.cli import Command, run_command
+from bombus.cli import Command, add_subcommands, run_command
 
 SUBCOMMANDS = {
     "timeline": Command("bombus.replay.timeline", "what happened, one line for each event", "server"),
@@ -17,12 +17,7 @@ SUBCOMMANDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("subcommand", choices=SUBCOMMANDS, metavar="subcommand")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="the subcommand's own; see `bombus replay <subcommand> --help`"
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "subcommands:\n" + "\n".join(f"  {name:<9} {what.help}" for name, what in SUBCOMMANDS.items())
+    add_subcommands(parser, "replay", SUBCOMMANDS)
 
 
 def run(arguments: argparse.Namespace) -> int:

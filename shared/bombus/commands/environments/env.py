@@ -2,7 +2,7 @@
 
 import argparse
 
-from bombus.cli import Command, run_command
+from bombus.cli import Command, add_subcommands, run_command
 
 SUBCOMMANDS = {
     "validate": Command("bombus.commands.environments.validate", "check a class before it is trained on", "yaml"),
@@ -11,12 +11,7 @@ SUBCOMMANDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("subcommand", choices=SUBCOMMANDS, metavar="subcommand")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="the subcommand's own; see `bombus env <subcommand> --help`"
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "subcommands:\n" + "\n".join(f"  {name:<9} {what.help}" for name, what in SUBCOMMANDS.items())
+    add_subcommands(parser, "env", SUBCOMMANDS)
 
 
 def run(arguments: argparse.Namespace) -> int:
