@@ -219,7 +219,7 @@ class PlainEnvironment:
 
 
 def number_of(value: object, where: str) -> float:
-    """Return a finite number that a method has returned. Raises `MethodFailed`."""
+    """Return the number that a method has returned. Raises `MethodFailed` unless it is a finite one."""
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
     try:

@@ -109,7 +109,7 @@ class EnvSession:
         return bool(self._why_dead())
 
     async def reset(self, data: dict[str, Any]) -> StepResult:
-        """Make the world new. Raises `ResetFailed` when the world cannot, `EnvironmentLost` when it is gone."""
+        """Make the world new. Raises `ResetFailed` when that fails, `EnvironmentLost` when the world is gone."""
         try:
             return await self._observe("reset", data)
         except StepRefused as error:

@@ -99,7 +99,7 @@ def register(state: Trajectories, event: ev.TrainerRegistered) -> None:
 
 
 def end_run(state: Trajectories) -> None:
-    """End a run: its groups go with it (R8), and so does what would recognise a push of them.
+    """End a run: its groups are dropped (R8), and so are the keys by which their pushes would be known again.
 
     Environments stay as they are, as they notice nothing of it. One that fell silent may be heard of again.
     """
