@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -12,16 +13,19 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from bombus.bus import EPOCH, INBOX, Bus, Reader, Stored, StreamState
+import pytest
+
+from bombus.bus import EPOCH, INBOX, Bus, Outgoing, Reader, Stored, StreamState, append
 from bombus.bus.headers import MSG_ID
+from bombus.bus.publisher import Publisher
 from bombus.config.streams import StreamLimits
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, NotedCall, Weights
 from bombus.hive.records import CallRef, digest
 from bombus_coordinator import shell
-from tests.bus.nats_cluster import Cluster, nats_cluster
-from tests.conftest import kill
+from tests.bus.nats_cluster import Cluster, Node, nats_cluster
+from tests.conftest import freeze, kill, thaw
 
 HIVE = "h"
 ENGINE = "main"
@@ -244,6 +248,59 @@ async def test_streams_get_three_replicas_by_a_flag_and_a_server_that_loses_its_
             found = await bus.get_many(calls, range(1, len(bodies) + 1))
             assert [stored.data for stored in found] == bodies
             assert (await bus.publisher.publish(subject, b"more", msg_id="more", timeout_s=PATIENCE_S)).seq == 201
+
+
+@asynccontextmanager
+async def leader_of(stream: Callable[[Bus], str], folder: Path) -> AsyncIterator[tuple[Bus, Sequence[Node]]]:
+    """Run a cluster, and yield a connection to the server that leads a stream, and the two others."""
+    async with nats_cluster(folder) as cluster, await Bus.connect(cluster.url, HIVE, name="setup") as setup:
+        await setup.ensure_streams(LIMITS)
+        leader = await cluster.leader(setup, stream(setup))
+        async with await Bus.connect(leader.url, HIVE, name="test") as bus:
+            yield bus, [node for node in cluster.nodes if node is not leader]
+
+
+@asynccontextmanager
+async def frozen(nodes: Sequence[Node]) -> AsyncIterator[None]:
+    for node in nodes:
+        await freeze(node)
+    try:
+        yield
+    finally:
+        for node in nodes:
+            thaw(node)
+
+
+async def test_a_message_that_is_sent_again_while_its_stream_has_no_majority_is_stored_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bombus.bus.publisher")
+    async with leader_of(lambda bus: bus.subjects.calls_stream, tmp_path) as (bus, others):
+        publishing = Publisher(bus.client, bus.new_inbox(), repeat_after_s=0.1)
+        await publishing.open()
+        subject = bus.subjects.call(ENGINE, "episode")
+        assert (await publishing.publish(subject, b"first", msg_id="first")).seq == 1
+        async with frozen(others):
+            acknowledged = await publishing.submit(subject, b"second", msg_id="second", timeout_s=PATIENCE_S)
+            while len(caplog.records) < 3 and not acknowledged.done():
+                await asyncio.sleep(0.01)
+        assert (await acknowledged).seq == 2
+        publishing.close()
+        assert (await bus.state(bus.subjects.calls_stream)).last_seq == 2
+
+
+async def test_events_that_are_appended_again_while_the_log_has_no_majority_are_stored_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "bombus.bus.append")
+    async with leader_of(lambda bus: bus.subjects.events_stream, tmp_path) as (bus, others):
+        event = Outgoing(bus.subjects.event(ENGINE, "x"), b"event", "1.event", {EPOCH: "1", INBOX: "1"})
+        async with frozen(others):
+            appending = asyncio.create_task(append(bus, [[event]], 0, timeout_s=PATIENCE_S))
+            while len(caplog.records) < 3 and not appending.done():
+                await asyncio.sleep(0.01)
+        assert await appending == 1
+        assert (await bus.state(bus.subjects.events_stream)).last_seq == 1
 
 
 def check_stored(acknowledged: dict[str, int], stored: Sequence[Stored]) -> None:

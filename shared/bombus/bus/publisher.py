@@ -206,7 +206,9 @@ class Publisher:
         if entry is None:
             return  # it was given up, or this acknowledges a repeat
         result = ack_of(message.data, entry.subject) if message.data else NotNow(f"{entry.subject}: {_NO_RESPONDER}")
-        if isinstance(result, NotNow) and entry.repeat:
+        if isinstance(result, AckLost) and entry.repeat:
+            entry.failure = result  # the acknowledgement of what was sent before may still come
+        elif isinstance(result, NotNow) and entry.repeat:
             entry.failure = result
             entry.sent_at = self._loop.time() - self._repeat_after_s  # the next sweep sends it again
         else:

@@ -19,6 +19,7 @@ NOT_A_CLUSTER = 10074  # one server alone was asked for several replicas
 STREAM_FULL = 10077
 TOO_LITTLE_STORAGE = 10047
 MESSAGE_TOO_LARGE = 10054
+IN_PROCESS = 10158  # a stream of several replicas has taken the same message id, and has no majority for it yet
 # A wrong last sequence (10164 on three replicas), and a batch of which a part is stored already.
 WRONG_SEQUENCE = frozenset({10071, 10164, 10201})
 
@@ -28,7 +29,7 @@ class WrongSequence(BombusError):
 
 
 class AckLost(BusUnavailable):
-    """The connection broke before the acknowledgement: the message may or may not be stored."""
+    """There is no acknowledgement, as when the connection broke: the message may or may not be stored."""
 
 
 class NotNow(BusUnavailable):
@@ -248,6 +249,8 @@ def error_of(error: ApiError, what: str) -> BombusError:
         )
     if error.err_code == MESSAGE_TOO_LARGE:
         return Refused(Code.TOO_LARGE, f"{what}: {error.description}")
+    if error.err_code == IN_PROCESS:
+        return AckLost(f"{what}: it was sent before, and too few replicas have it yet ({error.description})")
     if error.err_code == NO_PEERS:
         few = "fewer servers of the cluster are up than the streams have replicas (--stream-replicas)"
         return NotNow(f"{what}: {few}: {error.description} ({error.code}, {error.err_code})")
