@@ -18,6 +18,7 @@ from bombus.rollout.episode import Pointless
 from bombus.rollout.process import StopReason
 from bombus.rollout.records import LossReason, LostEpisode, PlayedEpisode
 from bombus.sdk.errors import EngineOffline
+from bombus.sdk.types import Task, WorkflowOutput
 from tests.gateway.openai_hive import ENGINE, GatewayHive, Send, gateway_hive, new_id, says
 from tests.gateway.swarm_hive import played_hive
 from tests.patience import PATIENCE_S, until
@@ -413,6 +414,30 @@ async def test_a_rollout_goes_on_until_the_trainer_has_made_its_steps(
     assert tally.steps == 2
     assert len(tally.rewards) >= 8
     await served.until(lambda engine: not engine.open)
+
+
+class LateAnswers(AsyncSwarmClient):
+    """A client to whom the answers to its ends come only once they are let through."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, verbose=False)
+        self.let_through = asyncio.Event()
+
+    async def end_episode(self, task: Task, episode_uuid: str, workflow_output: WorkflowOutput) -> None:
+        await super().end_episode(task, episode_uuid, workflow_output)
+        await self.let_through.wait()
+
+
+async def test_a_reward_whose_answer_comes_after_the_last_step_is_counted(served: GatewayHive, folder: Path) -> None:
+    async with LateAnswers(served.base_url) as client:
+        rolled = Rolled(folder, client, repeat=2, steps=1, concurrency=4)
+        running = asyncio.create_task(rolled.run())
+        await served.until(lambda engine: engine.phase == Phase.WEIGHT_SYNCING)
+        await train(served)
+        await until(lambda: rolled.rollout.tally.steps == 1)
+        client.let_through.set()
+        tally = await asyncio.wait_for(running, PATIENCE_S)
+    assert len(tally.rewards) == 4
 
 
 async def train(served: GatewayHive) -> None:

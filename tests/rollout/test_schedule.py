@@ -41,3 +41,10 @@ def test_an_episode_that_is_played_again_comes_first_and_failures_are_counted() 
     schedule.again(Attempt(A, 1), failed=False)
     assert schedule.next() == Attempt(A, 1), "what the hive took back is no failure"
     assert drawn(schedule, 2) == "b-"
+
+
+def test_a_schedule_that_is_stopped_has_no_next_episode() -> None:
+    schedule = Schedule([A, B], 1, None, None)
+    schedule.again(Attempt(A), failed=False)
+    schedule.stop()
+    assert schedule.next() is None

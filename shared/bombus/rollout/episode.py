@@ -61,12 +61,16 @@ class _OpenEpisode:
 
 
 class EpisodePlayer:
-    """Plays episodes of a plan. `unfinished` has those that were claimed, and neither ended nor aborted."""
+    """Plays episodes of a plan. `unfinished` has those that were claimed, and neither ended nor aborted.
+
+    `reporting` has the tasks that have begun to report a reward: the hive may have it already, so they are let finish.
+    """
 
     def __init__(
         self, plan: RolloutPlan, client: AsyncSwarmClient, watch: EpisodeWatch, kept: RecordFolder | None = None
     ) -> None:
         self.unfinished: set[str] = set()
+        self.reporting: set[asyncio.Task[object] | None] = set()
         self._plan = plan
         self._client = client
         self._watch = watch
@@ -84,6 +88,8 @@ class EpisodePlayer:
                     return await self._claimed(_OpenEpisode(task, folder, credentials, watched, printed))
         except (InfraError, OSError) as error:
             return LostEpisode(loss=LossReason.INFRA, why=str(error))
+        finally:
+            self.reporting.discard(asyncio.current_task())
 
     async def _claim(self, task: AgentTask) -> Credentials:
         (claimed,) = await self._client.begin_episodes(
@@ -255,6 +261,7 @@ class EpisodePlayer:
             "truncated": float(played.stopped is not None),
         }
         output = WorkflowOutput(reward=played.reward, metadata=metadata, log_metrics=metrics)
+        self.reporting.add(asyncio.current_task())
         await self._client.end_episode(Task(task_id=one.task.task_id), one.uuid, output)
         self.unfinished.discard(one.uuid)
 

@@ -110,13 +110,18 @@ class RolloutRun:
         return True
 
     async def _follow_steps(self, first: int, workers: Sequence["asyncio.Task[None]"]) -> None:
-        """Count the trainer's steps from `first`, and end the workers when they are as many as wanted."""
+        """Count the trainer's steps from `first`, and end the workers when they are as many as wanted.
+
+        Those that report a reward finish, so that the tally has all episodes of the trainer's batches.
+        """
         wanted = self._plan.options.steps
         while wanted is None or self.tally.steps < wanted:
             await asyncio.sleep(STEP_LOOK_S)
             self._note_steps(await self._client.get_global_step() - first)
+        self._schedule.stop()
         for worker in workers:
-            worker.cancel()
+            if worker not in self._player.reporting:
+                worker.cancel()
 
     def _note_steps(self, steps: int) -> None:
         if steps > self.tally.steps:

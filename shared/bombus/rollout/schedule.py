@@ -26,11 +26,17 @@ class Schedule:
     def __init__(self, tasks: Sequence[AgentTask], repeat: int, epochs: int | None, seed: int | None) -> None:
         self.total = None if epochs is None else epochs * len(tasks) * repeat
         self._again: deque[Attempt] = deque()
+        self._stopped = False
         self._fresh = _attempts(tasks, repeat, epochs, seed)
 
     def next(self) -> Attempt | None:
-        """Return the next episode to play, None when all have been handed out."""
+        """Return the next episode to play, None when all have been handed out, or after `stop`."""
+        if self._stopped:
+            return None
         return self._again.popleft() if self._again else next(self._fresh, None)
+
+    def stop(self) -> None:
+        self._stopped = True
 
     def again(self, attempt: Attempt, *, failed: bool) -> None:
         """Play an episode again before any other, so that its group is soon complete."""
