@@ -136,6 +136,16 @@ def test_without_anything_to_come_a_claim_of_any_size_is_granted() -> None:
     assert harness.why_not_granted(count=9) == "", "an episode that waits for others of its task makes no batch"
 
 
+def test_claims_wait_for_a_batch_of_complete_tasks_that_the_leader_has_not_made_into_groups_yet() -> None:
+    harness = rolling(bound=0)
+    for task in ("a", "a", "b", "b"):
+        (episode,) = harness.claim(task_hint=task)
+        harness.call(episode)
+        harness.end(episode, task)
+    assert not harness.engine.open
+    assert harness.why_not_granted()
+
+
 def test_evaluation_does_not_wait_for_the_trainer() -> None:
     harness = rolling()
     harness.claim_all()

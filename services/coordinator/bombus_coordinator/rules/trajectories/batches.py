@@ -193,12 +193,12 @@ def seal(engine: EngineState, live: Live) -> Decisions:
 
 
 def give_up_old(engine: EngineState, live: Live) -> Decisions:
-    """Give up the groups of episodes that have waited in the queue of our own trainer for too many versions.
+    """Give up the groups of episodes that have waited in the queue for too many versions.
 
-    Where an outside trainer takes the batches, versions say nothing of their age.
+    Where an outside trainer takes the batches, no version comes after the first, and all of them wait for it.
     """
     most = engine.collection.max_carry_staleness
-    old = engine.trajectories.queued_before(engine.version - most) if engine.trains_scored else []
+    old = engine.trajectories.queued_before(engine.version - most)
     why = (
         f"they have waited in the queue for more than max_carry_staleness ({most}) policy versions: they fitted in no "
         "batch with what else was queued, or more was queued than was trained"
