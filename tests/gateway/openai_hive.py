@@ -242,7 +242,8 @@ class GatewayHive:
             model=config.model.path,
         )
         await self.bus.inbox.request(configure)
-        await self.bus.inbox.request(inbox.Start(id=new_id(), engine=ENGINE))
+        begins = REGISTERS if config.to_collection().episode_groups else inbox.Start(id=new_id(), engine=ENGINE)
+        await self.bus.inbox.request(begins)
         await self.until(lambda engine: engine.run > 0)
         answer = await self.bus.inbox.request(
             inbox.TrainerOpens(id=new_id(), engine=ENGINE, run=self.engine.run, trainer="t1")
@@ -380,6 +381,17 @@ async def gateway_of(
             await asyncio.gather(*running, return_exceptions=True)
 
 
+REGISTERS = inbox.RegisterTrainer(
+    id="registers",
+    engine=ENGINE,
+    trainer="t1",
+    batch_size=4,
+    max_token_len=512,
+    checkpoint_dir="",
+    save_checkpoint_interval=0,
+    starting_step=0,
+    num_steps=10,
+)
 JOB: dict[str, Any] = {
     "bombus": {
         "model": {"path": MODEL, "tools": "hermes"},

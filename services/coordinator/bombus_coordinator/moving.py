@@ -2,14 +2,15 @@
 
 A stream can be purged only up to the oldest body that is needed, so one group that fits no batch would keep everything
 after it. Where few such groups have waited for long in a stream that is over half full, the leader copies their bodies
-to its end, and says where they are now. The last batch is moved too: it is kept until its trainer asks for another. A
-copy that nobody names is purged like any other body.
+to its end, and says where they are now. The last batch is moved too, once it was delivered or was handed out long ago:
+it is kept until its trainer asks for another. A copy that nobody names is purged like any other body.
 """
 
 import logging
 import secrets
 from collections.abc import Callable
 from heapq import nsmallest
+from itertools import accumulate
 from typing import NamedTuple
 
 from bombus.bus import Bus, StreamState
@@ -22,8 +23,9 @@ from bombus.hive.state import EngineState, Hive
 
 log = logging.getLogger(__name__)
 
-GROUPS_MAX = 1_000  # at once
-BYTES_MAX = 16 << 20  # at once, and at most half of what is left of the stream
+LOOKED_AT_MAX = 16_384  # groups: the most that one batch has
+GROUPS_MAX = 1_000  # moved at once
+BYTES_MAX = 16 << 20  # at once; all that are to be moved are at most half of what is left of the stream
 WORTH = 4  # times the bytes that are copied are expected to be purged for them
 
 
@@ -48,7 +50,7 @@ class BodyMover:
         Raises `BusUnavailable`, also where the stream is full.
         """
         hive = self._hive()
-        chosen = _worth_moving(hive, below, stream)
+        chosen = worth_moving(hive, below, stream)
         for engine in list(hive.engines.values()):
             bodies = [(each.group, each.body) for each in chosen if each.engine == engine.name]
             if bodies:
@@ -78,19 +80,20 @@ class BodyMover:
             await self._bus.inbox.send(gone)
 
 
-def _worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
+def worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
     """Return the oldest bodies without which most can be purged, none where that is too little for what is copied.
 
-    Nothing after a body that is needed where it is can be purged, whatever is moved.
+    Nothing after a body that is needed where it is can be purged, whatever is moved. Where they are many, the first of
+    them are returned: the others are moved the next time, by the same reckoning.
     """
     older = (
         _Movable(group.body.first, engine.name, number, group.body)
         for engine in hive.engines.values()
-        for number, group in engine.trajectories.movable()
+        for number, group in engine.trajectories.movable(hive.now_ns)
         if group.body is not None and group.body.first < below
         if number in engine.trajectories.queue.groups or group.body.first >= stream.first_seq
     )
-    found = nsmallest(GROUPS_MAX, older)
+    found = nsmallest(LOOKED_AT_MAX, older)
     firsts = {each.first for each in found}
     stays = min((body.first for _, body in hive.bodies_needed() if body.first not in firsts), default=below)
     mean = stream.bytes / max(1, stream.messages)
@@ -98,12 +101,14 @@ def _worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]
     copied = worth = 0
     for number, each in enumerate(found, start=1):
         copied += each.body.size
-        if copied > room or (copied > BYTES_MAX and number > 1):
+        if copied > room:
             break
         kept = min(below, stays, found[number].first if number < len(found) else below)
         if copied * WORTH <= mean * (kept - stream.first_seq):
             worth = number
-    return found[:worth]
+    sizes = accumulate(each.body.size for each in found[:worth])
+    at_once = sum(size <= BYTES_MAX for size in sizes)
+    return found[: min(worth, GROUPS_MAX, max(1, at_once))]
 
 
 def _id() -> str:

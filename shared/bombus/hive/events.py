@@ -857,12 +857,13 @@ class GroupsPushed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="gr
     """Scored groups wait for a batch, in this order after all that were pushed before.
 
     Their bodies are in the stream `trajectories`. A push of the same `key` soon after is the same one. A group that was
-    made of ended `episodes` of this run takes them from the pool.
+    made of ended `episodes` of this run takes them from the pool, and was queued at this policy `version`.
     """
 
     groups: tuple[QueuedGroup, ...]
     key: str = ""
     episodes: tuple[str, ...] = ()
+    version: int = -1  # -1: nobody made it of episodes, or an older release did
 
 
 class BatchHandedOut(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.handed_out"):
@@ -881,7 +882,7 @@ class BatchDelivered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class GroupsGivenUp(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.given_up"):
-    """The bodies of these groups are lost: no batch has them any more.
+    """No batch has these groups any more: their bodies are lost, or they have waited too long for a batch.
 
     They were in the batch `number` that was handed out, whose other groups are queued again; in that of our own
     trainer's step of this number, which is made without them; or, if it is 0, in the queue.

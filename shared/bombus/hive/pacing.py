@@ -1,8 +1,11 @@
-"""How far ahead of training episodes are handed out when `max_staleness` is above 0 (R14).
+"""How far ahead of training episodes are handed out: where `max_staleness` is above 0, or they become groups (R14).
 
 Step s trains version s - 1, so a token of version v is trained at the age s - 1 - v. Before an episode that is claimed
 now come the batches whose weights no call uses yet, and those that the pool and the open episodes can still make. Their
 number is the age that its samples will have, unless the episode takes longer than the others.
+
+Where ended episodes become scored groups, those that are queued come before it too, and the bound is
+`max_carry_staleness`.
 """
 
 from collections import Counter
@@ -12,14 +15,16 @@ import msgspec
 from bombus.hive.collection import BATCH_METHODS
 from bombus.hive.events import EpisodeType
 from bombus.hive.state import EngineState, Episode, Replica
+from bombus.hive.trajectories.forming import may_form
+from bombus.hive.trajectories.queue import OTHERS
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """The batches before an episode that is claimed now, and why it has to wait ("" when it does not)."""
 
-    unfinished: int  # sealed batches whose weights the replicas do not serve yet
-    sealable: int  # at most this many more can be made of the pool and the open episodes
-    max_staleness: int
+    unfinished: int  # sealed batches whose weights the replicas do not serve yet, or an outside trainer does not have
+    sealable: int  # at most this many more can be made of the pool, the open episodes, and the queue of scored groups
+    max_staleness: int  # the bound; of a run that makes scored groups max_carry_staleness
     waits: str
 
 
@@ -69,6 +74,8 @@ def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | Non
     No claim waits for ever. When no episode is open, every batch that the pool can make has been sealed; once those are
     trained the next claim is granted, whatever its size.
     """
+    if engine.groups_episodes:
+        return _pace_of_groups(engine, count, task_hint)
     bound = engine.collection.max_staleness
     if bound == 0:
         return None
@@ -90,7 +97,71 @@ def _is_idle(engine: EngineState) -> bool:
     """Return whether no step is being trained and no training episode is open."""
     if engine.version < engine.step:
         return False
-    return not any(episode.type == EpisodeType.TRAIN for episode in engine.open.values())
+    return not _open_by_task(engine)
+
+
+def _open_by_task(engine: EngineState) -> Counter[str]:
+    """Count the open training episodes by the task that their claim named."""
+    return Counter(episode.task_hint for episode in engine.open.values() if episode.type == EpisodeType.TRAIN)
+
+
+# ---- runs that make scored groups of episodes ---------------------------------------------------------------------
+
+
+def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
+    """Return the pace where ended episodes become scored groups.
+
+    No claim waits for ever for groups that fit no batch: what is queued counts in full only while a batch can be formed
+    of it, or is being trained, or has not reached its outside trainer. Then the queue gets shorter.
+    """
+    bound, handed = engine.collection.max_carry_staleness, engine.trajectories.batch
+    unfinished = max(0, engine.step - engine.version) + (handed is not None and not handed.delivered)
+    counts_queue = unfinished > 0 or may_form(engine.trajectories.queue)
+    sealable = _most_scored(engine, counts_queue, count - 1, task_hint)
+    nothing_comes = not counts_queue and not _open_by_task(engine) and not _sequences_played(engine)
+    waits = ""
+    if unfinished + sealable > bound and not nothing_comes:
+        waits = (
+            f"batches that are under way ({unfinished}) and those that what is queued and played can make ({sealable}) "
+            f"are over collection.max_carry_staleness ({bound}), so its group would be too old when it is trained"
+        )
+    return Pace(unfinished=unfinished, sealable=sealable, max_staleness=bound, waits=waits)
+
+
+def _most_scored(engine: EngineState, counts_queue: bool, more: int, task_hint: str) -> int:
+    """Return how many batches come before an episode that is claimed now, of what is queued and of what is played.
+
+    Groups of episodes share each batch with those of the environments that have some queued, by weight. A queue that
+    does not count in full is less than a batch.
+    """
+    queue = engine.trajectories.queue
+    played = _sequences_played(engine, more, task_hint)
+    if not counts_queue:
+        return (min(queue.sequences, queue.batch_size - 1) + played) // queue.batch_size
+    own = queue.others.sequences + played
+    weights = 1.0 + sum(queue.weight_of(owner) for owner, _ in queue.shares() if owner != OTHERS)
+    return min((queue.sequences + played) // queue.batch_size, int(own * weights / queue.batch_size))
+
+
+def _sequences_played(engine: EngineState, more: int = 0, task_hint: str = "") -> int:
+    """Return about how many sequences the pool, the open training episodes and `more` of them will be in groups.
+
+    Open episodes count where they help most. An episode has as many sequences as those before it had, else one.
+    """
+    size = engine.collection.num_repeat
+    by_task = Counter({task: len(episodes) for task, episodes in engine.by_task.items()})
+    by_task.update(_open_by_task(engine))
+    by_task[task_hint] += more
+    unnamed = by_task.pop("", 0)
+    groups = sum(episodes // size for episodes in by_task.values())
+    for missing in sorted(size - episodes % size for episodes in by_task.values() if episodes % size):
+        if missing > unnamed:
+            break
+        unnamed -= missing
+        groups += 1
+    episodes = (groups + unnamed // size) * size
+    made = engine.trajectories
+    return episodes * made.grouped_sequences // made.grouped if made.grouped else episodes
 
 
 def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int:

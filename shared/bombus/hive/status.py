@@ -228,6 +228,8 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
         queue = engine.trajectories.queue
         queued = f"{_counted(len(queue.groups), 'scored group')} for batches of {queue.batch_size} sequences"
         episodes = f", {_counted(len(engine.open), 'episode')} running" if engine.open else ""
+        if (now := pace(engine)) is not None and now.waits:
+            episodes += f"; new episodes wait: {now.waits}"
         if engine.trains_scored:
             return queued + (f", step {engine.batch.step} training" if engine.batch else "") + episodes
         return f"{queued} of an outside trainer{episodes}"
@@ -644,8 +646,10 @@ def _engine_text(status: EngineStatus, now_ns: int) -> str:
         lines += _collection_lines(status)
     elif status.run_kind == RunKind.OPERATIONS:
         lines += _taken_lines(status)
-    elif status.scored is None or not status.scored.ours:  # without replicas or a trainer of ours
-        return "\n".join(lines)
+    else:
+        lines += _pace_lines(status.pace)
+        if status.scored is None or not status.scored.ours:  # without replicas or a trainer of ours
+            return "\n".join(lines)
     return "\n".join(lines + _replica_lines(status.replicas) + _training_lines(status, now_ns))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from bombus.bus import Bus
 from bombus.hive.records import unpack_tokens
-from tests.gateway.openai_hive import TEXT, GatewayHive, gateway_hive, says, tokens_of
+from tests.gateway.openai_hive import JOB, TEXT, GatewayHive, gateway_hive, says, tokens_of
 
 PROMPT = TEXT.tokenizer.encode("the quick brown")
 
@@ -82,3 +82,18 @@ async def test_with_a_client_key_it_is_no_call_and_needs_a_run_of_operations(ser
         answer = await http.post("/generate", json={"prompt": "a", "max_tokens": 4})
     assert answer.status_code == 409 or answer.status_code == 400
     assert "plays episodes" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_the_policy_of_a_run_of_scored_groups_is_sampled_with_a_client_key_whoever_trains_on_them(
+    bus: Bus, ours: bool
+) -> None:
+    job = {"bombus": JOB["bombus"] | {"collection": {"episode_groups": True, "scored_groups": ours}}}
+    async with gateway_hive(bus, job) as served, httpx.AsyncClient(base_url=served.base_url, timeout=60) as http:
+        assert served.engine.trains_scored == ours
+        served.replica.scripts.append(says("fox jumps"))
+        answer = await http.post("/generate", json={"prompt": "the quick", "logprobs": 0, "max_tokens": 8})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["text"] == ["fox jumps"]
+        (request,) = served.replica.requests
+        assert not request.plain_logprobs, "they are those of the distribution that was sampled from"

@@ -15,6 +15,7 @@ from bombus_coordinator.rules.engines import suspend
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live, ns
 from bombus_coordinator.rules.replicas import all_loaded, look_after
+from bombus_coordinator.rules.trajectories.batches import give_up_old
 from bombus_coordinator.rules.trajectories.batches import seal as seal_scored
 
 
@@ -36,6 +37,8 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
 def _rolling(engine: EngineState, live: Live) -> Decisions:
     if engine.serves_operations:
         yield from _drop_untaken(engine, live)
+    if engine.groups_episodes:
+        yield from give_up_old(engine, live)
     if engine.trains_scored:
         yield from seal_scored(engine, live)
     if engine.groups_episodes:

@@ -20,6 +20,8 @@ _not_finite = re.compile(rb"-?(?:NaN|Infinity)")
 _mark = re.compile(rb'[\[\]{}"]')  # a bracket, or the beginning of a text
 _text = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _colon = re.compile(rb"\s*:")
+_marked_text = re.compile(rb'"[^"]*+"')
+_UNMARKED = bytes(byte for byte in range(256) if byte not in b'[]{}"')
 _CHUNK_BYTES = 1 << 20
 MARKS_MAX = 1 << 18  # that are looked at for the place of a number: a quarter of a second
 
@@ -65,16 +67,37 @@ def within(place: str, field: str) -> str:
 
 
 def is_deeper(text: bytes, depth: int) -> bool:
-    """Return whether JSON has more than `depth` lists and objects within each other, without decoding it."""
+    """Return whether JSON has more than `depth` lists and objects within each other, without decoding it.
+
+    Only its lists and objects cost time that counts, of which a body has `TRAJECTORY_LISTS` at most.
+    """
     if text.count(b"[") + text.count(b"{") <= depth:
         return False
     level = 0
-    for start, _ in _marks(text, len(text)):
-        first = text[start]
-        level += (first in b"[{") - (first in b"]}")
+    for bracket in _brackets(text):
+        level += 1 if bracket in b"[{" else -1
         if level > depth:
             return True
     return False
+
+
+def _brackets(text: bytes) -> Iterator[int]:
+    """Yield the brackets of JSON that are in none of its texts.
+
+    Of each chunk all goes but brackets and quotation marks that are not escaped. Then two marks beside each other can
+    go too: they open and close an empty text, or close one text and open the next, and what is in texts stays in them.
+    So texts that follow each other become one, and no more are left than there are brackets beside them.
+    """
+    at, in_text = 0, False
+    while at < len(text):
+        chunk = text[at : at + _CHUNK_BYTES]
+        slashes = len(chunk) - len(chunk.rstrip(b"\\"))
+        chunk += text[at + len(chunk) : at + len(chunk) + slashes % 2]  # what is escaped belongs to its backslash
+        at += len(chunk)
+        chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
+        marks = (b'"' * in_text + chunk).replace(b'""', b"")
+        in_text = marks.count(b'"') % 2 == 1
+        yield from _marked_text.sub(b"", marks + b'"' * in_text)
 
 
 def _check_utf8(body: bytes) -> None:

@@ -66,6 +66,14 @@ def form(queue: TrajectoryQueue) -> tuple[int, ...] | None:
     return tuple(sorted(chosen))
 
 
+def may_form(queue: TrajectoryQueue) -> bool:
+    """Return whether some groups of the queue have exactly the sequences of a batch.
+
+    It is one search. A batch may be formed only after an environment has pushed the minimum that it asks for, or left.
+    """
+    return 0 < queue.batch_size <= queue.sequences and _fill(queue, {})[0].exists
+
+
 def _choose(queue: TrajectoryQueue, fill: ExactFill, turns: dict[int, _Turn]) -> Iterator[int]:
     """Yield what a batch takes: the oldest group that fits, and then the oldest of each environment in its turn."""
     oldest = sorted((number, size, owner) for owner, turn in turns.items() for number, size in turn.oldest())

@@ -5,7 +5,7 @@ one of them names them.
 """
 
 from collections.abc import Container, Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -18,6 +18,7 @@ from bombus.hive.trajectories.queue import Environment, EnvironmentShare, Queued
 REPEAT_S = 60.0  # within which a push of the same key is the same push
 ANSWERS_KEPT = 65_536  # of pushes of the last minute: one for each of their groups
 PUSHES_BETWEEN = 1_024  # looks for those that need not be known any more
+HANDED_S = 600.0  # after which nobody is expected to read a batch any more that was handed out and has not arrived
 
 
 class HandedOut(msgspec.Struct, kw_only=True):
@@ -60,12 +61,15 @@ class Trajectories(msgspec.Struct, kw_only=True):
     batches: int = 0  # handed out in this run
     withdrawn: int = 0  # of them, because a group of each was lost
     before: int = 0  # the number of the batch that was delivered before `batch`
-    given_up: int = 0  # groups of this run whose bodies were lost
+    given_up: int = 0  # groups of this run, whose bodies were lost or which have waited too long
     given_up_why: str = ""  # what was said of the last of them
     latest: QueuedGroup | None = None  # pushed last
     pushes: dict[str, RecentPush] = {}  # by key, oldest first
     heard_ns: dict[int, int] = {}  # when each connected environment joined, or pushed last
     silent_ns: dict[int, int] = {}  # when environments left without a word
+    queued_at: dict[int, int] = {}  # of queued groups of episodes, oldest first: the policy version at that time
+    grouped: int = 0  # episodes of this run that were made into groups
+    grouped_sequences: int = 0  # of these groups
 
     @property
     def current_step(self) -> int:
@@ -82,11 +86,20 @@ class Trajectories(msgspec.Struct, kw_only=True):
         groups = [] if self.batch is None else self.batch.groups
         return (each.body for each in (*self.queue.groups.values(), *groups) if each.body is not None)
 
-    def movable(self) -> Iterator[tuple[int, QueuedGroup]]:
-        """Yield the groups that can be moved to another place, by number: those of a batch once it was delivered."""
+    def queued_before(self, version: int) -> list[int]:
+        """Return the numbers of the groups of episodes that were queued before this policy version."""
+        return [number for number, _ in takewhile(lambda queued: queued[1] < version, self.queued_at.items())]
+
+    def movable(self, now_ns: int) -> Iterator[tuple[int, QueuedGroup]]:
+        """Yield the groups that can be moved to another place, by number.
+
+        Those of a batch can be once it was delivered. One that was handed out long ago can be too: whoever took it is
+        gone, or has it and has not said so yet.
+        """
         yield from self.queue.groups.items()
-        if self.batch is not None and self.batch.delivered:
-            yield from zip(self.batch.numbers, self.batch.groups, strict=False)
+        batch = self.batch
+        if batch is not None and (batch.delivered or now_ns - batch.handed_ns >= HANDED_S * 1e9):
+            yield from zip(batch.numbers, batch.groups, strict=False)
 
 
 # ---- the fold -------------------------------------------------------------------------------------------------
@@ -117,8 +130,9 @@ def end_run(state: Trajectories) -> None:
 
 
 def _forget_run(state: Trajectories) -> None:
-    state.batches = state.withdrawn = state.before = state.given_up = 0
+    state.batches = state.withdrawn = state.before = state.given_up = state.grouped = state.grouped_sequences = 0
     state.given_up_why = ""
+    state.queued_at.clear()
 
 
 def _empty(environment: Environment) -> Environment:
@@ -157,6 +171,11 @@ def push(state: Trajectories, event: ev.GroupsPushed) -> None:
         state.pushes.pop(event.key, None)
         state.pushes[event.key] = RecentPush(event.at_ns, held, digest_of(event.groups))
         _forget_pushes(state, event.at_ns)
+    if event.version >= 0:
+        numbers = range(state.queue.arrived + 1, state.queue.arrived + 1 + len(event.groups))
+        state.queued_at |= dict.fromkeys(numbers, event.version)
+        state.grouped += len(event.episodes)
+        state.grouped_sequences += sum(group.sequences for group in event.groups)
     queues.push(state.queue, event.groups)
     if event.groups:
         state.latest = event.groups[-1]
@@ -184,7 +203,7 @@ def hand_out(state: Trajectories, event: ev.BatchHandedOut) -> None:
     combined = {each: queue.combined[each] for each in event.groups if each in queue.combined}
     named = {*event.groups, *(each for members in combined.values() for each in members)}
     numbers = tuple(sorted(number for number in named if number in queue.groups))
-    groups = queues.take(queue, numbers)
+    groups = _taken(state, numbers)
     state.batches = event.number
     if state.batch is not None and state.batch.delivered:
         state.before = state.batch.number
@@ -198,10 +217,21 @@ def hand_out(state: Trajectories, event: ev.BatchHandedOut) -> None:
     )
 
 
+def _taken(state: Trajectories, numbers: tuple[int, ...]) -> list[QueuedGroup]:
+    _wait_no_more(state, numbers)
+    return queues.take(state.queue, numbers)
+
+
+def _wait_no_more(state: Trajectories, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        state.queued_at.pop(number, None)
+
+
 def give_up(state: Trajectories, event: ev.GroupsGivenUp) -> None:
-    """Forget groups that are lost. The others of a batch that had them are queued again, and it is no step."""
+    """Forget groups. The others of a batch that had them are queued again, and it is no step."""
     state.given_up += len(event.groups)
     state.given_up_why = event.why
+    _wait_no_more(state, event.groups)
     batch = state.batch
     if batch is not None and not batch.delivered and (batch.run, batch.number) == (event.run, event.number):
         taken = dict(zip(batch.numbers, batch.groups, strict=False))
@@ -242,7 +272,7 @@ def move(state: Trajectories, event: ev.BodiesMoved) -> None:
 def seal(state: Trajectories, numbers: tuple[int, ...]) -> tuple[QueuedGroup, ...]:
     """Take the groups of our own trainer's next batch, and return them."""
     state.batches += 1
-    return tuple(queues.take(state.queue, numbers))
+    return tuple(_taken(state, numbers))
 
 
 def deliver(state: Trajectories, event: ev.BatchDelivered) -> None:

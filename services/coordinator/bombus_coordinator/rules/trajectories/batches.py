@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
+from bombus.hive.bounded import portions
 from bombus.hive.events import DropReason, Event
 from bombus.hive.inbox import (
     BatchSent,
@@ -98,7 +99,9 @@ def group_episodes(engine: EngineState, live: Live, message: EpisodesGrouped) ->
         return
     if not episodes or live.refusing_groups or why_no_room(engine.trajectories.queue, (group,)):
         return
-    pushed = ev.GroupsPushed(at_ns=live.now_ns, engine=engine.name, groups=(group,), episodes=episodes)
+    pushed = ev.GroupsPushed(
+        at_ns=live.now_ns, engine=engine.name, groups=(group,), episodes=episodes, version=max(engine.version, 0)
+    )
     yield Decision(events=(pushed,))
 
 
@@ -189,6 +192,24 @@ def seal(engine: EngineState, live: Live) -> Decisions:
     yield Decision(events=(ready,))
 
 
+def give_up_old(engine: EngineState, live: Live) -> Decisions:
+    """Give up the groups of episodes that have waited in the queue for too many versions.
+
+    Where an outside trainer takes the batches, no version comes after the first, and all of them wait for it.
+    """
+    most = engine.collection.max_carry_staleness
+    old = engine.trajectories.queued_before(engine.version - most)
+    why = (
+        f"they have waited in the queue for more than max_carry_staleness ({most}) policy versions: they fitted in no "
+        "batch with what else was queued, or more was queued than was trained"
+    )
+    for some in portions(old, GROUPS_MAX):
+        given_up = ev.GroupsGivenUp(
+            at_ns=live.now_ns, engine=engine.name, run=engine.run, number=0, groups=some, why=why
+        )
+        yield Decision(events=(given_up,))
+
+
 def sent(engine: EngineState, live: Live, message: BatchSent) -> Decisions:
     """Note that a batch has reached its trainer. The next time it gets another one."""
     batch = engine.trajectories.batch
@@ -233,7 +254,7 @@ def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
 
 def move(engine: EngineState, live: Live, message: BodiesStored) -> Decisions:
     """Note where bodies of groups are now. What was taken meanwhile, and has not arrived, is left where it was."""
-    movable = dict(engine.trajectories.movable())
+    movable = dict(engine.trajectories.movable(live.now_ns))
     moved = tuple(
         each
         for each, was in zip(message.moved, message.was, strict=False)
