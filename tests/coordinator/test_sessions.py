@@ -276,3 +276,17 @@ def test_what_waits_for_a_model_that_cannot_be_made_again_keeps_no_session_whose
     assert harness.tenants.held_bytes == 0
     harness.open_session("t")
     assert isinstance(harness.create("t:train:0", "t"), inbox.Accepted), "its place is free"
+
+
+def test_nothing_is_remembered_of_a_session_that_has_ended() -> None:
+    harness = TenantHarness()
+    harness.limits(run_idle_s=1e6)
+    harness.serving()
+    suspend_model(harness, "its cover is gone")
+    harness.close_session()
+    harness.touch()
+    assert isinstance(harness.operate("end.1", "end_model"), inbox.Accepted)
+    harness.done("end.1", closes=True)
+    harness.tick(after_s=2 * 3600)
+    assert harness.tenants.sessions == {}
+    assert harness.core.live.session_seen == {}

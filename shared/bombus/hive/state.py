@@ -21,7 +21,7 @@ from bombus.hive.tenants.state import Tenants
 from bombus.hive.trajectories import state as scored
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 7  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 8  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -175,6 +175,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     suspensions: int = 0  # of this run, over or not
     rest_wanted: bool = False  # the trainer of a run of operations is to free its memory
     asleep: bool = False  # it has said so since that was wanted, or not yet that it has taken its memory again
+    rest_since_ns: int = 0  # when that was asked for last
     resumed_ns: int = 0  # when its operator resumed the run last, or its trainer woke up
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
@@ -1041,6 +1042,7 @@ def _rest_asked(engine: EngineState, event: ev.RestAsked) -> None:
     """Note what is wanted. The trainer may be on its way elsewhere, so it says anew when it is there."""
     engine.rest_wanted = event.asleep
     engine.asleep = not event.asleep
+    engine.rest_since_ns = event.at_ns
 
 
 @_on(ev.RestReached)

@@ -49,7 +49,8 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     The one that creates a model starts a run on an engine that is offline.
     """
     tenants = engine.tenants
-    if message.session in tenants.sessions:
+    session = tenants.sessions.get(message.session)
+    if session is not None and session.ended is None:
         live.session_seen[engine.name, message.session] = live.now_ns
     model = tenants.models.get(message.model)
     before = None if model is None else model.operations.get(message.key)
@@ -58,7 +59,6 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
         yield Decision(replies=(CommandReply(message.id, _again(model, live, message, before)),))
         return
     _check_form(message)
-    session = tenants.sessions.get(message.session)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}: open one.")
     if session.ended is not None and message.op != END:  # what is left of it can be ended
