@@ -552,6 +552,7 @@ def _end_run(engine: EngineState, at_ns: int, why: str) -> None:
     engine.stage = engine.suspended = ""
     engine.until_served = engine.rest_wanted = engine.asleep = False
     _enter(engine, Phase.OFFLINE, at_ns)
+    _keep_time(engine, at_ns)
 
 
 @_on(ev.EngineStopped)
@@ -571,6 +572,7 @@ def _suspended(engine: EngineState, event: ev.EngineSuspended) -> None:
     engine.suspended = event.reason
     engine.until_served = event.until_served
     engine.suspensions += 1
+    _keep_time(engine, event.at_ns)
 
 
 @_on(ev.EngineResumed)
@@ -584,10 +586,17 @@ def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
     if event.command:
         engine.resumed_ns = event.at_ns
         engine.step_failures = engine.trainers_lost = 0
-        tenancy.forgive(engine.tenants)
+        tenancy.forgive(engine.tenants, event.at_ns)
         _release_replicas(engine)
     _enter(engine, engine.phase, event.at_ns)
     _remember(engine, event.command)
+    _keep_time(engine, event.at_ns)
+
+
+def _keep_time(engine: EngineState, at_ns: int) -> None:
+    """Count the time in which models that could not be made again could be tried again."""
+    rests = engine.suspended or engine.rest_wanted or engine.asleep
+    engine.tenants.trying.run(engine.serves_operations and engine.trainer != "" and not rests, at_ns)
 
 
 @_on(ev.CommandAnswered)
@@ -826,6 +835,7 @@ def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
     engine.stalled = None
     engine.openings[event.command] = event.trainer_epoch
     trim(engine.openings, COMMANDS_KEPT)
+    _keep_time(engine, event.at_ns)
 
 
 @_on(ev.TrainerStalled)
@@ -838,6 +848,7 @@ def _trainer_stalled(engine: EngineState, event: ev.TrainerStalled) -> None:
     if engine.phase == Phase.BOOTING:
         engine.stage = NO_TRAINER
         _enter(engine, Phase.BOOTING, event.at_ns)
+    _keep_time(engine, event.at_ns)
 
 
 @_on(ev.StepCompleted)
@@ -1043,6 +1054,7 @@ def _rest_asked(engine: EngineState, event: ev.RestAsked) -> None:
     engine.rest_wanted = event.asleep
     engine.asleep = not event.asleep
     engine.rest_since_ns = event.at_ns
+    _keep_time(engine, event.at_ns)
 
 
 @_on(ev.RestReached)
@@ -1050,3 +1062,4 @@ def _rest_reached(engine: EngineState, event: ev.RestReached) -> None:
     engine.asleep = event.asleep
     if not event.asleep:
         engine.resumed_ns = event.at_ns
+    _keep_time(engine, event.at_ns)
