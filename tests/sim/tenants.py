@@ -158,7 +158,8 @@ class Ledger:
 
     def _check_remaking(self, event: ev.ModelRemaking | ev.EngineResumed, engine: EngineState) -> None:
         if isinstance(event, ev.EngineResumed):
-            self._unsurvived.clear()
+            for model in [each.name for each in engine.tenants.open_models if each.suspended]:
+                self._unsurvived.pop(model, None)
             return
         assert event.trainer_epoch == engine.trainer_epoch
         tried = self._unsurvived[event.model]

@@ -585,12 +585,20 @@ def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
     engine.until_served = False
     if event.command:
         engine.resumed_ns = event.at_ns
-        engine.step_failures = engine.trainers_lost = 0
+        engine.step_failures = 0
+        _forget_lost(engine)
         tenancy.forgive(engine.tenants, event.at_ns)
         _release_replicas(engine)
     _enter(engine, engine.phase, event.at_ns)
     _remember(engine, event.command)
     _keep_time(engine, event.at_ns)
+
+
+def _forget_lost(engine: EngineState) -> None:
+    """Begin to count anew the trainers that are lost in a row."""
+    if engine.trainers_lost:
+        tenancy.forget_lost(engine.tenants)
+    engine.trainers_lost = 0
 
 
 def _keep_time(engine: EngineState, at_ns: int) -> None:
@@ -828,6 +836,7 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
     if engine.trainer and engine.owes_weights:
         engine.trainers_lost += 1
+        tenancy.lose_trainer(engine.tenants, engine.trainer_epoch)
     engine.trainer = event.trainer
     engine.trainer_epoch = event.trainer_epoch
     engine.trainer_since_ns = event.at_ns
@@ -871,7 +880,7 @@ def _weights_ready(engine: EngineState, event: ev.WeightsReady) -> None:
     engine.weights = event
     engine.version = event.version
     engine.loaded = set()
-    engine.trainers_lost = 0
+    _forget_lost(engine)
 
 
 @_on(ev.WeightsLoaded)
@@ -945,13 +954,13 @@ def _operation_accepted(engine: EngineState, event: ev.OperationAccepted) -> Non
 @_on(ev.OperationCompleted)
 def _operation_completed(engine: EngineState, event: ev.OperationCompleted) -> None:
     tenancy.execute(engine.tenants, event, engine.collection.tenancy.results_bytes_max)
-    engine.step_failures = engine.trainers_lost = 0
+    engine.step_failures = 0
+    _forget_lost(engine)
 
 
 @_on(ev.ModelSuspended)
 def _model_suspended(engine: EngineState, event: ev.ModelSuspended) -> None:
-    if tenancy.suspend_model(engine.tenants, event):
-        engine.trainers_lost = 0
+    engine.trainers_lost = max(0, engine.trainers_lost - tenancy.suspend_model(engine.tenants, event))
 
 
 @_on(ev.ModelRemaking)

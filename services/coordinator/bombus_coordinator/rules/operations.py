@@ -423,10 +423,16 @@ def _closed(engine: EngineState, live: Live, model: TenantModel, queued: Queued,
 
 
 def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
-    """Note that the current trainer cannot make a model again, or that it can."""
+    """Note that the current trainer cannot make a model again, or that it can.
+
+    The same reason is news where the trainer is done with making the model again, or others were lost in that.
+    """
     model = engine.tenants.models.get(message.model)
     why = message.why[:WHY_CHARS_MAX]
-    if not _is_current(engine, message) or model is None or model.closed is not None or model.suspended == why:
+    if not _is_current(engine, message) or model is None or model.closed is not None:
+        return
+    is_over = bool(why) and (model.remaking_by == message.trainer_epoch or model.lost > 0)
+    if model.suspended == why and not is_over:
         return
     event = ev.ModelSuspended(at_ns=live.now_ns, engine=engine.name, run=engine.run, model=model.name, why=why)
     yield Decision(events=(event,))

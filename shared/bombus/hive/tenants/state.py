@@ -98,6 +98,7 @@ class TenantModel(msgspec.Struct, kw_only=True):
     left_ns: int = 0  # what that showed when it was suspended and its session had ended, or at `resume` after that
     remaking_by: int = 0  # the epoch of the trainer that makes it again, or has ended in that; 0 for none
     unsurvived: dict[int, tuple[int, ...]] = {}  # by operation: the epochs of trainers that executed it again
+    lost: int = 0  # of the trainers that were lost in a row, those that made it again
     last_op: str = ""  # that was executed
     last_failed: bool = False
     scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
@@ -216,6 +217,10 @@ class Tenants(msgspec.Struct, kw_only=True):
         waiting = (each for model in there if model.waiting for each in model.operations.values())
         return {each.reads for each in waiting if each.waits and each.reads}
 
+    def given_up(self, limit: int) -> list[TenantModel]:
+        """Return the models that no trainer makes again before an operator says so."""
+        return [model for model in self.open_models if model.suspended and model.deadly(limit)]
+
     @property
     def held_bytes(self) -> int:
         """Return the bytes of all bodies that may still have to be read."""
@@ -312,15 +317,29 @@ def open_model(tenants: Tenants, event: ev.ModelOpened) -> None:
     tenants.models[event.model] = model
 
 
-def suspend_model(tenants: Tenants, event: ev.ModelSuspended) -> bool:
-    """Suspend a model or let it go on. Returns whether trainers were lost because of it, which is over now."""
+def suspend_model(tenants: Tenants, event: ev.ModelSuspended) -> int:
+    """Suspend a model or let it go on. Returns how many trainers were lost because of it, which is over now."""
     model = tenants.models.get(event.model)
     if model is None:
-        return False
+        return 0
     if event.why and not model.suspended:
         model.away_ns = model.left_ns = tenants.trying.shows(event.at_ns)
     model.suspended = event.why
-    return bool(event.why and model.unsurvived)
+    if not event.why:
+        return 0
+    lost, model.lost, model.remaking_by = model.lost, 0, 0
+    return lost
+
+
+def lose_trainer(tenants: Tenants, trainer_epoch: int) -> None:
+    """Note what a trainer was making again when it was lost."""
+    for model in tenants.open_models:
+        model.lost += model.remaking_by == trainer_epoch
+
+
+def forget_lost(tenants: Tenants) -> None:
+    for model in tenants.open_models:
+        model.lost = 0
 
 
 def remake(tenants: Tenants, event: ev.ModelRemaking) -> None:
@@ -330,17 +349,18 @@ def remake(tenants: Tenants, event: ev.ModelRemaking) -> None:
         return
     model.remaking_by = 0 if event.over else event.trainer_epoch
     if event.over:
-        model.unsurvived = {}
+        model.unsurvived, model.lost = {}, 0
     elif event.number:
         model.unsurvived = {number: each for number, each in model.unsurvived.items() if number >= event.number}
         model.unsurvived[event.number] = (*model.unsurvived.get(event.number, ()), event.trainer_epoch)
 
 
 def forgive(tenants: Tenants, at_ns: int) -> None:
-    """Let trainers try again what others have not survived."""
+    """Let trainers try again to make the models that are suspended. What is counted of others is not over yet."""
     for model in tenants.open_models:
-        model.unsurvived = {}
-        model.left_ns = tenants.trying.shows(at_ns)
+        if model.suspended:
+            model.unsurvived = {}
+            model.left_ns = tenants.trying.shows(at_ns)
 
 
 def close_model(tenants: Tenants, event: ev.ModelClosed) -> None:
