@@ -238,6 +238,8 @@ class OperationServer:
             why=why,
         )
         await ownership.send(away)
+        if fault is None:  # what was removed while the model waited is known here then
+            await ownership.wait(partial(_goes_on, name=model.name))
 
     async def _load(self) -> ServedModels:
         ownership, options = self._ownership, self._options
@@ -514,6 +516,11 @@ def _is_settled(engine: EngineState, model: TenantModel, queued: Queued) -> bool
         return True
     operation = now.operations.get(queued.key)
     return operation is None or not operation.waits
+
+
+def _goes_on(engine: EngineState, name: str) -> bool:
+    model = engine.tenants.models.get(name)
+    return model is None or model.closed is not None or not model.suspended
 
 
 def _is_covered(engine: EngineState, name: str, number: int) -> bool:
