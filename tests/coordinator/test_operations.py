@@ -587,6 +587,59 @@ def test_a_saved_model_that_an_operation_waits_to_load_is_neither_removed_nor_do
     assert harness.tenants.kept == {}
 
 
+def away(harness: TenantHarness, model: str, why: str = "its cover is gone") -> None:
+    said = inbox.ModelAway(
+        id=harness.id(), engine=ENGINE, run=1, trainer_epoch=harness.engine.trainer_epoch, model=model, why=why
+    )
+    harness.send(said)
+
+
+def waiting_to_load(ttl_s: float = 0.0) -> TenantHarness:
+    """Return a harness in which a suspended model of another client is to load a model that was saved."""
+    harness = TenantHarness()
+    harness.limits(session_idle_s=7 * 86_400.0)
+    harness.serving()
+    harness.operate("1", "save_weights")
+    harness.done("1", saved=saved("x", ttl_s=ttl_s))
+    harness.open_session("t", owner="eve")
+    harness.create("t:train:0", "t")
+    harness.done("0", "t:train:0")
+    harness.operate("1", "load_weights", "t:train:0", session="t", reads=f"{MODEL}/training/x")
+    away(harness, "t:train:0")
+    return harness
+
+
+def test_an_owner_removes_what_a_model_that_cannot_be_made_again_waits_to_load_and_that_is_marked() -> None:
+    harness = waiting_to_load()
+    remove = inbox.RemoveWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name="x")
+    assert isinstance(harness.request(remove), inbox.Done)
+    assert harness.tenants.kept == {}
+    harness.operate("2", "save_weights")
+    harness.done("2", saved=saved("x"))
+    assert harness.op("1", "t:train:0").reads_removed, "also where there is another one of its name"
+    away(harness, "t:train:0", "")
+    remove = inbox.RemoveWeights(id=harness.id(), engine=ENGINE, model=MODEL, use="training", name="x")
+    assert isinstance(harness.request(remove), inbox.Refusal), "now it is executed soon"
+
+
+def test_what_waits_for_a_model_that_cannot_be_made_again_keeps_a_saved_model_for_a_day_only() -> None:
+    harness = waiting_to_load(ttl_s=5.0)
+    harness.tick(after_s=10 * 3600)
+    harness.send(inbox.AskRest(id=harness.id(), engine=ENGINE, asleep=True))
+    harness.tick(after_s=100 * 3600)
+    harness.send(inbox.AskRest(id=harness.id(), engine=ENGINE, asleep=False))
+    harness.send(
+        inbox.TrainerRests(
+            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=harness.engine.trainer_epoch, asleep=False
+        )
+    )
+    harness.tick(after_s=14 * 3600 - 1)
+    assert list(harness.tenants.kept) == [f"{MODEL}/training/x"], "its trainer was asleep"
+    harness.tick(after_s=1)
+    assert harness.tenants.kept == {}
+    assert harness.op("1", "t:train:0").reads_removed
+
+
 def test_what_is_to_be_loaded_makes_no_room_for_another_save() -> None:
     harness = TenantHarness()
     harness.limits(checkpoints_max=2)

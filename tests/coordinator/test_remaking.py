@@ -7,13 +7,15 @@ from tests.coordinator.core_in_memory import ENGINE
 from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
 
 
-def remaking(harness: TenantHarness, number: int = 0, over: bool = False, trainer_epoch: int = 0) -> list[str]:
+def remaking(
+    harness: TenantHarness, number: int = 0, over: bool = False, trainer_epoch: int = 0, model: str = MODEL
+) -> list[str]:
     message = inbox.RemakesModel(
         id=harness.id(),
         engine=ENGINE,
         run=1,
         trainer_epoch=trainer_epoch or harness.engine.trainer_epoch,
-        model=MODEL,
+        model=model,
         number=number,
         over=over,
     )
@@ -61,6 +63,9 @@ def test_a_model_that_no_trainer_makes_again_is_tried_again_when_the_operator_re
         harness.serve()
         remaking(harness, 2)
     assert harness.model.deadly(3) == 2
+    assert resume() == ["CommandAnswered"], "the next trainer may still find what the model can go on from"
+    harness.serve()
+    say_away(harness)
     assert resume() == ["EngineResumed"]
     assert harness.model.deadly(3) == 0
     assert harness.phase() == Phase.ROLLING
@@ -83,12 +88,12 @@ def test_trainers_that_were_lost_with_a_model_do_not_count_for_the_run_once_the_
         harness.send(message)
 
     away("3 trainers ended")
-    assert harness.engine.trainers_lost == 0
+    assert harness.engine.trainers_lost == 1, "the first of all ended for another reason"
     remaking(harness)
     remaking(harness, over=True)
     harness.serve()
     away("its cover is gone")
-    assert harness.engine.trainers_lost == 1, "it ended for another reason"
+    assert harness.engine.trainers_lost == 2, "and so did the last one"
 
 
 def test_a_trainer_that_hangs_as_it_makes_a_model_again_is_no_failure_of_the_run() -> None:
@@ -104,3 +109,102 @@ def test_a_trainer_that_hangs_as_it_makes_a_model_again_is_no_failure_of_the_run
         (stalled,) = harness.send(hanging)
         assert isinstance(stalled, ev.TrainerStalled)
         assert stalled.failures == (0 if is_said else 1)
+
+
+def say_away(harness: TenantHarness, model: str = MODEL, why: str = "3 trainers ended") -> list[str]:
+    said = inbox.ModelAway(
+        id=harness.id(), engine=ENGINE, run=1, trainer_epoch=harness.engine.trainer_epoch, model=model, why=why
+    )
+    return [type(event).__name__ for event in harness.send(said)]
+
+
+def lives(harness: TenantHarness, models: list[str]) -> int:
+    """Let trainers make these models again, each of which no trainer survives, and return how many were lost."""
+    for lost in range(200):
+        harness.serve()
+        if harness.engine.suspended:
+            return lost
+        for model in models:
+            made = harness.tenants.models[model]
+            deadly = made.deadly(3, harness.engine.trainer_epoch)
+            if not deadly:
+                number = 2 if made.remaking_by else 0
+                remaking(harness, number, model=model)
+                break  # this trainer ends here
+            remaking(harness, deadly, model=model)  # it looks for what its client has saved, and finds nothing
+            say_away(harness, model)
+        else:
+            return lost
+    raise AssertionError("no end of it")
+
+
+def test_nine_models_that_each_end_their_trainers_wait_and_the_run_goes_on_also_after_it_was_resumed() -> None:
+    harness = TenantHarness()
+    harness.limits(models_max=10)
+    harness.serving()
+    models = [f"m{number}" for number in range(9)]
+    for model in models:
+        harness.create(model)
+        harness.done("0", model)
+        harness.operate("1", model=model)
+        harness.done("1", model)
+    harness.operate("1")
+    assert lives(harness, models) == 9 * 4, "one that begins and three that are at the operation, of each model"
+    assert harness.engine.suspended == ""
+    assert [bool(harness.tenants.models[model].suspended) for model in models] == [True] * 9
+    assert harness.engine.trainers_lost == 1, "one that was lost before"
+    for _ in range(2):
+        harness.send(inbox.Resume(id=harness.id(), engine=ENGINE))
+        assert lives(harness, models) == 9 * 4
+        assert (harness.engine.suspended, harness.engine.trainers_lost) == ("", 1), "the last one of those before"
+    harness.done("1")
+
+
+def test_trainers_that_are_lost_for_other_reasons_are_counted_although_models_wait() -> None:
+    harness = executed(TenantHarness())
+    harness.operate("4")
+    for _ in range(3):
+        harness.serve()
+        remaking(harness, 2)
+    for lost in range(1, 20):
+        harness.serve()
+        assert remaking(harness, 2) == ["ModelRemaking"]
+        assert say_away(harness) == ["ModelSuspended"]
+        assert harness.engine.trainers_lost == lost
+        assert harness.model.remaking_by == 0, "it lives"
+    assert harness.engine.suspended == ""
+    harness.serve()
+    assert harness.engine.suspended != ""
+
+
+def test_a_trainer_that_lives_is_not_taken_to_be_making_the_model_again_that_waits() -> None:
+    harness = executed(TenantHarness())
+    harness.operate("4")
+    for _ in range(4):
+        harness.serve()
+        remaking(harness, 2)
+    assert say_away(harness) == ["ModelSuspended"]
+    assert say_away(harness) == []
+    assert not harness.tenants.is_at_work(harness.engine.trainer_epoch)
+    hanging = inbox.TrainerHangs(
+        id=harness.id(), engine=ENGINE, run=1, trainer_epoch=harness.engine.trainer_epoch, doing="x", still_s=60.0
+    )
+    (stalled,) = harness.send(hanging)
+    assert isinstance(stalled, ev.TrainerStalled)
+    assert stalled.failures == 1
+
+
+def test_resume_forgives_what_is_known_of_models_that_were_said_to_be_suspended_only() -> None:
+    harness = executed(TenantHarness())
+    harness.create("n")
+    harness.done("0", "n")
+    harness.operate("1", model="n")
+    for _ in range(3):
+        harness.serve()
+        remaking(harness, 2)
+    harness.serve()
+    remaking(harness, 1, model="n")
+    say_away(harness)
+    assert [type(each) for each in harness.send(inbox.Resume(id=harness.id(), engine=ENGINE))] == [ev.EngineResumed]
+    assert harness.model.unsurvived == {}
+    assert harness.tenants.models["n"].unsurvived == {1: (5,)}

@@ -11,7 +11,7 @@ from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase, evolve
 from bombus.hive.status import detail_of
 from bombus_coordinator.core import Core
-from tests.coordinator.core_in_memory import ENGINE, CoreHarness
+from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 from tests.coordinator.tenants_in_memory import BASE, MODEL, TenantHarness
 from tests.coordinator.test_suspending import refused, suspend
 
@@ -340,7 +340,10 @@ def test_operations_wait_for_a_trainer_that_sleeps_and_it_owes_nothing() -> None
     rests(harness, asleep=True)
     assert isinstance(harness.operate("1"), Accepted)
     assert harness.tenants.waiting == 1
-    assert detail_of(harness.engine, 0) == "asleep until /wake_up, serving 1 model, 1 operation waiting"
+    detail = detail_of(harness.engine, harness.now_ns + 90 * 86_400 * SECOND)
+    asleep, _, serving = detail.partition("; ")
+    assert asleep == "asleep for 90 d 00 h: nothing is executed and no session ends until /wake_up"
+    assert serving == "serving 1 model, 1 operation waiting"
     assert not harness.engine.owes_weights
     rest(harness, asleep=False)
     assert harness.engine.owes_weights

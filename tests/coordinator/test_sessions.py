@@ -1,5 +1,8 @@
 """Sessions of training clients in the core: how they open, live, end with their models, and are forgotten."""
 
+from collections.abc import Callable
+
+import msgspec
 import pytest
 
 from bombus.errors import Code
@@ -7,8 +10,9 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import ModelEnd, SessionEnd
 from bombus.hive.inbox import Done
-from bombus.hive.state import Phase
-from tests.coordinator.core_in_memory import ENGINE
+from bombus.hive.state import Hive, Phase, evolve
+from bombus_coordinator.core import Core
+from tests.coordinator.core_in_memory import ENGINE, without_ticks
 from tests.coordinator.tenants_in_memory import MODEL, SESSION, TenantHarness, saved
 from tests.coordinator.test_suspending import refused, suspend
 
@@ -240,8 +244,7 @@ def test_a_model_that_cannot_be_made_again_for_a_day_after_its_session_has_ended
     harness.serving()
     suspend_model(harness, "its cover is gone")
     assert [type(each) for each in harness.tick(after_s=48 * 3600)] == [ev.SessionEnded]
-    assert harness.tick() == [], "its time begins now"
-    assert harness.tick(after_s=24 * 3600 - 1) == []
+    assert harness.tick(after_s=24 * 3600 - 1) == [], "its time begins with the end of its session"
     (closed,) = harness.tick(after_s=1)
     assert isinstance(closed, ev.ModelClosed)
     assert closed.reason == ModelEnd.NOT_SAVED
@@ -276,3 +279,113 @@ def test_what_waits_for_a_model_that_cannot_be_made_again_keeps_no_session_whose
     assert harness.tenants.held_bytes == 0
     harness.open_session("t")
     assert isinstance(harness.create("t:train:0", "t"), inbox.Accepted), "its place is free"
+
+
+# ---- a day that counts only while a model can be tried again -------------------------------------------------------
+
+HOUR = 3600.0
+
+
+def left() -> TenantHarness:
+    """Return a harness with a model that cannot be made again, and whose session has ended."""
+    harness = TenantHarness()
+    harness.limits(run_idle_s=1e6)
+    harness.serving()
+    suspend_model(harness, "its cover is gone")
+    harness.close_session()
+    return harness
+
+
+def lead_anew(harness: TenantHarness) -> None:
+    """Let another leader take over, from a snapshot that is also the fold of the log."""
+    folded = Hive()
+    for event in harness.log:
+        evolve(folded, event)
+    taken = msgspec.msgpack.decode(msgspec.msgpack.encode(harness.core.hive), type=Hive)
+    assert folded == taken == harness.core.hive
+    harness.core = without_ticks(Core(taken))
+    harness.log += harness.core.open_epoch("another").events
+    harness.core.live.epoch_ns = harness.now_ns  # as with the first message, which comes long after the last event
+
+
+def rest(harness: TenantHarness, asleep: bool) -> None:
+    engine = harness.engine
+    harness.send(inbox.AskRest(id=harness.id(), engine=ENGINE, asleep=asleep))
+    rests = inbox.TrainerRests(
+        id=harness.id(), engine=ENGINE, run=engine.run, trainer_epoch=engine.trainer_epoch, asleep=asleep
+    )
+    harness.send(rests)
+
+
+def lose_trainer(harness: TenantHarness) -> None:
+    epoch = harness.engine.trainer_epoch
+    hangs = inbox.TrainerHangs(id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch, doing="x", still_s=60.0)
+    harness.send(hangs)
+    assert harness.engine.trainer == ""
+
+
+def resume(harness: TenantHarness) -> None:
+    harness.send(inbox.Resume(id=harness.id(), engine=ENGINE))
+
+
+def fall_asleep(harness: TenantHarness) -> None:
+    rest(harness, asleep=True)
+
+
+def wake_up(harness: TenantHarness) -> None:
+    rest(harness, asleep=False)
+
+
+PAUSES = {"sleep": (fall_asleep, wake_up), "no trainer": (lose_trainer, TenantHarness.serve)}
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+def test_the_day_of_a_model_that_is_left_does_not_run_while_nobody_could_make_it_again(pause: str) -> None:
+    begin, end = PAUSES[pause]
+    harness = left()
+    assert harness.tick(after_s=20 * HOUR) == []
+    begin(harness)
+    assert harness.tick(after_s=100 * HOUR) == []
+    end(harness)
+    assert harness.tick(after_s=4 * HOUR - 1) == []
+    assert [type(each) for each in harness.tick(after_s=1)] == [ev.ModelClosed]
+
+
+def test_the_day_of_a_model_that_is_left_goes_on_under_another_leader_and_from_a_snapshot() -> None:
+    harness = left()
+    for _ in range(23):
+        assert harness.tick(after_s=HOUR) == []
+        lead_anew(harness)
+    assert harness.tick(after_s=HOUR - 1) == []
+    assert [type(each) for each in harness.tick(after_s=1)] == [ev.ModelClosed]
+
+
+@pytest.mark.parametrize("begin", [lead_anew, TenantHarness.serve])
+def test_a_model_that_is_left_is_not_ended_before_who_has_just_come_has_had_half_an_hour(
+    begin: Callable[[TenantHarness], None],
+) -> None:
+    harness = left()
+    harness.tick(after_s=24 * HOUR - 1)
+    begin(harness)
+    assert harness.tick(after_s=HOUR / 2 - 1) == []
+    assert [type(each) for each in harness.tick(after_s=1)] == [ev.ModelClosed]
+
+
+def test_an_operator_who_resumes_a_run_gives_a_model_that_is_left_another_day() -> None:
+    harness = left()
+    harness.tick(after_s=23 * HOUR)
+    suspend(harness)
+    assert harness.tick(after_s=100 * HOUR) == []
+    resume(harness)
+    assert harness.tick(after_s=24 * HOUR - 1) == []
+    assert [type(each) for each in harness.tick(after_s=1)] == [ev.ModelClosed]
+
+
+def test_nothing_is_remembered_of_a_session_that_has_ended() -> None:
+    harness = left()
+    harness.touch()
+    assert isinstance(harness.operate("end.1", "end_model"), inbox.Accepted)
+    harness.done("end.1", closes=True)
+    harness.tick(after_s=2 * HOUR)
+    assert harness.tenants.sessions == {}
+    assert harness.core.live.session_seen == {}

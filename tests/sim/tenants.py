@@ -7,6 +7,7 @@ before it, in which order and how often.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -18,7 +19,7 @@ from bombus.hive.events import Collection, RunKind, SavedWeights, Tenancy
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.tenants.order import why_out_of_order
-from bombus.hive.tenants.state import Queued, TenantModel
+from bombus.hive.tenants.state import Queued, TenantModel, kept_id
 from bombus_coordinator.rules.operations import CREATE, END, SAVE
 from tests.sim.faults import Fault
 from tests.sim.fold import RETRY_S, Follower
@@ -28,6 +29,7 @@ from tests.sim.server import OPS_STREAM, Server
 
 OPS_ENGINE = "ops"
 BASE = "tiny"
+LOAD = "load_weights"
 BEAT_S = 2.0
 SUPERSEDED_S = 5.0
 AGAIN = (Code.QUOTA, Code.STORAGE_FULL, Code.BODY_GONE)
@@ -91,6 +93,7 @@ class Ledger:
         self._accepted: dict[str, int] = {}  # operation: its number
         self._acknowledged: dict[str, int] = {}
         self._ended: set[str] = set()  # episodes
+        self._lacking: set[str] = set()  # operations whose checkpoints were removed while they waited
 
     def acknowledged(self, answer: inbox.Accepted) -> None:
         """Note an answer to a client: the same operation always has the same number."""
@@ -107,14 +110,13 @@ class Ledger:
     def check(self, event: ev.Event, engine: EngineState) -> None:
         why = why_out_of_order(self.hive(), event)
         assert not why, why
+        assert not isinstance(event, ev.BatchReady | ev.RollingClosed), "a run of operations makes no batch"
         match event:
             case ev.EngineStarted():
                 assert engine.phase == Phase.OFFLINE
                 assert event.run_kind == RunKind.OPERATIONS
             case ev.EpisodeEnded():
                 self._check_ended(event)
-            case ev.BatchReady() | ev.RollingClosed():
-                raise AssertionError("a run of operations makes no batch")
             case ev.OperationAccepted():
                 self._check_accepted(event, engine)
             case ev.OperationBegun():
@@ -125,6 +127,8 @@ class Ledger:
                 self._check_completed(event, engine)
             case ev.ModelCovered():
                 assert self.disk[event.folder][0] == event.number, "a cover is durable before it is on the log"
+            case ev.WeightsRemoved():
+                self._check_removed(event, engine)
             case ev.ModelClosed() | ev.EngineStopped() | ev.EngineFailed():
                 self._check_closed(event, engine)
 
@@ -158,7 +162,8 @@ class Ledger:
 
     def _check_remaking(self, event: ev.ModelRemaking | ev.EngineResumed, engine: EngineState) -> None:
         if isinstance(event, ev.EngineResumed):
-            self._unsurvived.clear()
+            for model in [each.name for each in engine.tenants.open_models if each.suspended]:
+                self._unsurvived.pop(model, None)
             return
         assert event.trainer_epoch == engine.trainer_epoch
         tried = self._unsurvived[event.model]
@@ -172,6 +177,13 @@ class Ledger:
             assert tried[event.number] <= RULES.tenancy.executions_max, "no other trainer tries it"
             self.seen["operations executed again in doubt"] += 1
 
+    def _check_removed(self, event: ev.WeightsRemoved, engine: EngineState) -> None:
+        """What is about to be loaded stays, and what waits for a suspended model keeps it from expiring."""
+        readers = list(engine.tenants.readers(kept_id(event.model, event.use, event.name)))
+        assert all(model.suspended for model, _ in readers)
+        assert not (event.expired and readers)
+        self._lacking |= {f"{model.name}:{queued.key}" for model, queued in readers}
+
     def _check_completed(self, event: ev.OperationCompleted, engine: EngineState) -> None:
         operation = f"{event.model}:{event.key}"
         assert operation not in self._executed | self._over, f"{operation} is completed twice"
@@ -184,6 +196,8 @@ class Ledger:
         found = self._fetch(event.result)
         assert found == (b"failed" if event.failed else expected), f"{operation} was executed on another model"
         queued = engine.tenants.models[event.model].operations[event.key]
+        assert event.failed or operation not in self._lacking, f"{operation} has loaded what was removed"
+        self.seen["loads of what was removed"] += operation in self._lacking
         if not (event.failed or queued.passive):
             self._models[event.model] = expected
         self.seen["operations executed"] += 1
@@ -321,9 +335,11 @@ class TenantClient(Process):
         if pick.random() < 0.2:
             pick.shuffle(keys)
         for key in keys:
-            op = pick.choice(("forward", "forward_backward", "forward_backward", "optim_step", SAVE))
+            op = pick.choice(("forward", "forward_backward", "forward_backward", "optim_step", SAVE, SAVE, LOAD))
             if not await self._operate(session, model, str(key), op):
                 return False
+            if pick.random() < 0.3:
+                await self._remove_weights()
             if pick.random() < 0.3:
                 await self._read(model, str(key))
             elif pick.random() < 0.03:
@@ -331,6 +347,19 @@ class TenantClient(Process):
         if pick.random() < 0.4:
             await self._play_episodes()
         return pick.random() < 0.5 or await self._operate(session, model, "end", END)
+
+    async def _remove_weights(self) -> None:
+        kept = self._engine.tenants.kept
+        names = [name for name in kept if any(self._engine.tenants.readers(name))] or list(kept)
+        if not names:
+            return
+        noted = kept[self._net.pick.choice(names)].noted
+        remove = inbox.RemoveWeights(
+            id=self._net.fresh("remove"), engine=OPS_ENGINE, model=noted.model, use=noted.saved.use,
+            name=noted.saved.name,
+        )  # fmt: skip
+        answer = await self.link.ask(remove)
+        self._ledger.seen["removals refused"] += isinstance(answer, Refused)
 
     async def _play_episodes(self) -> None:
         """Play episodes with what was saved, or the base, and take them; whatever is not answered is left behind."""
@@ -367,6 +396,8 @@ class TenantClient(Process):
         """Send an operation until it is answered, and sometimes again. Return False when it is refused for good."""
         pick = self._net.pick
         text = self._net.fresh(f"{model}/{key}/").encode() * pick.choice((1, 5))
+        kept = list(self._engine.tenants.kept)
+        reads = pick.choice(kept) if op == LOAD and kept else ""
         answered: inbox.Accepted | None = None
         while True:
             try:
@@ -377,7 +408,7 @@ class TenantClient(Process):
                 await self.sleep(pick.random() * 20)  # a door that hangs between the two
             message = inbox.Operate(
                 id=self._net.fresh("operate"), engine=OPS_ENGINE, session=session, model=model, key=key, op=op,
-                body=body, passive=op == "forward", base=BASE,
+                body=body, passive=op == "forward", base=BASE, reads=reads,
             )  # fmt: skip
             answer = await self.link.ask(message)
             if isinstance(answer, inbox.Accepted):
@@ -474,7 +505,11 @@ class TenantTrainer(Process):
             )
             await self.link.send(rests)
             self._models.clear()
+            await self.follower.wait_for(partial(self._is_at, asleep))
             await self.follower.wait_for(lambda: not self._is_ours() or not self._engine.rest_wanted)
+
+    def _is_at(self, asleep: bool) -> bool:
+        return not self._is_ours() or self._engine.asleep == asleep
 
     def _is_ours(self) -> bool:
         engine = self._engine
@@ -505,8 +540,11 @@ class TenantTrainer(Process):
         return b"" if model.cover is None else self._ledger.disk[model.cover.folder][1]
 
     async def _execute(self, model: TenantModel, queued: Queued) -> None:
-        if model.cover is not None and model.name not in self._models and self._net.pick.random() < 0.05:
+        is_to_load = any(each.waits and each.reads for each in model.operations.values())
+        is_new = model.cover is not None and model.name not in self._models
+        if (is_new or is_to_load) and self._net.pick.random() < 0.3:
             await self._be_away(model.name)
+            return  # what comes next may be another operation by now
         before, again, begun = self._restored(model), not queued.waits, model.begun
         if again and not await self._remake(model, queued):
             return
@@ -525,7 +563,8 @@ class TenantTrainer(Process):
             failed = queued.failed
             self._ledger.seen["operations executed again"] += 1
         else:
-            failed = given_up or (queued.body is not None and self._net.faults.strikes(Fault.BROKEN_STEP))
+            strikes = queued.body is not None and self._net.faults.strikes(Fault.BROKEN_STEP)
+            failed = given_up or queued.reads_removed or strikes
         state = after(b"" if queued.op == CREATE else before, queued.op, body)
         kept = before if failed or queued.passive else state
         if not again and not await self._tell(model, queued, b"failed" if failed else state, failed):
@@ -563,7 +602,7 @@ class TenantTrainer(Process):
         """Say that a model cannot be made again for a while."""
         for why in ("its cover is away", ""):
             await self._say_away(model, why)
-            await self.sleep(self._net.pick.random())
+            await self.sleep(self._net.pick.random() * (5 if why else 1))
 
     async def _say_away(self, model: str, why: str) -> None:
         away = inbox.ModelAway(
@@ -571,6 +610,12 @@ class TenantTrainer(Process):
             why=why,
         )  # fmt: skip
         await self.link.send(away)
+        if not why:  # what was removed while it waited is known then
+            await self.follower.wait_for(lambda: not self._is_ours() or not self._waits(model))
+
+    def _waits(self, model: str) -> bool:
+        found = self._engine.tenants.models.get(model)
+        return found is not None and found.closed is None and found.suspended != ""
 
     async def _begin(self, model: TenantModel, queued: Queued) -> bool:
         """Say that the first operation of a model is begun. Return False for one that too many trainers have begun."""

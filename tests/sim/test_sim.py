@@ -84,6 +84,8 @@ def test_r17_operations_are_executed_in_the_order_of_the_log_and_completed_once_
     assert seen["episodes.taken"] > hives / 2
     assert seen["operations purged"] > hives
     assert seen["operations given up"] > 0
+    assert seen["loads of what was removed"] > 0
+    assert seen["removals refused"] > 0
     assert seen["model.remaking"] > hives
     assert seen["operations executed again in doubt"] > 0
     for refused in ("quota", "body_gone", "storage_full", "unknown_model"):

@@ -280,7 +280,8 @@ class Core:
         for claim in message.confirmed:
             self.live.unconfirmed.pop(claim, None)
         for session in message.sessions:
-            if session in engine.tenants.sessions:
+            known = engine.tenants.sessions.get(session)
+            if known is not None and known.ended is None:
                 self.live.session_seen[engine.name, session] = self.live.now_ns
         for environment in message.environments:
             if environment in engine.trajectories.queue.environments:

@@ -21,7 +21,7 @@ from bombus.hive.tenants.state import Tenants
 from bombus.hive.trajectories import state as scored
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 7  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 8  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -175,6 +175,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     suspensions: int = 0  # of this run, over or not
     rest_wanted: bool = False  # the trainer of a run of operations is to free its memory
     asleep: bool = False  # it has said so since that was wanted, or not yet that it has taken its memory again
+    rest_since_ns: int = 0  # when that was asked for last
     resumed_ns: int = 0  # when its operator resumed the run last, or its trainer woke up
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
@@ -551,6 +552,7 @@ def _end_run(engine: EngineState, at_ns: int, why: str) -> None:
     engine.stage = engine.suspended = ""
     engine.until_served = engine.rest_wanted = engine.asleep = False
     _enter(engine, Phase.OFFLINE, at_ns)
+    _keep_time(engine, at_ns)
 
 
 @_on(ev.EngineStopped)
@@ -570,6 +572,7 @@ def _suspended(engine: EngineState, event: ev.EngineSuspended) -> None:
     engine.suspended = event.reason
     engine.until_served = event.until_served
     engine.suspensions += 1
+    _keep_time(engine, event.at_ns)
 
 
 @_on(ev.EngineResumed)
@@ -582,11 +585,26 @@ def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
     engine.until_served = False
     if event.command:
         engine.resumed_ns = event.at_ns
-        engine.step_failures = engine.trainers_lost = 0
-        tenancy.forgive(engine.tenants)
+        engine.step_failures = 0
+        _forget_lost(engine)
+        tenancy.forgive(engine.tenants, event.at_ns)
         _release_replicas(engine)
     _enter(engine, engine.phase, event.at_ns)
     _remember(engine, event.command)
+    _keep_time(engine, event.at_ns)
+
+
+def _forget_lost(engine: EngineState) -> None:
+    """Begin to count anew the trainers that are lost in a row."""
+    if engine.trainers_lost:
+        tenancy.forget_lost(engine.tenants)
+    engine.trainers_lost = 0
+
+
+def _keep_time(engine: EngineState, at_ns: int) -> None:
+    """Count the time in which models that could not be made again could be tried again."""
+    rests = engine.suspended or engine.rest_wanted or engine.asleep
+    engine.tenants.trying.run(engine.serves_operations and engine.trainer != "" and not rests, at_ns)
 
 
 @_on(ev.CommandAnswered)
@@ -818,6 +836,7 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
     if engine.trainer and engine.owes_weights:
         engine.trainers_lost += 1
+        tenancy.lose_trainer(engine.tenants, engine.trainer_epoch)
     engine.trainer = event.trainer
     engine.trainer_epoch = event.trainer_epoch
     engine.trainer_since_ns = event.at_ns
@@ -825,6 +844,7 @@ def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
     engine.stalled = None
     engine.openings[event.command] = event.trainer_epoch
     trim(engine.openings, COMMANDS_KEPT)
+    _keep_time(engine, event.at_ns)
 
 
 @_on(ev.TrainerStalled)
@@ -837,6 +857,7 @@ def _trainer_stalled(engine: EngineState, event: ev.TrainerStalled) -> None:
     if engine.phase == Phase.BOOTING:
         engine.stage = NO_TRAINER
         _enter(engine, Phase.BOOTING, event.at_ns)
+    _keep_time(engine, event.at_ns)
 
 
 @_on(ev.StepCompleted)
@@ -859,7 +880,7 @@ def _weights_ready(engine: EngineState, event: ev.WeightsReady) -> None:
     engine.weights = event
     engine.version = event.version
     engine.loaded = set()
-    engine.trainers_lost = 0
+    _forget_lost(engine)
 
 
 @_on(ev.WeightsLoaded)
@@ -933,13 +954,13 @@ def _operation_accepted(engine: EngineState, event: ev.OperationAccepted) -> Non
 @_on(ev.OperationCompleted)
 def _operation_completed(engine: EngineState, event: ev.OperationCompleted) -> None:
     tenancy.execute(engine.tenants, event, engine.collection.tenancy.results_bytes_max)
-    engine.step_failures = engine.trainers_lost = 0
+    engine.step_failures = 0
+    _forget_lost(engine)
 
 
 @_on(ev.ModelSuspended)
 def _model_suspended(engine: EngineState, event: ev.ModelSuspended) -> None:
-    if tenancy.suspend_model(engine.tenants, event):
-        engine.trainers_lost = 0
+    engine.trainers_lost = max(0, engine.trainers_lost - tenancy.suspend_model(engine.tenants, event))
 
 
 @_on(ev.ModelRemaking)
@@ -1041,6 +1062,8 @@ def _rest_asked(engine: EngineState, event: ev.RestAsked) -> None:
     """Note what is wanted. The trainer may be on its way elsewhere, so it says anew when it is there."""
     engine.rest_wanted = event.asleep
     engine.asleep = not event.asleep
+    engine.rest_since_ns = event.at_ns
+    _keep_time(engine, event.at_ns)
 
 
 @_on(ev.RestReached)
@@ -1048,3 +1071,4 @@ def _rest_reached(engine: EngineState, event: ev.RestReached) -> None:
     engine.asleep = event.asleep
     if not event.asleep:
         engine.resumed_ns = event.at_ns
+    _keep_time(engine, event.at_ns)

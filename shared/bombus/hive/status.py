@@ -221,7 +221,10 @@ def _phase_detail(engine: EngineState, now_ns: int) -> str:
 def _rolling_detail(engine: EngineState, now_ns: int) -> str:
     if engine.serves_operations:
         models, waiting = len(engine.tenants.open_models), engine.tenants.waiting
-        asleep = "asleep until /wake_up, " if engine.rest_wanted else ""
+        asleep = ""
+        if engine.rest_wanted:
+            since = duration(seconds_between(engine.rest_since_ns, now_ns))
+            asleep = f"asleep for {since}: nothing is executed and no session ends until /wake_up; "
         episodes = f", {_counted(len(engine.open), 'episode')} running" if engine.open else ""
         return f"{asleep}serving {_counted(models, 'model')}, {_counted(waiting, 'operation')} waiting{episodes}"
     if engine.takes_trajectories:

@@ -420,7 +420,7 @@ async def test_operations_wait_while_the_trainer_sleeps_and_the_client_is_told_w
 ) -> None:
     await create(client)
     assert (await post(hive, "/sleep"))["success"]
-    assert hive.engine.asleep
+    await hive.follower.wait_for(lambda _: hive.engine.asleep, PATIENCE_S)
     assert (await post(hive, "/sleep"))["success"], "a repeat"
     await add(hive, server.port)
     assert "The trainer sleeps" in (await post(hive, "/sync_inference_weights"))["message"]
@@ -445,12 +445,12 @@ async def test_a_rest_that_is_asked_for_on_the_way_to_the_opposite_is_over_when_
     await hive.follower.wait_for(lambda _: hive.engine.rest_wanted != asleep, PATIENCE_S)
     second = asyncio.create_task(post(hive, wish))
     assert "somebody else asked for the opposite" in (await first)["result"]
-    assert hive.engine.rest_wanted == asleep
+    await hive.follower.wait_for(lambda _: hive.engine.rest_wanted == asleep, PATIENCE_S)
     await listed(hive.url)
     assert not second.done()
     hive.may_rest.set()
     assert (await second)["success"]
-    assert hive.engine.asleep == asleep
+    await hive.follower.wait_for(lambda _: hive.engine.asleep == asleep, PATIENCE_S)
 
 
 async def test_the_model_that_is_there_by_itself_is_put_in_sync_before_its_first_operation(

@@ -52,12 +52,12 @@ class TrainingClient:
     async def open(self) -> None:
         await self.stage.bus.inbox.request(inbox.OpenSession(id=self.stage.id(), engine=ENGINE, session=self.session))
 
-    async def send(self, model: str, operation: Operation, key: str = "") -> str:
+    async def send(self, model: str, operation: Operation, key: str = "", reads: str = "") -> str:
         """Let an operation be accepted, and return its key."""
-        return await self.send_body(model, OPS[type(operation)], encode_operation(operation), operation, key)
+        return await self.send_body(model, OPS[type(operation)], encode_operation(operation), operation, key, reads)
 
     async def send_body(
-        self, model: str, op: str, body: bytes, operation: Operation | None = None, key: str = ""
+        self, model: str, op: str, body: bytes, operation: Operation | None = None, key: str = "", reads: str = ""
     ) -> str:
         bus = self.stage.bus
         if not key:
@@ -74,6 +74,7 @@ class TrainingClient:
             body=ref,
             base=BASE if op == "create_model" else "",
             passive=isinstance(operation, ForwardBackward) and operation.forward_only,
+            reads=reads,
         )
         answer = await bus.inbox.request(operate)
         await self.stage.follower.wait_position(answer.position)

@@ -234,6 +234,28 @@ async def test_a_checkpoint_that_was_loaded_is_needed_until_the_model_has_a_cove
     assert not one.models.needs_checkpoint("m/training/x")
 
 
+async def test_what_was_removed_while_its_load_waited_is_not_loaded_although_it_is_there(one: OneModel) -> None:
+    await one.do(sampler("x"))
+    await one.do(GRADIENT)
+    load = one.accept(LoadWeights(checkpoint="m/sampler/x"))
+    load.op, load.reads = "load_weights", "m/sampler/x"
+    one.model.unsurvived = {3: (1, 2, 3, 4, 5, 6)}
+    for is_removed in (False, True):
+        load.reads_removed = is_removed
+        assert isinstance(await one.models.try_again(one.model, Remaking(one.model, 7, 3, None)), NoneSurvived)
+        assert one.models.needs_checkpoint("m/sampler/x") != is_removed
+    one.model.unsurvived = {}
+    assert await one.models.try_again(one.model, calm(one.model)) is None
+    result = await one.models.execute(one.model, load, await one.models.read(load))
+    assert isinstance(result, Failed)
+    assert result.category is Category.USER
+    assert result.error == (
+        "m/sampler/x was removed while this operation waited for its model: load another checkpoint"
+    )
+    load.result, load.failed, load.completed_ns = one.store(encode_result(result)), True, 2
+    assert isinstance(await one.do(optim_step()), StepTaken), "its gradient is whole"
+
+
 async def test_a_checkpoint_that_a_model_without_a_cover_was_loaded_from_is_not_replaced(one: OneModel) -> None:
     def overwrite(name: str) -> SaveWeights:
         return SaveWeights(checkpoint=CheckpointKind.TRAINING, name=name, overwrite=True)

@@ -527,6 +527,33 @@ async def test_while_a_model_cannot_be_made_again_only_what_it_may_need_stays_on
         assert not folders["b/training/named"].exists()
 
 
+async def test_what_its_owner_removes_while_a_suspended_model_waits_to_load_it_is_not_loaded(
+    bus: Bus, tmp_path: Path
+) -> None:
+    async with serving(bus, tmp_path, cover_s=0.0, retry_s_max=0.2) as client:
+        stage = client.stage
+        trainer = await two_covered(client)
+        kept = await client.do("b", training("named"))
+        assert isinstance(kept, CheckpointSaved)
+        await stopped(trainer)
+        load = await client.send("a", LoadWeights(checkpoint="b/training/named"), reads="b/training/named")
+        facts = cover_of(client, "a") / "facts.json"
+        whole = facts.read_bytes()
+        facts.write_bytes(whole[:-1])
+        stage.train()
+        await stage.follower.wait_for(lambda _: bool(client.model("a").suspended), 30.0)
+        remove = inbox.RemoveWeights(id=stage.id(), engine=ENGINE, model="b", use="training", name="named")
+        await bus.inbox.request(remove)
+        await client.do("b", optim_step())
+        facts.write_bytes(whole)
+        failed = await client.result("a", load)
+        assert isinstance(failed, Failed)
+        assert failed.category is Category.USER
+        assert "b/training/named was removed while this operation waited for its model" in failed.error
+        assert isinstance(await client.do("a", forward_backward(*random_data(2, 2))), Scores), "and the model goes on"
+        assert not Path(kept.folder).exists()
+
+
 async def test_a_model_whose_cover_is_lost_is_ended_by_its_client_but_cannot_be_saved(bus: Bus, tmp_path: Path) -> None:
     async with serving(bus, tmp_path, cover_s=0.0) as client:
         await stopped(await two_covered(client))

@@ -200,6 +200,25 @@ async def test_r17_an_operation_that_ends_its_trainer_whenever_it_is_executed_ag
         await forge.kill(last)
 
 
+async def test_a_model_that_no_trainer_makes_again_is_said_to_wait_before_the_next_one_may_end_the_trainer(
+    nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
+) -> None:
+    async with serving(bus, tmp_path, cover_s=600.0) as client:
+        life = Life(client.stage, forge, nats_url)
+        first = await life.trainer()
+        for model, seed in (("a", 1), ("b", 2)):
+            for operation in (create(SMALL), forward_backward(*random_data(seed, 2))):
+                await client.do(model, operation)
+        await forge.kill(first)
+        await client.send("b", steps(4, 1)[-1])
+        for time in (2, 2, 2, 2, 1):  # four at the second operation of a, and the last one at the first of b
+            await life.dies(Point.OPERATION_MADE_AGAIN, time)
+        await client.stage.follower.wait_for(lambda _: client.model("a").suspended != "", 10.0)
+        assert client.model("a").remaking_by == 0
+        assert client.model("b").remaking_by == client.stage.engine.trainer_epoch
+        assert client.stage.engine.trainers_lost == 1, "the first one, that made nothing again"
+
+
 async def test_a_checkpoint_that_is_removed_after_its_load_stays_until_a_cover_has_what_was_loaded(
     nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
 ) -> None:

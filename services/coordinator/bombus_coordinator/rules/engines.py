@@ -164,7 +164,7 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
         raise wrong_phase("resume the engine", engine.phase, "It has no run to resume; start one.")
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     limit = engine.collection.tenancy.executions_max
-    if not engine.suspended and not any(model.deadly(limit) for model in engine.tenants.open_models):
+    if not engine.suspended and not engine.tenants.given_up(limit):
         yield Decision(events=(answered(engine, live, message),), replies=reply)
         return
     resumed = ev.EngineResumed(at_ns=live.now_ns, engine=engine.name, run=engine.run, command=message.id)

@@ -64,7 +64,6 @@ class Live(msgspec.Struct, kw_only=True):
     trainers: dict[str, Heard] = {}  # by engine
     session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was heard from, in ns
     unfilled: dict[str, tuple[int, ...]] = {}  # by engine: the queue of scored groups in which there was no batch
-    left_since: dict[tuple[str, str], int] = {}  # (engine, model): when it was found suspended without its session
     environment_seen: dict[tuple[str, int], int] = {}  # (engine, environment): the same
     answers: dict[str, Answer] = {}  # by command
     granted: dict[str, None] = {}  # granted claims, also after their episodes have ended; oldest first

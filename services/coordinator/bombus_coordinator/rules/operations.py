@@ -25,12 +25,13 @@ from bombus.hive.tenants.owners import owner_of
 from bombus.hive.tenants.state import KeptWeights, Queued, TenantModel, bodies_share
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
-from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.live import Live, ns
 
 CREATE, END, SAVE = "create_model", "end_model", "save_weights"
 OWN_KEY = "_end-"  # of the operations that end the models of a session that has ended; no client's key begins so
 ENDS_MAX = 3  # attempts to save such a model
 ENDED_S = 30 * 24 * 3600.0  # how long what such an operation saves is kept
+HELD_S = 24 * 3600.0  # for which what waits for a suspended model keeps what it is to load
 METRICS_MAX = 32
 WHY_CHARS_MAX = 500
 TEXT_CHARS_MAX = 1000  # of a base's name, and of a saved model's
@@ -49,7 +50,8 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     The one that creates a model starts a run on an engine that is offline.
     """
     tenants = engine.tenants
-    if message.session in tenants.sessions:
+    session = tenants.sessions.get(message.session)
+    if session is not None and session.ended is None:
         live.session_seen[engine.name, message.session] = live.now_ns
     model = tenants.models.get(message.model)
     before = None if model is None else model.operations.get(message.key)
@@ -58,7 +60,6 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
         yield Decision(replies=(CommandReply(message.id, _again(model, live, message, before)),))
         return
     _check_form(message)
-    session = tenants.sessions.get(message.session)
     if session is None:
         raise Refused(Code.UNKNOWN_SESSION, f"There is no session {message.session}: open one.")
     if session.ended is not None and message.op != END:  # what is left of it can be ended
@@ -89,7 +90,7 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
         )
     else:
         model = _open_model(engine, message, model)
-        _check_room(engine, message, model)
+        _check_room(engine, live, message, model)
         events = _room_for_save(engine, live, message)
     number = 1 if model is None else model.numbers + 1
     accepted = ev.OperationAccepted(
@@ -231,7 +232,7 @@ def _open_model(engine: EngineState, message: Operate, model: TenantModel | None
     return model
 
 
-def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> None:
+def _check_room(engine: EngineState, live: Live, message: Operate, model: TenantModel) -> None:
     """Raise `Refused` for more than the limits allow. What ends a model always has room."""
     limits = engine.collection.tenancy
     if message.op == END:
@@ -256,16 +257,16 @@ def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> No
             f"{byte_size(limits.bodies_bytes_max)}: send this one again when some were executed and saved.",
         )
     is_full = len(engine.tenants.kept) >= limits.checkpoints_max
-    if message.op == SAVE and is_full and _oldest_unnamed(engine, model.name) is None:
+    if message.op == SAVE and is_full and _oldest_unnamed(engine, live, model.name) is None:
         raise Refused(Code.QUOTA, f"{limits.checkpoints_max} saved models are kept: remove some that nobody needs.")
 
 
-def _oldest_unnamed(engine: EngineState, model: str) -> KeptWeights | None:
+def _oldest_unnamed(engine: EngineState, live: Live, model: str) -> KeptWeights | None:
     """Return the first of a model's saves that its client did not name, and that is removed by itself some day.
 
     One that is in use is not among them.
     """
-    used = in_use(engine)
+    used = in_use(engine, live)
     of_model = (
         each
         for name, each in engine.tenants.kept.items()
@@ -274,17 +275,20 @@ def _oldest_unnamed(engine: EngineState, model: str) -> KeptWeights | None:
     return next((each for each in of_model if each.is_for_sync or _UNNAMED.match(each.noted.saved.name)), None)
 
 
-def in_use(engine: EngineState) -> set[str]:
-    """Return the saved models that open episodes sample from, and those that operations wait to load."""
+def in_use(engine: EngineState, live: Live) -> set[str]:
+    """Return the saved models that open episodes sample from, and those that operations wait to load.
+
+    What waits for a suspended model keeps them for a while only, of the time in which that could be made again.
+    """
     sampled = {episode.sampler.checkpoint for episode in engine.open.values() if episode.sampler is not None}
-    return sampled | engine.tenants.read_by_waiting()
+    return sampled | engine.tenants.read_by_waiting(engine.tenants.trying.shows(live.now_ns) - ns(HELD_S))
 
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate) -> tuple[Event, ...]:
     """Return the end of a model's oldest unnamed save where as many as may be are kept, so that a loop can go on."""
     if message.op != SAVE or len(engine.tenants.kept) < engine.collection.tenancy.checkpoints_max:
         return ()
-    oldest = _oldest_unnamed(engine, message.model)
+    oldest = _oldest_unnamed(engine, live, message.model)
     if oldest is None:
         return ()
     saved = oldest.noted.saved
@@ -419,10 +423,16 @@ def _closed(engine: EngineState, live: Live, model: TenantModel, queued: Queued,
 
 
 def away(engine: EngineState, live: Live, message: ModelAway) -> Decisions:
-    """Note that the current trainer cannot make a model again, or that it can."""
+    """Note that the current trainer cannot make a model again, or that it can.
+
+    The same reason is news where the trainer is done with making the model again, or others were lost in that.
+    """
     model = engine.tenants.models.get(message.model)
     why = message.why[:WHY_CHARS_MAX]
-    if not _is_current(engine, message) or model is None or model.closed is not None or model.suspended == why:
+    if not _is_current(engine, message) or model is None or model.closed is not None:
+        return
+    is_over = bool(why) and (model.remaking_by == message.trainer_epoch or model.lost > 0)
+    if model.suspended == why and not is_over:
         return
     event = ev.ModelSuspended(at_ns=live.now_ns, engine=engine.name, run=engine.run, model=model.name, why=why)
     yield Decision(events=(event,))

@@ -20,6 +20,7 @@ SHOWN_CHARS = 128  # of a name that is not known
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
 AGAIN_S = 60.0  # until a model that could not be saved is tried again
 LEFT_S = 24 * 3600.0  # for which a model that cannot be made again waits to be saved after its session has ended
+TRIED_S = 1800.0  # of it, so much at the end with one leader and one trainer: both have to have had their chance
 MODEL_S = 60.0  # for which a session for one model may have none
 ENDED_KEPT = 2  # times as many sessions as may be open: beyond it, those that have ended are forgotten early
 
@@ -156,16 +157,18 @@ def expire(engine: EngineState, live: Live) -> Decisions:
 
 
 def _let_go(engine: EngineState, live: Live) -> Decisions:
-    """End models that cannot be made again, and so not be saved, long after their sessions have ended."""
-    sessions = engine.tenants.sessions
-    over = {name for name, session in sessions.items() if session.ended is not None}
-    left = [model for model in engine.tenants.open_models if model.suspended and model.session in over]
-    names = {model.name for model in left}
-    for key in [key for key in live.left_since if key[0] == engine.name and key[1] not in names]:
-        del live.left_since[key]
-    for model in left:
-        since_ns = max(live.left_since.setdefault((engine.name, model.name), live.now_ns), engine.resumed_ns)
-        if since_ns + ns(LEFT_S) <= live.now_ns:
+    """End models that cannot be made again, and so not be saved, long after their sessions have ended.
+
+    Only time counts in which a trainer could have made them again.
+    """
+    tenants = engine.tenants
+    began_ns = live.since(max(engine.trainer_since_ns, engine.resumed_ns))
+    if not tenants.trying.since_ns or began_ns + ns(TRIED_S) > live.now_ns:
+        return
+    over = {name for name, session in tenants.sessions.items() if session.ended is not None}
+    for model in tenants.open_models:
+        is_left = bool(model.suspended) and model.session in over
+        if is_left and model.left_ns + ns(LEFT_S) <= tenants.trying.shows(live.now_ns):
             closed = ev.ModelClosed(
                 at_ns=live.now_ns,
                 engine=engine.name,
@@ -234,8 +237,11 @@ def remove_weights(engine: EngineState, live: Live, message: RemoveWeights) -> D
 
 
 def _check_unread(engine: EngineState, name: str, kept: KeptWeights) -> None:
-    """Raise `Refused` where an operation waits to load a saved model. Those of other clients are not named."""
-    found = next(engine.tenants.readers(name), None)
+    """Raise `Refused` where an operation is about to load a saved model. Those of other clients are not named.
+
+    What waits for a model that cannot be made again may wait for long: it fails once it is executed.
+    """
+    found = next((each for each in engine.tenants.readers(name) if not each[0].suspended), None)
     if found is None:
         return
     model, queued = found
@@ -288,7 +294,7 @@ def expire_weights(engine: EngineState, live: Live) -> Decisions:
     ]
     if not over:
         return
-    used = in_use(engine)
+    used = in_use(engine, live)
     for name, each in over:
         if name not in used:
             saved = each.noted.saved

@@ -1,5 +1,6 @@
 """Models and checkpoints as the clients list them, from the folded state."""
 
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -13,6 +14,11 @@ from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
 from bombus_gateway.training.paths import CheckpointPath
 
 PAGE_MAX = 1000
+UNMARKED = re.compile(
+    r"synced-(\d{8}-\d{6})-\d{3}"
+)  # what saves for a sync were called before they had a mark, by time
+UNMARKED_S = 3600.0  # at most from that time until one was saved
+CLOCKS_S = 60.0  # that the clocks of a gateway and the bus may be apart
 
 _T = TypeVar("_T")
 
@@ -50,8 +56,28 @@ def synced_weights(tenants: Tenants, kind: CheckpointKind, model: str = "") -> l
         if kept.noted.saved.use == kind
         and model in ("", kept.noted.model)
         and not is_tinkers(kept.noted.model)
-        and kept.is_for_sync
+        and is_for_sync(kept)
     ]
+
+
+def is_for_sync(kept: KeptWeights) -> bool:
+    """Return whether a model was saved to put servers in sync, also before such saves had a mark.
+
+    Then it is known by the time in its name, if that is when it was saved, and by what a client may have said of it
+    since: nothing.
+    """
+    saved = kept.noted.saved
+    named = UNMARKED.fullmatch(saved.name)
+    if kept.is_for_sync or named is None:
+        return kept.is_for_sync
+    if saved.use == CheckpointKind.TRAINING or kept.until_ns or kept.noted.metadata or kept.noted.public:
+        return False
+    first, last = (_second_of(kept.saved_ns / 1e9 + after_s) for after_s in (-UNMARKED_S, CLOCKS_S))
+    return first <= named[1] <= last
+
+
+def _second_of(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y%m%d-%H%M%S")
 
 
 def found_model(tenants: Tenants, name: str, holder: str) -> TenantModel:

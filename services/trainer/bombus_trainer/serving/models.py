@@ -152,7 +152,7 @@ class ServedModels:
         """Return the checkpoints that operations of a model read, those that are executed again and those that wait."""
         found: set[str] = set()
         for queued in model.again():
-            if queued.op not in READING or queued.body is None:
+            if queued.op not in READING or queued.body is None or (queued.waits and queued.reads_removed):
                 continue
             try:
                 found.add(_checkpoint_of(decode_operation(await self._fetch(queued.body))))
@@ -221,6 +221,9 @@ class ServedModels:
         """Return an operation. One that cannot be read is rejected, in words."""
         if queued.body is None:
             return EndModel(save_as=queued.save_as)
+        if queued.waits and queued.reads_removed:
+            why = f"{queued.reads} was removed while this operation waited for its model: load another checkpoint"
+            return Rejected(failure=Failed(error=why, category=Category.USER))
         try:
             operation = decode_operation(await self._fetch(queued.body))
         except LogCorrupted as error:

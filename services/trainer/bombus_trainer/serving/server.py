@@ -177,6 +177,8 @@ class OperationServer:
             fault = await self._try_again(models, model)
             if fault is not None:
                 faults[model.name] = fault
+            if isinstance(fault, NoneSurvived):  # the next may end this trainer, and this is what others were lost for
+                await self._say_whether_away(model, fault)
         covers = {model.name: Path(model.cover.folder) for model in found if model.cover is not None}
         if covers and all(name in faults and not cover.exists() for name, cover in covers.items()):
             raise faults[next(iter(covers))]
@@ -222,7 +224,8 @@ class OperationServer:
         else:
             self._suspended.pop(model.name, None)
         why = "" if fault is None else reason_of(fault)[:SUSPENDED_CHARS_MAX]
-        if why == self._said.get(model.name, model.suspended):
+        before = "" if isinstance(fault, NoneSurvived) else model.suspended  # that each trainer says that comes to it
+        if why == self._said.get(model.name, before):
             return
         self._said[model.name] = why
         ownership = self._ownership
@@ -235,6 +238,8 @@ class OperationServer:
             why=why,
         )
         await ownership.send(away)
+        if fault is None:  # what was removed while the model waited is known here then
+            await ownership.wait(partial(_goes_on, name=model.name))
 
     async def _load(self) -> ServedModels:
         ownership, options = self._ownership, self._options
@@ -511,6 +516,11 @@ def _is_settled(engine: EngineState, model: TenantModel, queued: Queued) -> bool
         return True
     operation = now.operations.get(queued.key)
     return operation is None or not operation.waits
+
+
+def _goes_on(engine: EngineState, name: str) -> bool:
+    model = engine.tenants.models.get(name)
+    return model is None or model.closed is not None or not model.suspended
 
 
 def _is_covered(engine: EngineState, name: str, number: int) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.records import BodyRef
+from bombus.hive.tenants.stopwatch import Stopwatch
 
 COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
 TTL_S_MAX = 100 * 365 * 24 * 3600.0
@@ -42,6 +43,7 @@ class Queued(msgspec.Struct, kw_only=True):
     begun: int = 0  # how many trainers have begun to execute it, of those that say so
     begun_by: int = 0  # the epoch of the last of them
     reads: str = ""  # the saved model that it loads
+    reads_removed: bool = False  # that was removed while this waited for a model that could not be made again
     loaded: str = ""  # a hash of what it has loaded
     by_server: bool = False  # it has failed by the server's fault
 
@@ -92,8 +94,11 @@ class TenantModel(msgspec.Struct, kw_only=True):
     last_ns: int = 0  # when an operation was accepted or executed last
     metadata: dict[str, str] = {}
     suspended: str = ""  # why its trainer cannot make it again
+    away_ns: int = 0  # what `Tenants.trying` showed when it was suspended
+    left_ns: int = 0  # what that showed when it was suspended and its session had ended, or at `resume` after that
     remaking_by: int = 0  # the epoch of the trainer that makes it again, or has ended in that; 0 for none
     unsurvived: dict[int, tuple[int, ...]] = {}  # by operation: the epochs of trainers that executed it again
+    lost: int = 0  # of the trainers that were lost in a row, those that made it again
     last_op: str = ""  # that was executed
     last_failed: bool = False
     scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
@@ -177,6 +182,7 @@ class Tenants(msgspec.Struct, kw_only=True):
     model_closed_ns: int = 0  # when a model ended last
     endpoints: dict[str, ev.EndpointAdded] = {}  # inference servers elsewhere by `endpoint_id`, oldest first
     released: dict[str, int] = {}  # by model: sequences of `ops` before which its bodies may be purged
+    trying: Stopwatch = msgspec.field(default_factory=Stopwatch)  # runs while a trainer can make models again
 
     @property
     def open_models(self) -> list[TenantModel]:
@@ -202,10 +208,18 @@ class Tenants(msgspec.Struct, kw_only=True):
         waiting = ((model, each) for model in self.open_models if model.waiting for each in model.operations.values())
         return ((model, each) for model, each in waiting if each.waits and each.reads == kept)
 
-    def read_by_waiting(self) -> set[str]:
-        """Return the saved models that operations wait to load."""
-        waiting = (each for model in self.open_models if model.waiting for each in model.operations.values())
+    def read_by_waiting(self, away_ns: int = -1) -> set[str]:
+        """Return the saved models that operations wait to load.
+
+        Those of models that are suspended since `trying` showed `away_ns`, or for longer, are left out.
+        """
+        there = (model for model in self.open_models if not model.suspended or model.away_ns > away_ns)
+        waiting = (each for model in there if model.waiting for each in model.operations.values())
         return {each.reads for each in waiting if each.waits and each.reads}
+
+    def given_up(self, limit: int) -> list[TenantModel]:
+        """Return the models that no trainer makes again before an operator says so."""
+        return [model for model in self.open_models if model.suspended and model.deadly(limit)]
 
     @property
     def held_bytes(self) -> int:
@@ -255,8 +269,12 @@ def open_session(tenants: Tenants, event: ev.SessionOpened) -> None:
 
 def end_session(tenants: Tenants, event: ev.SessionEnded) -> None:
     session = tenants.sessions.get(event.session)
-    if session is not None:
-        session.ended = event
+    if session is None:
+        return
+    session.ended = event
+    for model in tenants.open_models:
+        if model.session == event.session:
+            model.left_ns = tenants.trying.shows(event.at_ns)
 
 
 def begin_sampling(tenants: Tenants, event: ev.SamplingBegun) -> None:
@@ -299,13 +317,29 @@ def open_model(tenants: Tenants, event: ev.ModelOpened) -> None:
     tenants.models[event.model] = model
 
 
-def suspend_model(tenants: Tenants, event: ev.ModelSuspended) -> bool:
-    """Suspend a model or let it go on. Returns whether trainers were lost because of it, which is over now."""
+def suspend_model(tenants: Tenants, event: ev.ModelSuspended) -> int:
+    """Suspend a model or let it go on. Returns how many trainers were lost because of it, which is over now."""
     model = tenants.models.get(event.model)
     if model is None:
-        return False
+        return 0
+    if event.why and not model.suspended:
+        model.away_ns = model.left_ns = tenants.trying.shows(event.at_ns)
     model.suspended = event.why
-    return bool(event.why and model.unsurvived)
+    if not event.why:
+        return 0
+    lost, model.lost, model.remaking_by = model.lost, 0, 0
+    return lost
+
+
+def lose_trainer(tenants: Tenants, trainer_epoch: int) -> None:
+    """Note what a trainer was making again when it was lost."""
+    for model in tenants.open_models:
+        model.lost += model.remaking_by == trainer_epoch
+
+
+def forget_lost(tenants: Tenants) -> None:
+    for model in tenants.open_models:
+        model.lost = 0
 
 
 def remake(tenants: Tenants, event: ev.ModelRemaking) -> None:
@@ -315,16 +349,18 @@ def remake(tenants: Tenants, event: ev.ModelRemaking) -> None:
         return
     model.remaking_by = 0 if event.over else event.trainer_epoch
     if event.over:
-        model.unsurvived = {}
+        model.unsurvived, model.lost = {}, 0
     elif event.number:
         model.unsurvived = {number: each for number, each in model.unsurvived.items() if number >= event.number}
         model.unsurvived[event.number] = (*model.unsurvived.get(event.number, ()), event.trainer_epoch)
 
 
-def forgive(tenants: Tenants) -> None:
-    """Let trainers try again what others have not survived."""
+def forgive(tenants: Tenants, at_ns: int) -> None:
+    """Let trainers try again to make the models that are suspended. What is counted of others is not over yet."""
     for model in tenants.open_models:
-        model.unsurvived = {}
+        if model.suspended:
+            model.unsurvived = {}
+            model.left_ns = tenants.trying.shows(at_ns)
 
 
 def close_model(tenants: Tenants, event: ev.ModelClosed) -> None:
@@ -458,9 +494,12 @@ def keep(tenants: Tenants, event: ev.WeightsKept) -> None:
 
 def remove(tenants: Tenants, event: ev.WeightsRemoved) -> None:
     name = kept_id(event.model, event.use, event.name)
-    if tenants.kept.pop(name, None) is not None:
-        tenants.removed[name] = None
-        trim(tenants.removed, REMOVED_KEPT)
+    if tenants.kept.pop(name, None) is None:
+        return
+    tenants.removed[name] = None
+    trim(tenants.removed, REMOVED_KEPT)
+    for _, queued in tenants.readers(name):
+        queued.reads_removed = True
 
 
 def release(tenants: Tenants, floor: ev.ModelFloor) -> None:

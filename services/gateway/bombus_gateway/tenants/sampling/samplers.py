@@ -16,7 +16,7 @@ from bombus.hive.tenants.owners import may_read, seen_by
 from bombus.hive.tenants.state import KeptWeights, Tenants
 from bombus.operations import CheckpointKind
 from bombus_gateway.tenants.bases import base_names
-from bombus_gateway.tenants.listings import found_checkpoint, path_of, synced_weights
+from bombus_gateway.tenants.listings import found_checkpoint, is_for_sync, path_of, synced_weights
 from bombus_gateway.training.checkpoints import INFLIGHT_SAMPLE, UNNAMED_SAMPLE
 from bombus_gateway.training.dialects import OF_SAMPLE, TrainingDialect, is_tinkers, session_of
 from bombus_gateway.training.paths import CheckpointPath, read_path
@@ -172,7 +172,7 @@ def _check_adapter(kept: KeptWeights) -> None:
             f"{why} Train an adapter (rank 1 or more) to sample from it, or put an inference server elsewhere in sync "
             "with the model (sync_inference_weights), and sample from that.",
         )
-    if noted.saved.use == CheckpointKind.EXTERNAL and kept.is_for_sync:
+    if noted.saved.use == CheckpointKind.EXTERNAL and is_for_sync(kept):
         why = f"{path_of(kept).id} is a whole model for inference servers elsewhere: sample from those."
         raise Refused(Code.UNSUPPORTED, why)
 
