@@ -114,10 +114,10 @@ def test_a_claim_that_waits_is_granted_as_soon_as_its_trainer_has_room() -> None
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_groups_that_fit_no_batch_hold_back_no_claim(ours: bool) -> None:
+def test_groups_that_fit_no_batch_count_for_less_than_one(ours: bool) -> None:
     harness = rolling(ours)
-    harness.push(*(harness.group(sequences=3) for _ in range(6)))
-    assert harness.claim_all() == 8
+    harness.push(*(harness.group(sequences=3) for _ in range(60)))
+    assert harness.claim_all() == 6, "3 groups of 2, and 3 of what is queued, are two batches"
     for episode in list(harness.engine.open):
         harness.send(inbox.Abort(id=harness.id(), engine=ENGINE, client="c1", episodes=(episode,)))
     harness.push(harness.group(sequences=1))
@@ -155,7 +155,7 @@ def test_evaluation_does_not_wait_for_the_trainer() -> None:
 def test_episodes_count_for_as_many_sequences_as_those_before_them_had() -> None:
     harness = rolling(batch_size=8)
     harness.finish(*(harness.claim()[0] for _ in range(2)), sequences=4)
-    assert harness.claim_all() == 8, "two sequences each"
+    assert harness.claim_all() == 6, "with two sequences each they are 12, and 4 are queued: two batches of 8"
 
 
 def test_open_episodes_count_for_the_task_that_their_claim_named() -> None:

@@ -11,7 +11,9 @@ from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, Deposed, LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive import inbox
+from bombus.hive.collection import pick, tasks
 from bombus.hive.state import FOLD, Hive, evolve
+from bombus.hive.trajectories.queue import QueuedGroup
 from bombus_coordinator.compaction import Cut, cut_of, is_long, usable
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.recovery import Overtaken
@@ -19,12 +21,14 @@ from bombus_coordinator.retention import floors_of
 from bombus_coordinator.rules.decision import CommandReply
 from bombus_coordinator.storage import is_full
 from tests.sim.append import append
+from tests.sim.faults import Fault
 from tests.sim.fold import RETRY_S, Fold
+from tests.sim.grouped_ledger import GROUPED_ENGINE, GroupedLedger
 from tests.sim.lease import RENEW_S, Lease
 from tests.sim.link import Link, Net, Reader
 from tests.sim.loop import Process
 from tests.sim.referee import ENGINE, RECOVERED, Referee
-from tests.sim.scored import SCORED_ENGINE
+from tests.sim.scored import ScoredLedger
 from tests.sim.server import CALLS_STREAM, EVENTS_STREAM, INBOX_STREAM, OPS_STREAM, SIZE, TRAJECTORIES_STREAM, Message
 from tests.sim.tenants import store
 from tests.sim.variants import Variant
@@ -35,6 +39,8 @@ TRIM_S = 3.0
 GRACE_S = 6.0  # which a door that hangs exceeds
 WATCH_S = 2.0
 COMPACT_S = 4.0
+GROUP_S = 0.5
+AGAIN_S = 4.0  # after which a group of episodes is made again that was not queued
 GROUPS = (1, 8, 512)
 
 
@@ -96,6 +102,8 @@ class Coordinator(Process):
             upkeep.append(self._release())
         if TRAJECTORIES_STREAM in self.link.server.streams:
             upkeep.append(self._release_groups())
+        if self._referee.grouped is not None:
+            upkeep.append(self._group_episodes())
         if self.link.server.events_max:
             upkeep.append(self._compact())
         await self.together(self._serve(), self._tick(), self.lease.keep(), *upkeep)
@@ -311,8 +319,7 @@ class Coordinator(Process):
                     if self._variant == Variant.GROUPS_PURGED:
                         released = stream.last_seq
                     await self.link.call(lambda: stream.purge_below(released))  # noqa: B023
-                    assert self._referee.scored is not None
-                    self._referee.scored.purged()
+                    self._bodies.purged()
                 if old:
                     told = inbox.TrajectoriesStored(
                         id=f"{self.link.token}-{self._epoch}-groups-{number}", below=old[-1]
@@ -324,9 +331,8 @@ class Coordinator(Process):
 
     async def _move_groups(self, below: int, number: int) -> None:
         """Store the body of the group that has waited longest once more, as moving.py does in an overfull stream."""
-        ledger = self._referee.scored
-        assert ledger is not None
-        queued = self.core.hive.engine(SCORED_ENGINE).trajectories.queue.groups.items()
+        ledger = self._bodies
+        queued = self.core.hive.engine(ledger.engine).trajectories.queue.groups.items()
         old = [(each.body, group) for group, each in queued if each.body is not None and each.body.first < below]
         if not old:
             return
@@ -337,10 +343,48 @@ class Coordinator(Process):
             return  # a batch that would have it gives it up
         moved = ev.MovedBody(group, await store(self.link, found, TRAJECTORIES_STREAM))
         told = inbox.BodiesStored(
-            id=f"{self.link.token}-{self._epoch}-bodies-{number}", engine=SCORED_ENGINE, moved=(moved,),
+            id=f"{self.link.token}-{self._epoch}-bodies-{number}", engine=ledger.engine, moved=(moved,),
             was=(body.first,),
         )  # fmt: skip
         await self.link.send(told)
+
+    @property
+    def _bodies(self) -> ScoredLedger | GroupedLedger:
+        """Return the ledger of the engine that has scored groups."""
+        ledger = self._referee.scored or self._referee.grouped
+        assert ledger is not None
+        return ledger
+
+    async def _group_episodes(self) -> None:
+        """Make groups of ended episodes, as grouping.py does: again after a while where none was queued."""
+        made: dict[str, float] = {}
+        while True:
+            await self.sleep(GROUP_S)
+            engine = self.core.hive.engine(GROUPED_ENGINE)
+            size = engine.collection.num_repeat
+            complete = [pick(each, size) for each in tasks(engine) if len(each) >= size]
+            for episodes in complete if engine.groups_episodes else ():
+                if self._net.loop.now_s - made.get(episodes[0].episode, -AGAIN_S) >= AGAIN_S:
+                    made[episodes[0].episode] = self._net.loop.now_s
+                    try:
+                        await self._make_group(engine.run, [each.episode for each in episodes])
+                    except BusUnavailable:
+                        pass  # it is made again
+
+    async def _make_group(self, run: int, episodes: list[str]) -> None:
+        """Store the group of these episodes and tell the core, sometimes twice, or that there can be none."""
+        sequences = self._net.pick.choice((len(episodes), len(episodes), len(episodes), len(episodes) + 1))
+        group = None
+        if self._net.pick.random() < 0.95:
+            body = await store(self.link, "+".join(episodes).encode(), TRAJECTORIES_STREAM)
+            group = QueuedGroup(environment=None, sequences=sequences, body=body)
+        made = inbox.EpisodesGrouped(
+            id=self._net.fresh("grouped"), engine=GROUPED_ENGINE, run=run, episodes=tuple(episodes), group=group,
+            why="" if group is not None else "nothing is left of it",
+        )  # fmt: skip
+        await self.link.send(made)
+        if self._net.faults.strikes(Fault.REPEAT):
+            await self.link.send(msgspec.structs.replace(made, id=self._net.fresh("grouped")))
 
     async def _watch(self) -> None:
         """Report what is nearly full and what has room again, as storage.py does."""

@@ -16,6 +16,7 @@ from bombus.hive.state import EngineState, Hive, Phase, ended_calls, evolve
 from bombus_coordinator.rules.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_replicas, check_stays
 from tests.hive.phases import TRANSITIONS
+from tests.sim.grouped_ledger import GROUPED_ENGINE, GroupedLedger
 from tests.sim.joint_ledger import SIDE, JointLedger
 from tests.sim.scored import SCORED_ENGINE, ScoredLedger
 from tests.sim.server import Message
@@ -68,6 +69,7 @@ class Referee:
         self.position = 0
         self.ledger: Ledger | None = None  # of a hive that serves training operations
         self.scored: ScoredLedger | None = None  # of a hive that takes scored groups
+        self.grouped: GroupedLedger | None = None  # of a hive whose episodes become scored groups
         self.joint: JointLedger | None = None  # of a hive with a second engine, and joint episodes
         self.disk: dict[str, Checkpoint] = {}
         self.weights: dict[str, Published] = {}
@@ -105,7 +107,7 @@ class Referee:
             self._check_order(message, event)
             if self.joint is not None and event.engine == ENGINE:
                 self.joint.check(event, self.hive.engine(ENGINE))
-            if event.engine in (OPS_ENGINE, SCORED_ENGINE, SIDE):
+            if event.engine in (OPS_ENGINE, SCORED_ENGINE, GROUPED_ENGINE, SIDE):
                 self._note_apart(message, event)
                 continue
             engine = self.hive.engine(ENGINE)
@@ -125,7 +127,12 @@ class Referee:
 
     def _note_apart(self, message: Message, event: Event) -> None:
         """Note an event of another engine."""
-        ledger = {OPS_ENGINE: self.ledger, SCORED_ENGINE: self.scored, SIDE: self.joint}[event.engine]
+        ledger = {
+            OPS_ENGINE: self.ledger,
+            SCORED_ENGINE: self.scored,
+            GROUPED_ENGINE: self.grouped,
+            SIDE: self.joint,
+        }[event.engine]
         assert ledger is not None
         engine = self.hive.engine(event.engine)
         before = engine.phase

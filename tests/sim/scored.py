@@ -32,6 +32,8 @@ BEAT_S = 2.0
 class ScoredLedger:
     """Sees every event about scored groups, and every answer to environments and trainers."""
 
+    engine = SCORED_ENGINE
+
     def __init__(self, server: Server, hive: Callable[[], Hive], seen: Counter[str]) -> None:
         """`hive` is the fold of the log."""
         self.hive = hive

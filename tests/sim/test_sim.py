@@ -11,11 +11,12 @@ import pytest
 from bombus.hive import events as ev
 from tests.sim.faults import Fault
 from tests.sim.variants import Variant
-from tests.sim.world import JOINT, OPERATING, SCORING, simulate, tally
+from tests.sim.world import GROUPED, JOINT, OPERATING, SCORING, simulate, tally
 
 SEEDS = int(os.environ.get("BOMBUS_SIM_SEEDS", "1000"))
 VARIANT_SEEDS = 1000
 SCORING_SEEDS = range(SCORING, 100 * OPERATING, OPERATING)  # those of hives that take scored groups
+GROUPED_SEEDS = range(GROUPED, 100 * OPERATING, OPERATING)  # those of hives that make scored groups of episodes
 OPERATING_SEEDS = range(OPERATING - 1, 100 * OPERATING, OPERATING)  # those of hives with training operations
 JOINT_SEEDS = range(JOINT, 100 * OPERATING, OPERATING)  # those of hives with joint episodes
 # Fault rates that find a variant which the usual ones find only in one of thousands of seeds.
@@ -106,6 +107,22 @@ def test_r16_acknowledged_groups_are_in_one_batch_each_and_batches_are_repeated_
         assert seen[rare] > 0, rare
     for refused in ("body_gone", "storage_full"):
         assert seen[f"pushes refused: {refused}"] > 0, refused
+
+
+def test_r16_each_ended_episode_is_in_one_group_at_most_and_each_group_is_taken_once_and_in_time() -> None:
+    """The ledger checks it for each event, and that claims keep pace with the trainer, ours or an outside one."""
+    seen: Counter[str] = Counter()
+    for seed in GROUPED_SEEDS:
+        seen += tally(simulate(seed))
+    hives = len(GROUPED_SEEDS)
+    assert seen["ends of grouped episodes acknowledged"] > 15 * hives
+    assert seen["episodes in groups"] > 10 * hives
+    assert seen["steps of groups of episodes"] > 2 * hives
+    assert seen["batches of groups of episodes"] > 2 * hives
+    assert seen["groups that waited too long"] > hives / 4
+    assert seen["claimed while a batch is under way"] > hives / 4
+    for reason in ("stale", "unfit"):
+        assert seen[f"episodes dropped: {reason}"] > 0, reason
 
 
 def test_r13_the_episodes_of_a_joint_one_are_open_ended_or_aborted_together_whatever_is_killed() -> None:

@@ -9,6 +9,8 @@ from tests.sim.client import Client, Mood, Operator
 from tests.sim.coordinator import Coordinator
 from tests.sim.faults import SCHEDULED, Fault, Faults
 from tests.sim.gateway import Gateway
+from tests.sim.grouped import GroupedClient, GroupedEngine
+from tests.sim.grouped_ledger import GroupedLedger
 from tests.sim.joint import JointClient, SideEngine
 from tests.sim.joint_ledger import JointLedger
 from tests.sim.link import Net
@@ -28,6 +30,7 @@ QUIET_S = 60.0  # until every command is answered
 REPORTING = 8  # in one of so many hives gateways report how they read the model
 OPERATING = 10  # one of so many hives serves training operations too
 SCORING = 4  # of so many hives as OPERATING says, the one that takes scored groups
+GROUPED = 5  # of so many hives as OPERATING says, the one whose second engine makes scored groups of episodes
 JOINT = 7  # of so many hives as OPERATING says, the one with a second engine and joint episodes
 OVER_S = 240.0  # an end that failed is tried again after a minute, twice
 COMPACTING = 6  # of so many seeds, some compact their logs
@@ -52,7 +55,8 @@ class World:
         self.referee = Referee()
         operates = seed % OPERATING == OPERATING - 1
         scores = seed % OPERATING == SCORING
-        without = [*([] if operates else [OPS_STREAM]), *([] if scores else [TRAJECTORIES_STREAM])]
+        groups = seed % OPERATING == GROUPED
+        without = [*([] if operates else [OPS_STREAM]), *([] if scores or groups else [TRAJECTORIES_STREAM])]
         self.server = Server(
             self.loop, fence_first=pick.random() < 0.5, replicas=pick.choice((1, 1, 3)), without=without
         )
@@ -67,7 +71,7 @@ class World:
         self.trainers = [Trainer(f"t{n}", net, referee, variant) for n in range(2)]
         keeps_name = pick.random() < 0.5
         self.replicas = [Replica(f"r{n}", net, referee, keeps_name, variant) for n in range(pick.randint(1, 2))]
-        self.clients: list[Client | JointClient] = [
+        self.clients: list[Client | GroupedClient | JointClient] = [
             Client(name, self.gateways, referee, self.mood, pick) for name in ("ann", "bob", "eve")
         ]
         self.operator = Operator(self.gateways, self.mood, pick)
@@ -83,6 +87,8 @@ class World:
             self._add_tenants()
         if scores:
             self._add_scored(variant)
+        if groups:
+            self._add_grouped()
         if seed % OPERATING == JOINT:
             self._add_joint()
         if trace is not None:
@@ -103,6 +109,13 @@ class World:
         self.referee.scored = ledger
         environments = [ScoredEnvironment(name, self.net, ledger, lambda: self.mood.playing) for name in ("e0", "e1")]
         self._kinds += [[*environments], [ScoredTrainer("s0", self.net, ledger, lambda: self.mood.playing, variant)]]
+
+    def _add_grouped(self) -> None:
+        """Add an engine whose episodes become scored groups, and clients that play on it."""
+        ledger = GroupedLedger(self.server, lambda: self.referee.hive, self.referee.seen)
+        self.referee.grouped = ledger
+        self._kinds.append([GroupedEngine("grouped", self.net, self.mood)])
+        self.clients += [GroupedClient(name, self.gateways, ledger, self.mood, self.pick) for name in ("pat", "sam")]
 
     def _add_joint(self) -> None:
         """Add a second engine, and clients that play on both at once."""
@@ -135,9 +148,7 @@ class World:
             self._schedule(fault)
         self.loop.run(FAULTS_S)
         self.calm()
-        self._expect(LEADER_S, lambda: any(each.leads for each in self.coordinators), "a coordinator leads")
-        steps = self.referee.seen["step.completed"]
-        self._expect(STEP_S, lambda: self.referee.seen["step.completed"] > steps, "the engine makes another step")
+        self._expect_to_go_on()
         self.mood.playing = False
         self._expect(QUIET_S, lambda: not any(caller.pending for caller in self.clients), "every command is answered")
         ledger = self.referee.ledger
@@ -152,9 +163,20 @@ class World:
         self.referee.finish()
         if scored is not None:
             scored.finish()
-        if self.referee.joint is not None:
-            self.referee.joint.finish()
+        for apart in (self.referee.grouped, self.referee.joint):
+            if apart is not None:
+                apart.finish()
         self.referee.refold(self.server.streams[EVENTS_STREAM].messages)
+
+    def _expect_to_go_on(self) -> None:
+        """Expect that a coordinator leads, and that it makes another step, and more batches of groups of episodes."""
+        self._expect(LEADER_S, lambda: any(each.leads for each in self.coordinators), "a coordinator leads")
+        steps = self.referee.seen["step.completed"]
+        self._expect(STEP_S, lambda: self.referee.seen["step.completed"] > steps, "the engine makes another step")
+        grouped = self.referee.grouped
+        if grouped is not None:
+            taken = grouped.taken
+            self._expect(STEP_S, lambda: grouped.taken > taken + 1, "two more batches are made of groups of episodes")
 
     def _all_agree(self) -> bool:
         """Return whether every service has the referee's state, whichever snapshot it began at."""

@@ -111,14 +111,14 @@ def _open_by_task(engine: EngineState) -> Counter[str]:
 def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
     """Return the pace where ended episodes become scored groups.
 
-    No claim waits for ever for groups that fit no batch: what is queued counts only while a batch can be formed of it,
-    or is being trained, or has not reached its outside trainer. Then the queue gets shorter.
+    No claim waits for ever for groups that fit no batch: what is queued counts in full only while a batch can be formed
+    of it, or is being trained, or has not reached its outside trainer. Then the queue gets shorter.
     """
     bound, handed = engine.collection.max_carry_staleness, engine.trajectories.batch
     unfinished = max(0, engine.step - engine.version) + (handed is not None and not handed.delivered)
     counts_queue = unfinished > 0 or may_form(engine.trajectories.queue)
     sealable = _most_scored(engine, counts_queue, count - 1, task_hint)
-    nothing_comes = not counts_queue and not _open_by_task(engine) and _most_scored(engine, False) == 0
+    nothing_comes = not counts_queue and not _open_by_task(engine) and not _sequences_played(engine)
     waits = ""
     if unfinished + sealable > bound and not nothing_comes:
         waits = (
@@ -128,21 +128,22 @@ def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
     return Pace(unfinished=unfinished, sealable=sealable, max_staleness=bound, waits=waits)
 
 
-def _most_scored(engine: EngineState, counts_queue: bool, more: int = 0, task_hint: str = "") -> int:
+def _most_scored(engine: EngineState, counts_queue: bool, more: int, task_hint: str) -> int:
     """Return how many batches come before an episode that is claimed now, of what is queued and of what is played.
 
-    Groups of episodes share each batch with those of the environments that have some queued, by weight.
+    Groups of episodes share each batch with those of the environments that have some queued, by weight. A queue that
+    does not count in full is less than a batch.
     """
     queue = engine.trajectories.queue
-    own = played = _sequences_played(engine, more, task_hint)
+    played = _sequences_played(engine, more, task_hint)
     if not counts_queue:
-        return played // queue.batch_size
-    own += queue.others.sequences
+        return (min(queue.sequences, queue.batch_size - 1) + played) // queue.batch_size
+    own = queue.others.sequences + played
     weights = 1.0 + sum(queue.weight_of(owner) for owner, _ in queue.shares() if owner != OTHERS)
     return min((queue.sequences + played) // queue.batch_size, int(own * weights / queue.batch_size))
 
 
-def _sequences_played(engine: EngineState, more: int, task_hint: str) -> int:
+def _sequences_played(engine: EngineState, more: int = 0, task_hint: str = "") -> int:
     """Return about how many sequences the pool, the open training episodes and `more` of them will be in groups.
 
     Open episodes count where they help most. An episode has as many sequences as those before it had, else one.
