@@ -146,6 +146,19 @@ def test_claims_wait_for_a_batch_of_complete_tasks_that_the_leader_has_not_made_
     assert harness.why_not_granted()
 
 
+def test_after_the_last_step_claims_wait_and_say_why() -> None:
+    harness = GroupsHarness()
+    harness.roll(num_steps=1)
+    for _ in range(2):
+        harness.claim_all()
+        harness.finish_all()
+        if harness.engine.batch is not None:
+            harness.make_step()
+    assert harness.engine.version == 1
+    assert "Wait: the run has made its last step (num_steps)" in harness.why_not_granted()
+    assert harness.why_not_granted(type=EpisodeType.EVAL) == ""
+
+
 def test_evaluation_does_not_wait_for_the_trainer() -> None:
     harness = rolling()
     harness.claim_all()

@@ -125,7 +125,14 @@ def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
             f"batches that are under way ({unfinished}) and those that what is queued and played can make ({sealable}) "
             f"are over collection.max_carry_staleness ({bound}), so its group would be too old when it is trained"
         )
+        if _has_made_its_last_step(engine):
+            waits = "the run has made its last step (num_steps), and what is queued is not trained any more"
     return Pace(unfinished=unfinished, sealable=sealable, max_staleness=bound, waits=waits)
+
+
+def _has_made_its_last_step(engine: EngineState) -> bool:
+    trainer = engine.trajectories.trainer
+    return engine.trains_scored and trainer is not None and engine.version >= trainer.num_steps
 
 
 def _most_scored(engine: EngineState, counts_queue: bool, more: int, task_hint: str) -> int:
