@@ -210,14 +210,15 @@ def _rewards(engine: EngineState, history: EngineHistory) -> RewardCurves:
     current = history.samplers_seen if by_sampler else engine.version
     now = history.rewards.get(current)
     done = ((version, stats.mean) for version, stats in history.rewards.items() if version < current)
-    newest = engine.evals[max(engine.evals)].data_sets if engine.evals else {}
+    held_out = {version: stats for version, stats in sorted(engine.evals.items()) if stats.episodes}
+    newest = held_out[max(held_out)].data_sets if held_out else {}
     return RewardCurves(
         train=tuple(sorted(done)),
-        held_out=tuple((version, stats.mean) for version, stats in sorted(engine.evals.items())),
+        held_out=tuple((version, stats.mean) for version, stats in held_out.items()),
         now_mean=now.mean if now else None,
         now_episodes=now.episodes if now else 0,
         by_sampler=by_sampler,
-        data_sets=tuple((one_line(name), stats.mean) for name, stats in sorted(newest.items())),
+        data_sets=tuple((one_line(name), stats.mean) for name, stats in sorted(newest.items()) if stats.episodes),
     )
 
 

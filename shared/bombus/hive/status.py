@@ -75,22 +75,29 @@ class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DataSetStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """`newer` episodes have tokens of a later version than that of their claim."""
+    """Evaluation on one data set. `mixed` episodes are in none of the other figures: see `EvalStatus`."""
 
     data_set: str
     episodes: int
     mean_reward: float
     success_rate: float
-    newer: int
+    mixed: int
+    mixed_mean_reward: float
 
 
 class EvalStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Evaluation at one policy version. `data_sets` are those that clients have named, which need not be all."""
+    """Evaluation of one policy version, which has sampled every token of `episodes`.
+
+    `mixed` episodes were claimed at this version, and have tokens of later ones too. `data_sets` are those that
+    clients have named, which need not be all.
+    """
 
     version: int
     episodes: int
     mean_reward: float
     success_rate: float
+    mixed: int = 0
+    mixed_mean_reward: float = 0.0
     data_sets: tuple[DataSetStatus, ...] = ()
 
 
@@ -405,6 +412,8 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
                 episodes=stats.episodes,
                 mean_reward=stats.mean,
                 success_rate=stats.success_rate,
+                mixed=stats.mixed.episodes,
+                mixed_mean_reward=stats.mixed.mean,
                 data_sets=_data_sets(stats),
             )
             for version, stats in sorted(engine.evals.items())
@@ -609,8 +618,8 @@ def _training_lines(status: EngineStatus, now_ns: int) -> list[str]:
     if status.evals:
         lines.append("held-out reward by policy version:")
         for row in status.evals[-EVALS_SHOWN:]:
-            lines.append(f"  {row.version:>5}  {row.mean_reward:.3f}  ({row.episodes} episodes)")
-            lines += [f"         {_data_set_line(each)}" for each in row.data_sets]
+            lines.append(f"  {row.version:>5}  {_eval_figures(row)}")
+            lines += [f"         {_eval_figures(each, one_line(each.data_set))}" for each in row.data_sets]
     return lines
 
 
@@ -621,15 +630,19 @@ def _data_sets(stats: EvalStats) -> tuple[DataSetStatus, ...]:
             episodes=each.episodes,
             mean_reward=each.mean,
             success_rate=each.success_rate,
-            newer=each.newer,
+            mixed=each.mixed.episodes,
+            mixed_mean_reward=each.mixed.mean,
         )
         for name, each in sorted(stats.data_sets.items())
     )
 
 
-def _data_set_line(row: DataSetStatus) -> str:
-    newer = f", {row.newer} of them partly by a later version" if row.newer else ""
-    return f"{row.mean_reward:.3f}  {one_line(row.data_set)} ({row.episodes} episodes{newer})"
+def _eval_figures(row: EvalStatus | DataSetStatus, name: str = "") -> str:
+    """Return the mean of what one version has sampled alone, and beside it that of what several have."""
+    mean = f"{row.mean_reward:.3f}" if row.episodes else "-"
+    mixed = f"; {row.mixed} partly by a later version: {row.mixed_mean_reward:.3f}" if row.mixed else ""
+    named = f"{name} " if name else ""
+    return f"{mean:<5}  {named}({row.episodes} episodes{mixed})"
 
 
 def _indented_line(text: str) -> str:
