@@ -37,9 +37,18 @@ class Rpc(StrEnum):
     SCORE = "bombus/score"
 
 
+class SessionRpc(StrEnum):
+    """The methods of `POST /mcp` by which a client opens and closes a session."""
+
+    CREATE = "openenv/session/create"
+    CLOSE = "openenv/session/close"
+
+
 class RpcError:
     """The codes of JSON-RPC that are used here."""
 
+    PARSE = -32700
+    SERVER = -32000
     INVALID_REQUEST = -32600
     METHOD_NOT_FOUND = -32601
     INVALID_PARAMS = -32602
