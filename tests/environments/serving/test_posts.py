@@ -172,8 +172,8 @@ async def test_a_session_has_so_many_calls_under_way_and_no_more() -> None:
     ("body", "code", "why"),
     [
         (b"{", RpcError.PARSE, "the body is not JSON"),
-        (b"[]", RpcError.INVALID_REQUEST, "one request of JSON-RPC"),
-        (b'{"method": "tools/list", "params": 3}', RpcError.INVALID_PARAMS, "params is an object"),
+        (b"[]", RpcError.INVALID_REQUEST, "the body is one request"),
+        (b'{"method": "tools/list", "params": 3}', RpcError.INVALID_REQUEST, "`$.params`"),
         (b'{"method": "tools/list"}', RpcError.INVALID_PARAMS, "params has no session_id"),
         (b'{"method": "tools/list", "params": {"session_id": "x"}}', RpcError.SERVER, "session 'x' is over"),
     ],

@@ -7,7 +7,16 @@ from urllib.parse import urlsplit
 import msgspec
 from websockets.http11 import Request, Response
 
-from bombus.environments.openenv.messages import Rpc, RpcError, SessionRpc, WireMessage, rpc_error, rpc_result
+from bombus.environments.openenv.messages import (
+    NotARequest,
+    Rpc,
+    RpcError,
+    SessionRpc,
+    WireMessage,
+    decode_rpc,
+    rpc_error,
+    rpc_result,
+)
 from bombus.environments.serving.doors import NotLetIn, json_response, wait_s_of
 from bombus.environments.serving.posts import ClientGone
 from bombus.errors import Code
@@ -48,14 +57,10 @@ async def answer_post(sessions: PostedSessions, request: Request, body: bytes, g
 
 async def _answer(sessions: PostedSessions, body: bytes, wait_s: float, gone: ClientGone) -> WireMessage:
     try:
-        data = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return rpc_error(None, RpcError.PARSE, f"the body is not JSON: {error}")
-    if not isinstance(data, dict):
-        return rpc_error(None, RpcError.INVALID_REQUEST, "the body is one request of JSON-RPC, an object")
-    number, method, params = data.get("id"), data.get("method"), data.get("params") or {}
-    if not isinstance(params, dict):
-        return rpc_error(number, RpcError.INVALID_PARAMS, "params is an object")
+        asked = decode_rpc(body)
+    except NotARequest as error:
+        return rpc_error(None, error.code, str(error))
+    number, method, params = asked.id, asked.method, asked.params
     try:
         if method == SessionRpc.CREATE:
             return rpc_result(number, {"session_id": await sessions.open_by_post(wait_s, gone)})
@@ -66,7 +71,7 @@ async def _answer(sessions: PostedSessions, body: bytes, wait_s: float, gone: Cl
         if method == SessionRpc.CLOSE:
             sessions.close_by_post(session)
             return rpc_result(number, {"session_id": session, "closed": True})
-        answer = await sessions.call_by_post(session, data, gone)
+        answer = await sessions.call_by_post(session, msgspec.structs.asdict(asked), gone)
     except NotLetIn as refused:
         return rpc_error(number, RpcError.SERVER, str(refused))
     if answer.type == "error":
