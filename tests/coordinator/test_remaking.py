@@ -2,7 +2,7 @@
 
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.state import Phase
+from bombus.hive.state import Hive, Phase, evolve
 from tests.coordinator.core_in_memory import ENGINE
 from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
 
@@ -158,6 +158,10 @@ def test_nine_models_that_each_end_their_trainers_wait_and_the_run_goes_on_also_
         assert lives(harness, models) == 9 * 4
         assert (harness.engine.suspended, harness.engine.trainers_lost) == ("", 1), "the last one of those before"
     harness.done("1")
+    folded = Hive()
+    for event in harness.log:
+        evolve(folded, event)
+    assert folded == harness.core.hive
 
 
 def test_trainers_that_are_lost_for_other_reasons_are_counted_although_models_wait() -> None:
