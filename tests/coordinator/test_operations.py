@@ -15,7 +15,7 @@ from bombus.operations import kinds
 from bombus_coordinator.rules.operations import CREATE, END, SAVE
 from tests.coordinator.core_in_memory import ENGINE, SECOND
 from tests.coordinator.tenants_in_memory import BASE, MODEL, SESSION, TenantHarness, saved
-from tests.coordinator.test_suspending import refused
+from tests.coordinator.test_suspending import refused, suspend
 
 
 def test_the_operations_that_the_coordinator_knows_are_called_as_their_bodies_are() -> None:
@@ -625,16 +625,11 @@ def test_an_owner_removes_what_a_model_that_cannot_be_made_again_waits_to_load_a
 def test_what_waits_for_a_model_that_cannot_be_made_again_keeps_a_saved_model_for_a_day_only() -> None:
     harness = waiting_to_load(ttl_s=5.0)
     harness.tick(after_s=10 * 3600)
-    harness.send(inbox.AskRest(id=harness.id(), engine=ENGINE, asleep=True))
+    suspend(harness)
     harness.tick(after_s=100 * 3600)
-    harness.send(inbox.AskRest(id=harness.id(), engine=ENGINE, asleep=False))
-    harness.send(
-        inbox.TrainerRests(
-            id=harness.id(), engine=ENGINE, run=1, trainer_epoch=harness.engine.trainer_epoch, asleep=False
-        )
-    )
+    harness.send(inbox.Resume(id=harness.id(), engine=ENGINE))
     harness.tick(after_s=14 * 3600 - 1)
-    assert list(harness.tenants.kept) == [f"{MODEL}/training/x"], "its trainer was asleep"
+    assert list(harness.tenants.kept) == [f"{MODEL}/training/x"], "the run was suspended meanwhile"
     harness.tick(after_s=1)
     assert harness.tenants.kept == {}
     assert harness.op("1", "t:train:0").reads_removed

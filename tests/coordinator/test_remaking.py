@@ -2,7 +2,7 @@
 
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.state import Phase
+from bombus.hive.state import Hive, Phase, evolve
 from tests.coordinator.core_in_memory import ENGINE
 from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
 
@@ -158,6 +158,10 @@ def test_nine_models_that_each_end_their_trainers_wait_and_the_run_goes_on_also_
         assert lives(harness, models) == 9 * 4
         assert (harness.engine.suspended, harness.engine.trainers_lost) == ("", 1), "the last one of those before"
     harness.done("1")
+    folded = Hive()
+    for event in harness.log:
+        evolve(folded, event)
+    assert folded == harness.core.hive
 
 
 def test_trainers_that_are_lost_for_other_reasons_are_counted_although_models_wait() -> None:
@@ -208,3 +212,44 @@ def test_resume_forgives_what_is_known_of_models_that_were_said_to_be_suspended_
     assert [type(each) for each in harness.send(inbox.Resume(id=harness.id(), engine=ENGINE))] == [ev.EngineResumed]
     assert harness.model.unsurvived == {}
     assert harness.tenants.models["n"].unsurvived == {1: (5,)}
+
+
+def test_trainers_that_were_lost_before_one_lived_through_it_count_for_the_run() -> None:
+    harness = executed(TenantHarness())
+    harness.operate("4")
+    for _ in range(2):
+        harness.serve()
+        remaking(harness, 2)
+    harness.serve()
+    remaking(harness, 2)
+    remaking(harness, over=True)
+    say_away(harness, why="its cover is gone")
+    assert harness.engine.trainers_lost == 3
+
+
+def test_trainers_that_were_lost_before_something_was_executed_are_not_taken_from_those_after_it() -> None:
+    harness = executed(TenantHarness())
+    harness.create("n")
+    harness.operate("4")
+    harness.serve()
+    remaking(harness, 2)
+    harness.serve()
+    harness.done("0", "n")
+    assert harness.engine.trainers_lost == 0
+    for _ in range(2):
+        harness.serve()
+    say_away(harness)
+    assert harness.engine.trainers_lost == 2
+
+
+def test_trainers_that_do_not_survive_what_its_client_has_saved_are_lost_in_it_too_each_time_it_is_resumed() -> None:
+    harness = executed(TenantHarness())
+    harness.operate("4")
+    for _ in range(2):
+        for _ in range(6):
+            harness.serve()
+            remaking(harness, 2)
+        harness.serve()
+        assert say_away(harness) == ["ModelSuspended"]
+        assert harness.engine.trainers_lost == 1, "the one before"
+        harness.send(inbox.Resume(id=harness.id(), engine=ENGINE))

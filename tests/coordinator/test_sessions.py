@@ -309,12 +309,13 @@ def lead_anew(harness: TenantHarness) -> None:
 
 
 def rest(harness: TenantHarness, asleep: bool) -> None:
-    engine = harness.engine
     harness.send(inbox.AskRest(id=harness.id(), engine=ENGINE, asleep=asleep))
-    rests = inbox.TrainerRests(
-        id=harness.id(), engine=ENGINE, run=engine.run, trainer_epoch=engine.trainer_epoch, asleep=asleep
-    )
-    harness.send(rests)
+    say_rest(harness, asleep)
+
+
+def say_rest(harness: TenantHarness, asleep: bool) -> None:
+    epoch = harness.engine.trainer_epoch
+    harness.send(inbox.TrainerRests(id=harness.id(), engine=ENGINE, run=1, trainer_epoch=epoch, asleep=asleep))
 
 
 def lose_trainer(harness: TenantHarness) -> None:
@@ -336,7 +337,20 @@ def wake_up(harness: TenantHarness) -> None:
     rest(harness, asleep=False)
 
 
-PAUSES = {"sleep": (fall_asleep, wake_up), "no trainer": (lose_trainer, TenantHarness.serve)}
+def begin_to_wake_up(harness: TenantHarness) -> None:
+    fall_asleep(harness)
+    harness.send(inbox.AskRest(id=harness.id(), engine=ENGINE, asleep=False))
+
+
+def be_awake(harness: TenantHarness) -> None:
+    say_rest(harness, asleep=False)
+
+
+PAUSES = {
+    "sleep": (fall_asleep, wake_up),
+    "its end": (begin_to_wake_up, be_awake),
+    "no trainer": (lose_trainer, TenantHarness.serve),
+}
 
 
 @pytest.mark.parametrize("pause", PAUSES)
@@ -360,7 +374,12 @@ def test_the_day_of_a_model_that_is_left_goes_on_under_another_leader_and_from_a
     assert [type(each) for each in harness.tick(after_s=1)] == [ev.ModelClosed]
 
 
-@pytest.mark.parametrize("begin", [lead_anew, TenantHarness.serve])
+def sleep_for_a_moment(harness: TenantHarness) -> None:
+    fall_asleep(harness)
+    wake_up(harness)
+
+
+@pytest.mark.parametrize("begin", [lead_anew, TenantHarness.serve, sleep_for_a_moment])
 def test_a_model_that_is_left_is_not_ended_before_who_has_just_come_has_had_half_an_hour(
     begin: Callable[[TenantHarness], None],
 ) -> None:
@@ -368,6 +387,23 @@ def test_a_model_that_is_left_is_not_ended_before_who_has_just_come_has_had_half
     harness.tick(after_s=24 * HOUR - 1)
     begin(harness)
     assert harness.tick(after_s=HOUR / 2 - 1) == []
+    assert [type(each) for each in harness.tick(after_s=1)] == [ev.ModelClosed]
+
+
+def test_a_model_that_is_left_is_not_ended_while_its_trainer_sleeps() -> None:
+    harness = left()
+    harness.tick(after_s=24 * HOUR - 1)
+    harness.serve()
+    harness.tick(after_s=60)
+    fall_asleep(harness)
+    assert harness.tick(after_s=HOUR) == []
+
+
+def test_the_day_of_a_model_that_is_left_goes_on_when_there_is_another_reason() -> None:
+    harness = left()
+    harness.tick(after_s=20 * HOUR)
+    suspend_model(harness, "its cover is damaged")
+    assert harness.tick(after_s=4 * HOUR - 1) == []
     assert [type(each) for each in harness.tick(after_s=1)] == [ev.ModelClosed]
 
 

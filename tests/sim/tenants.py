@@ -110,6 +110,9 @@ class Ledger:
     def check(self, event: ev.Event, engine: EngineState) -> None:
         why = why_out_of_order(self.hive(), event)
         assert not why, why
+        rests = engine.suspended or engine.rest_wanted or engine.asleep
+        is_tried = engine.serves_operations and engine.trainer != "" and not rests
+        assert bool(engine.tenants.trying.since_ns) == is_tried, "time counts while models could be made again"
         assert not isinstance(event, ev.BatchReady | ev.RollingClosed), "a run of operations makes no batch"
         match event:
             case ev.EngineStarted():

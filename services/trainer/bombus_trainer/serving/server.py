@@ -66,7 +66,7 @@ class OperationServer:
         self._models: ServedModels | None = None
         self._cover_pause_until_s = 0.0
         self._begun: set[str] = set()  # models of which this trainer has begun an operation
-        self._said: dict[str, str] = {}  # why models wait, as it was said last: the log may not show it here yet
+        self._said: dict[str, str] = {}  # why models wait, as this trainer has said it last
         self._suspended: dict[str, float] = {}  # models that cannot be made again now: when to try it again
         self._lived_through: set[str] = set()  # models that this trainer could not make again, but survived to say so
         self._has_tried = False  # to make one of them again, after which nothing was executed yet
@@ -238,8 +238,7 @@ class OperationServer:
             why=why,
         )
         await ownership.send(away)
-        if fault is None:  # what was removed while the model waited is known here then
-            await ownership.wait(partial(_goes_on, name=model.name))
+        await ownership.wait(partial(_is_known, model=model, waits=why != ""))  # and what was removed then
 
     async def _load(self) -> ServedModels:
         ownership, options = self._ownership, self._options
@@ -518,9 +517,10 @@ def _is_settled(engine: EngineState, model: TenantModel, queued: Queued) -> bool
     return operation is None or not operation.waits
 
 
-def _goes_on(engine: EngineState, name: str) -> bool:
-    model = engine.tenants.models.get(name)
-    return model is None or model.closed is not None or not model.suspended
+def _is_known(engine: EngineState, model: TenantModel, waits: bool) -> bool:
+    """Return whether the log has it that a model waits, or that it goes on."""
+    now = engine.tenants.models.get(model.name)
+    return now is None or now.closed is not None or now.begun != model.begun or bool(now.suspended) == waits
 
 
 def _is_covered(engine: EngineState, name: str, number: int) -> bool:
