@@ -119,6 +119,16 @@ def test_taking_what_is_not_queued_changes_nothing() -> None:
 # ---- groups that are held and combined ------------------------------------------------------------------------
 
 
+def test_a_held_group_and_a_part_of_a_combination_cannot_be_taken() -> None:
+    queue = queue_of(8, environment(1, 4))
+    push(queue, groups(1, 1, 3, 2))
+    assert queue.combined == {2: (1, 2)}
+    before = msgspec.json.encode(queue)
+    assert take(queue, [1, 3]) == [], "1 comes with 2 alone, and 3 waits for another group"
+    assert msgspec.json.encode(queue) == before
+    assert [group.sequences for group in take(queue, [1, 2, 3])] == [1, 3]
+
+
 def test_a_group_of_another_size_is_held_until_others_make_up_the_size_of_its_environment() -> None:
     queue = queue_of(8, environment(0, group_size=4))
     assert held_after(queue, groups(0, 1, 4, 2, 3)) == [1, None, 3, 2]

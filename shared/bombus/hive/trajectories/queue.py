@@ -291,8 +291,11 @@ def push(queue: TrajectoryQueue, groups: Iterable[QueuedGroup]) -> None:
 
 
 def take(queue: TrajectoryQueue, numbers: Iterable[int]) -> list[QueuedGroup]:
-    """Remove the groups of a batch and return them, the oldest first. What a share had of it counts as served."""
-    gone = sorted({number for number in numbers if number in queue.groups})
+    """Remove the groups of a batch and return them, the oldest first. What a share had of it counts as served.
+
+    No batch can have a group that is held, or a part of a combination without the rest: their numbers are passed over.
+    """
+    gone = sorted({number for number in numbers if is_queued(queue, number)})
     together = {number: queue.combined.pop(number) for number in gone if number in queue.combined}
     inner = {each for members in together.values() for each in members}
     taken = {number: queue.groups.pop(number) for number in sorted(inner.union(gone)) if number in queue.groups}
@@ -311,6 +314,17 @@ def take(queue: TrajectoryQueue, numbers: Iterable[int]) -> list[QueuedGroup]:
     queue.clock = max(queue.clock, min(starts.values(), default=0.0))
     _forget_environments(queue)
     return list(taken.values())
+
+
+def is_queued(queue: TrajectoryQueue, number: int) -> bool:
+    """Return whether a number has a place in a line: that of a group, or of several that were combined."""
+    group = queue.groups.get(number)
+    if group is None:
+        return False
+    size = sum(queue.groups[each].sequences for each in queue.members(number))
+    line = queue.share_of(queue.owner_of(group)).lines.get(size)
+    at = 0 if line is None else bisect_left(line.numbers, number, line.start)
+    return line is not None and line.numbers[at : at + 1] == [number]
 
 
 def put_back(

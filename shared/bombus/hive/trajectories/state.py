@@ -200,9 +200,9 @@ def _forget_pushes(state: Trajectories, now_ns: int) -> None:
 
 def hand_out(state: Trajectories, event: ev.BatchHandedOut) -> None:
     queue = state.queue
-    combined = {each: queue.combined[each] for each in event.groups if each in queue.combined}
-    named = {*event.groups, *(each for members in combined.values() for each in members)}
-    numbers = tuple(sorted(number for number in named if number in queue.groups))
+    queued = [number for number in event.groups if queues.is_queued(queue, number)]
+    combined = {number: queue.combined[number] for number in queued if number in queue.combined}
+    numbers = tuple(sorted({*queued, *(each for members in combined.values() for each in members)}))
     groups = _taken(state, numbers)
     state.batches = event.number
     if state.batch is not None and state.batch.delivered:
