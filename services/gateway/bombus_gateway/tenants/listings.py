@@ -14,9 +14,7 @@ from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
 from bombus_gateway.training.paths import CheckpointPath
 
 PAGE_MAX = 1000
-UNMARKED = re.compile(
-    r"synced-(\d{8}-\d{6})-\d{3}"
-)  # what saves for a sync were called before they had a mark, by time
+UNMARKED = re.compile(r"synced-(\d{8}-\d{6})-\d{3}")  # the names of saves for a sync from before they had a mark
 UNMARKED_S = 3600.0  # at most from that time until one was saved
 CLOCKS_S = 60.0  # that the clocks of a gateway and the bus may be apart
 

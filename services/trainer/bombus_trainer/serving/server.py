@@ -238,7 +238,8 @@ class OperationServer:
             why=why,
         )
         await ownership.send(away)
-        await ownership.wait(partial(_is_known, model=model, waits=why != ""))  # and what was removed then
+        # Whatever was removed while the model was suspended is known here by then, too.
+        await ownership.wait(partial(_is_known, model=model, waits=why != ""))
 
     async def _load(self) -> ServedModels:
         ownership, options = self._ownership, self._options
