@@ -11,20 +11,29 @@ import httpx
 import pytest
 from fastapi import Request
 
+from bombus.errors import Code, Refused
+from bombus.hive.inbox import AnyAnswer, Message, RemoveWeights
+from bombus.hive.tenants.state import FOR_SYNC
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
-from bombus.operations import CheckpointKind, CreateModel, Operation, OptimStep, SaveWeights
+from bombus.operations import CheckpointKind, CheckpointSaved, CreateModel, Operation, OptimStep, SaveWeights
+from bombus_gateway.context import Gateway
 from bombus_gateway.tenants.bases import Bases
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
+from bombus_gateway.tenants.endpoints.syncing import WeightSync
 from bombus_gateway.tenants.full_weights import RegisteredModel
 from bombus_gateway.tenants.sessions import Sessions
+from bombus_gateway.training.endpoints import SyncRequest
+from bombus_gateway.training.submission import Submission
 from tests.gateway.openai_hive import ENGINE, gateway_of
 from tests.gateway.tenants.scripted_trainer import TenantHive, address_of
+from tests.gateway.tenants.test_news import late_client
 from tests.gateway.tenants.test_routes import BASE, ask, configure, open_model, xorl_result
 from tests.patience import PATIENCE_S, until
 
 UPDATE = "/update_weights_from_disk"
+SYNCED = SaveWeights(checkpoint=CheckpointKind.EXTERNAL, name="synced-29991231-000000-000", ttl_s=86_400.0, merged=True)
 
 
 class ScriptedServer:
@@ -100,6 +109,22 @@ async def listed(url: str) -> list[dict[str, Any]]:
     assert answer["count"] == len(answer["endpoints"])
     found: list[dict[str, Any]] = answer["endpoints"]
     return found
+
+
+class KeepingGateway(Gateway):
+    """A gateway whose removals of saved models are refused."""
+
+    async def carry_out(self, command: Message, limit_s: float | None = None, traceparent: str = "") -> AnyAnswer:
+        if isinstance(command, RemoveWeights):
+            raise Refused(Code.WRONG_PHASE, "an operation waits to load it")
+        return await super().carry_out(command, limit_s, traceparent)
+
+
+@asynccontextmanager
+async def another_gateway(hive: TenantHive) -> AsyncIterator[Gateway]:
+    """Give another gateway of the hive, which can remove nothing."""
+    async with gateway_of(hive.bus, inference_hosts=("127.0.0.1",)) as (other, _):
+        yield KeepingGateway(other.settings, other.bus, other.follower, other.keys)
 
 
 def saves(hive: TenantHive) -> list[SaveWeights]:
@@ -335,6 +360,48 @@ async def test_of_two_gateways_the_one_that_is_slower_leaves_servers_with_the_ne
     assert (await first)["success"]
     older, newest = [f"/w/{save.name}" for save in saves(hive)]
     assert [each["model_path"] for each in server.loaded] == [older, newest, newest]
+
+
+async def test_of_two_gateways_the_one_that_is_slower_removes_its_own_weights_and_not_the_newest(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bombus_gateway.tenants.endpoints.syncing.LOAD_S", 0.0)  # nobody reads for that long
+    await create(client)
+    await add(hive, server.port)
+    server.held = [slow := asyncio.Event()]
+    first = asyncio.create_task(post(hive, "/sync_inference_weights"))
+    await until(lambda: bool(server.loaded))
+    async with another_gateway(hive) as other:
+        submission = Submission(model="default", seq=0, operation=SYNCED, metadata=FOR_SYNC)
+        desk = OperationDesk(other, ENGINE)
+        newest = await desk.submit(hive.engine.tenants.models["default"].session, submission)
+        assert isinstance(await desk.outcome(newest, PATIENCE_S), CheckpointSaved)
+    slow.set()
+    assert (await first)["success"]
+    assert server.loaded[-1]["model_path"] == f"/w/{SYNCED.name}"
+    assert [each.noted.saved.name for each in hive.engine.tenants.kept.values()] == [SYNCED.name]
+
+
+async def test_a_sync_that_cannot_remove_what_earlier_ones_have_saved_has_succeeded(
+    hive: TenantHive, client: httpx.AsyncClient, server: ScriptedServer
+) -> None:
+    await create(client)
+    await add(hive, server.port)
+    async with another_gateway(hive) as other:
+        sync = WeightSync(other, OperationDesk(other, ENGINE))
+        for _ in range(2):
+            assert (await sync.sync(SyncRequest(), "")).success
+    assert [each.noted.saved.name for each in hive.engine.tenants.kept.values()] == [each.name for each in saves(hive)]
+
+
+async def test_a_gateway_that_is_behind_puts_the_replicas_in_sync_that_others_know_of(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await create(client)
+    await hive.join_replica()
+    async with late_client(hive.bus) as late:
+        report = (await late.post("sync_inference_weights", json={})).json()
+    assert report["success"], report["message"]
 
 
 async def test_a_sync_that_waits_holds_up_no_other_models_and_a_model_that_is_away_is_refused(

@@ -268,6 +268,25 @@ async def test_a_checkpoint_that_a_model_without_a_cover_was_loaded_from_is_not_
     assert isinstance(await one.do(overwrite("x")), CheckpointSaved)
 
 
+async def test_a_checkpoint_that_a_model_which_is_away_needs_is_not_replaced_and_the_model_comes_back(
+    one: OneModel, tmp_path: Path
+) -> None:
+    await one.do(training("x"))
+    first, one.model = one.model, TenantModel(name="n", session="s", base="org/tiny", run=1, opened_ns=6, begun=1)
+    await one.do(CreateModel(base="org/tiny", adapter=SPEC, checkpoint="m/training/x"))
+    second, one.model = one.model, first
+    second.operations["1"].op = "create_model"
+    folder, elsewhere = tmp_path / "saved" / "m" / "training" / "x", tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    assert isinstance(await one.models.try_again(second, calm(second)), EngineFault)
+    elsewhere.rename(folder)
+    overwrite = SaveWeights(checkpoint=CheckpointKind.TRAINING, name="x", overwrite=True)
+    assert "save under another name, or try it later" in await failed(one, overwrite)
+    assert await one.models.try_again(second, calm(second)) is None
+    await one.models.cover("n")
+    assert isinstance(await one.do(overwrite), CheckpointSaved)
+
+
 async def test_a_model_that_no_trainer_survives_making_again_goes_on_from_what_its_client_has_saved_since(
     one: OneModel,
 ) -> None:

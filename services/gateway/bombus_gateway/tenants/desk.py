@@ -85,8 +85,9 @@ class OperationDesk:
         self._parts = Parts(gateway.bus)
         self._decoding = asyncio.Semaphore(DECODING_MAX)
         self._failures: dict[str, tuple[str, Failed]] = {}  # with the owners of their clients' keys
-        self._submitted: dict[str, Submission] = {}  # without their data
-        self._told: dict[str, None] = {}  # operations whose results went out
+        # A session that was forgotten frees its names, so what is remembered is of one operation, not of an id.
+        self._submitted: dict[tuple[str, bytes], Submission] = {}  # by id and digest of the body, without their data
+        self._told: dict[int, None] = {}  # by their arrival: operations whose results went out
 
     @property
     def state(self) -> EngineState:
@@ -112,7 +113,8 @@ class OperationDesk:
         model, failure = submission.model, submission.operation
         operation = _on_the_log(submission)
         body = encode_operation(operation)
-        own = digest(f"{owner}//".encode() + body).hex()[:8]
+        known = self.tenants.models.get(model)
+        own = digest(f"{owner}/{0 if known is None else known.opened_ns}/".encode() + body).hex()[:8]
         own_name = f"{model}:{submission.seq}:{own}"  # not that of one that may be accepted yet
         if isinstance(failure, Failed) and not (session and self._is_open(model)):
             return self._remember_failure(own_name, failure, owner)
@@ -120,7 +122,7 @@ class OperationDesk:
             why = f"There is no model {model}: create it first."
             return self._remember_failure(own_name, Failed(error=why, category=Category.USER), owner)
         try:
-            name = await self._accepted(session, submission, operation, body, base)
+            name, stored = await self._accepted(session, submission, operation, body, base)
         except Refused as refusal:
             if refusal.code in _PASSING and not isinstance(operation, CreateModel):
                 raise
@@ -128,13 +130,16 @@ class OperationDesk:
             if isinstance(operation, CreateModel | Rejected) or refusal.code in _WITHOUT_PLACE:
                 return self._remember_failure(own_name, refused, owner)
             return await self.submit(session, msgspec.structs.replace(submission, operation=refused), owner=owner)
-        self._remember(name, msgspec.structs.replace(submission, operation=_without_data(operation)))
+        self._remember(name, stored, msgspec.structs.replace(submission, operation=_without_data(operation)))
         return name
 
     async def _accepted(
         self, session: str, submission: Submission, operation: Operation, body: bytes, base: str
-    ) -> str:
-        """Store the body, and have the operation accepted under a key that is its own."""
+    ) -> tuple[str, bytes]:
+        """Store the body, and have the operation accepted under a key that is its own.
+
+        Returns the id of the operation, and the digest of its body.
+        """
         model, may_repeat = submission.model, True
         for attempt in range(1, ATTEMPTS_MAX + 1):
             ref = await self._parts.store(self._gateway.bus.subjects.operation(self.engine, model), body)
@@ -163,7 +168,7 @@ class OperationDesk:
                 may_repeat = may_repeat and not is_another
                 continue
             assert isinstance(answer, inbox.Accepted)
-            return answer.operation
+            return answer.operation, ref.digest
         raise AssertionError("the last attempt has returned or raised")
 
     def _key(self, submission: Submission, body_digest: bytes, may_repeat: bool) -> str:
@@ -173,8 +178,8 @@ class OperationDesk:
         of an object of theirs, of which several may share a model or follow each other. An object sends no other
         request before it has the answer to this one, so an equal number is a repeat only with an equal body, within
         seconds, and as the next request. A batch or a step is none without a number, or once its result was read: equal
-        ones may follow each other on purpose. How long ago it came is for the coordinator to say, whose clock is that
-        of the log.
+        ones may follow each other on purpose. A save or an end that has failed has changed nothing, and is tried again.
+        How long ago it came is for the coordinator to say, whose clock is that of the log.
         """
         if _is_numbered(submission):
             return str(submission.seq)
@@ -188,7 +193,9 @@ class OperationDesk:
         is_new_model = model.closed is not None and isinstance(submission.operation, CreateModel)
         is_next = of_this_model and newest.number == model.numbers and not is_new_model
         if isinstance(submission.operation, ForwardBackward | OptimStep):
-            may_repeat &= submission.seq > 0 and f"{model.name}:{newest.key}" not in self._told
+            may_repeat &= submission.seq > 0 and newest.arrival not in self._told
+        if isinstance(submission.operation, SaveWeights | EndModel):
+            may_repeat &= not newest.failed
         if may_repeat and is_next and newest.body is not None and newest.body.digest == body_digest:
             return newest.key
         return f"{stem}{int(newest.key.removeprefix(stem)) + 1}"
@@ -197,8 +204,8 @@ class OperationDesk:
         model = self.tenants.models.get(name)
         return model is not None and model.closed is None
 
-    def _remember(self, name: str, submission: Submission) -> None:
-        self._submitted[name] = submission
+    def _remember(self, name: str, body_digest: bytes, submission: Submission) -> None:
+        self._submitted[name, body_digest] = submission
         trim(self._submitted, REMEMBERED)
 
     def _remember_failure(self, name: str, failure: Failed, owner: str) -> str:
@@ -215,8 +222,6 @@ class OperationDesk:
             return unknown(asked.id)
         if isinstance(outcome, Waits):
             return try_again(asked, outcome.reason, outcome.state)
-        self._told[asked.id] = None
-        trim(self._told, REMEMBERED)
         if isinstance(outcome, Failed):
             return failed(outcome)
         model, queued = asked.id.rpartition(":")[0], self.tenants.operation(asked.id)
@@ -235,9 +240,13 @@ class OperationDesk:
         queued = self.tenants.operation(name)
         if queued is None or (queued.result is None and not queued.error):
             return None
-        if queued.result is None:
-            return Failed(error=queued.error, category=Category.SERVER)
-        return decode_result(await self._parts.fetch(queued.result))
+        arrival = queued.arrival
+        result: Result = Failed(error=queued.error, category=Category.SERVER)
+        if queued.result is not None:
+            result = decode_result(await self._parts.fetch(queued.result))
+        self._told[arrival] = None
+        trim(self._told, REMEMBERED)
+        return result
 
     async def _found(self, name: str, holder: str) -> Queued | None:
         """Return an operation of the holder of a key, which another gateway may have put on the log a moment ago."""
@@ -285,10 +294,12 @@ class OperationDesk:
     async def _submission(self, model: str, queued: Queued | None) -> Submission:
         """Return what was submitted, without its data, as far as it is needed to write the result."""
         unknown_one = Submission(model=model, seq=0, operation=EndModel())
-        name = "" if queued is None else f"{model}:{queued.key}"
-        known = self._submitted.get(name)
-        if known is not None or queued is None or queued.body is None:
-            return known or unknown_one
+        if queued is None or queued.body is None:
+            return unknown_one
+        name = f"{model}:{queued.key}"
+        known = self._submitted.get((name, queued.body.digest))
+        if known is not None:
+            return known
         try:
             operation = decode_operation(await self._parts.fetch(queued.body))
         except LogCorrupted:  # bodies are kept for less long than results
@@ -296,7 +307,7 @@ class OperationDesk:
         known = Submission(
             model=model, seq=0, operation=_without_data(operation), sampling_session=_sampling_session(model, operation)
         )
-        self._remember(name, known)
+        self._remember(name, queued.body.digest, known)
         return known
 
 

@@ -248,7 +248,7 @@ class ServedModels:
                 operation = msgspec.structs.replace(operation, base=self._names[1])
         if isinstance(operation, SaveWeights) and operation.overwrite:
             name = f"{model.name}/{operation.checkpoint}/{operation.name}"
-            if self._was_loaded(name):
+            if self._was_loaded(name) or any(name in named for named in self._away.values()):
                 why = f"a model was made from the checkpoint {name} and has no cover yet, so it cannot be replaced now"
                 return Failed(error=f"{why}: save under another name, or try it later", category=Category.SERVER)
         number = queued.number

@@ -22,6 +22,7 @@ from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.endpoints.servers import Target, check_allowed, looked_at
 from bombus_gateway.tenants.endpoints.syncing import WeightSync
 from bombus_gateway.tenants.full_weights import RegisteredModel
+from bombus_gateway.tenants.news import hear_news
 from bombus_gateway.training.dialects import is_tinkers
 from bombus_gateway.training.endpoints import Endpoint, SyncRequest, read_endpoint, read_new_endpoint, read_sync
 from bombus_gateway.training.submission import DEFAULT_MODEL
@@ -125,6 +126,7 @@ class EndpointRoutes:
 
         async def synced() -> object:
             asked = read_sync(body)
+            await hear_news(self._gateway.follower)  # models, endpoints and replicas that others know of already
             models = seen_by(self._desk.tenants, holder).open_models
             meant = asked.model or ("" if any(not is_tinkers(each.name) for each in models) else DEFAULT_MODEL)
             if self._registered.unborn(meant, holder):

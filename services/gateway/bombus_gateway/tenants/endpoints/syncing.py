@@ -1,6 +1,7 @@
 """Put the weights of a model in sync: save them in the model's order, and give them to servers."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -9,7 +10,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from bombus.endpoints.servers import FoundServer, ServerKind
-from bombus.errors import Code, Refused
+from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.tenants.owners import owner_of, seen_by
@@ -22,6 +23,8 @@ from bombus_gateway.tenants.listings import path_of, synced_weights
 from bombus_gateway.training.dialects import is_tinkers
 from bombus_gateway.training.endpoints import Endpoint, SyncRequest
 from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
+
+log = logging.getLogger(__name__)
 
 SAVE_S = 900.0  # for what comes first in the model's order to be executed, and for the weights to be written
 LOADED_S = 120.0  # for a replica of the hive to load the base
@@ -77,7 +80,7 @@ class WeightSync:
             if newer != saved:  # saved by another gateway, whose servers may have had these only after that
                 label = asked.label or f"{model.name}/{max(each.name for each in newer.values())}"
                 found = await asyncio.gather(*(self._given(each, newer, label) for each in targets))
-            await self._remove_older(model, name)
+            await self._remove_older(model, name, newer)
             sizes = [_of(each, saved) for each, outcome in zip(targets, found, strict=True) if outcome.success]
             return SyncReport(
                 success=bool(found) and all(outcome.success for outcome in found),
@@ -185,26 +188,34 @@ class WeightSync:
         async with lock:
             return await given(target, found, label)
 
-    async def _remove_older(self, model: TenantModel, newest: str) -> None:
-        """Remove what earlier syncs of the model have saved, once no server reads it any more."""
+    async def _remove_older(self, model: TenantModel, own: str, given: dict[CheckpointKind, CheckpointSaved]) -> None:
+        """Remove what syncs of the model have saved before what was `given` last, once no server reads it any more.
+
+        `own` is what this sync has saved, which may be older. What was saved last stays, whoever has saved it.
+        """
         for kind, count in KEPT.items():
             every = synced_weights(self._desk.tenants, kind, model.name)
-            older = [each for each in every if each.noted.saved.name != newest][: max(0, len(every) - count)]
+            self._saved_here.update({path_of(each).id: None for each in every if each.noted.saved.name == own})
+            current = {each.noted.saved.name for each in every[-1:]}
+            if kind in given:
+                current.add(given[kind].name)
+            older = [each for each in every if each.noted.saved.name not in current][: max(0, len(every) - count)]
             to_load = self._desk.tenants.read_by_waiting()
             for each in filter(self._is_read, older):
                 name = each.noted.saved.name
-                if kept_id(model.name, kind, name) in to_load:
-                    continue
-                remove = inbox.RemoveWeights(
-                    id=f"remove-{model.name}-{kind}-{name}",
-                    engine=self._desk.engine,
-                    model=model.name,
-                    use=kind,
-                    name=name,
-                )
-                await self._gateway.carry_out(remove)
-            self._saved_here.update({path_of(each).id: None for each in every if each.noted.saved.name == newest})
+                if kept_id(model.name, kind, name) not in to_load:
+                    await self._remove(model, kind, name)
         trim(self._saved_here, REMEMBERED)
+
+    async def _remove(self, model: TenantModel, kind: CheckpointKind, name: str) -> None:
+        """Remove what a sync has saved. Where that is not possible now, it goes with a later sync, or by itself."""
+        remove = inbox.RemoveWeights(
+            id=f"remove-{model.name}-{kind}-{name}", engine=self._desk.engine, model=model.name, use=kind, name=name
+        )
+        try:
+            await self._gateway.carry_out(remove)
+        except (BusUnavailable, Refused) as error:
+            log.warning("%s of model %s stays for now: %s", name, model.name, error)
 
     def _is_read(self, kept: KeptWeights) -> bool:
         """Return whether a sync that saved it is over. Of another gateway's, only time tells."""
