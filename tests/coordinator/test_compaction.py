@@ -575,7 +575,7 @@ async def test_a_preparation_that_is_ended_removes_its_draft(small: Bus, nats_ur
     async with asyncio.timeout(WAIT_S):
         while not list(tmp_path.glob(".*bombuslog-*")):
             await asyncio.sleep(0)
-    await compaction.end(process)
+    await compaction.end(process, WAIT_S)
     assert (process.returncode, list(tmp_path.iterdir())) == (1, [])
 
 

@@ -268,6 +268,19 @@ async def test_a_checkpoint_that_a_model_without_a_cover_was_loaded_from_is_not_
     assert isinstance(await one.do(overwrite("x")), CheckpointSaved)
 
 
+async def test_a_removed_checkpoint_whose_files_are_still_needed_is_saved_again_later(one: OneModel) -> None:
+    await one.do(training("x"))
+    first, one.model = one.model, TenantModel(name="n", session="s", base="org/tiny", run=1, opened_ns=6, begun=1)
+    await one.do(CreateModel(base="org/tiny", adapter=SPEC, checkpoint="m/training/x"))
+    one.model = first
+    save = training("x")
+    again = await one.models.execute(first, one.accept(save), save, {"m/training/x"})
+    assert isinstance(again, Failed)
+    assert again.category is Category.SERVER
+    assert "try it later" in again.error
+    assert "use another name" in await failed(one, save, Category.USER), "nobody has removed it"
+
+
 async def test_a_checkpoint_that_a_model_which_is_away_needs_is_not_replaced_and_the_model_comes_back(
     one: OneModel, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """The models of a run in this process: operations executed on them, and executed again after a crash."""
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Container, Iterable
 from functools import partial
 from time import gmtime, perf_counter, strftime
 
@@ -238,17 +238,23 @@ class ServedModels:
             why = "this operation was announced as one that leaves the model as it is, and it is another"
         return Rejected(failure=Failed(error=why, category=Category.SERVER), counts=not queued.passive)
 
-    async def execute(self, model: TenantModel, queued: Queued, operation: Operation) -> Result:
-        """Execute an operation in a thread. Whatever fails in it is a result; only a lost device raises."""
+    async def execute(
+        self, model: TenantModel, queued: Queued, operation: Operation, removed: Container[str] = ()
+    ) -> Result:
+        """Execute an operation in a thread. Whatever fails in it is a result; only a lost device raises.
+
+        `removed` has the checkpoints whose files are still there, though the log has them no more.
+        """
         if isinstance(operation, CreateModel):
             self.executor.drop(model.name)
             self._hold(model)
             self._clocks[model.name] = CoverClock(queued.number - 1, queued.number - 1)
             if operation.base == self._names[0]:
                 operation = msgspec.structs.replace(operation, base=self._names[1])
-        if isinstance(operation, SaveWeights) and operation.overwrite:
+        if isinstance(operation, SaveWeights):
             name = f"{model.name}/{operation.checkpoint}/{operation.name}"
-            if self._was_loaded(name) or any(name in named for named in self._away.values()):
+            is_needed = self._was_loaded(name) or any(name in named for named in self._away.values())
+            if is_needed and (operation.overwrite or name in removed):
                 why = f"a model was made from the checkpoint {name} and has no cover yet, so it cannot be replaced now"
                 return Failed(error=f"{why}: save under another name, or try it later", category=Category.SERVER)
         number = queued.number

@@ -290,6 +290,7 @@ class OperationServer:
             models.forget_ended(tenants.models)
             self._suspended = {name: due_s for name, due_s in self._suspended.items() if models.holds(name)}
             self._lived_through = set(filter(models.holds, self._lived_through))
+            self._said = {name: why for name, why in self._said.items() if models.holds(name)}
             await models.remove_old_covers(tenants.open_models)
         await self._remove_weights(models)
         now_s = perf_counter()
@@ -378,7 +379,7 @@ class OperationServer:
             result: Result = _without_model(operation, model)
         elif queued.begun_before(ownership.epoch) < limit:
             await self._say_begun(model, queued)
-            result = await models.execute(model, queued, operation)
+            result = await models.execute(model, queued, operation, ownership.removed)
         else:
             result = models.give_up(model, queued, operation)
         reached(Point.OPERATION_EXECUTED)
