@@ -1,7 +1,5 @@
 """An account of AWS in a simulator: the model works in it by command lines, and its end state is the reward."""
 
-import shlex
-
 import msgspec
 
 from bombus.environments.backends.kinds import Backend
@@ -11,14 +9,14 @@ from bombus.environments.plain.marks import metric, reward, success
 from bombus.sdk.types import Task
 from bombus.tasks.aws.catalogue import ENDPOINT, TASKS, AwsTask, StateCheck
 from bombus.tasks.aws.commands import CommandRefused, words_of_command
-from bombus.tasks.aws.console import AwsConsole
+from bombus.tasks.aws.console import AwsConsole, CommandKilled
 
 PARTIAL = 0.8  # of the share of what is to be achieved, as long as it is not all there
 FAILED = "(the command failed with exit code {0})"
 INSTRUCTION = (
     "You administer an AWS account. Carry out the task with the tool `aws`, which takes one command line of the AWS "
-    "command line interface at a time, such as: aws s3 ls. The account's number is 000000000000, the region us-east-1. "
-    "When everything is done, say so."
+    "command line interface at a time, such as: aws s3 ls. There is no shell, and there are no files: write values "
+    "into the command. The account's number is 000000000000, the region us-east-1. When everything is done, say so."
 )
 
 
@@ -48,7 +46,7 @@ class AwsWorld:
         self._console = AwsConsole(backend.address)
         await self._console.start()
         for command in self._task.before:
-            code, text = await self._console.run(shlex.split(self._filled(command)))
+            code, text = await self._console.run(self._words(command))
             if code:
                 raise ResetFailed(f"{self._task.name}: aws {command} failed: {text[:200]}")
         self._held = await self._checked()
@@ -62,12 +60,17 @@ class AwsWorld:
         Args:
             command: the whole command line, such as: aws s3 ls
         """
+        console = self._console_there()
+        self._holds = None
         try:
-            code, text = await self._console_there().run(words_of_command(command))
+            code, text = await console.run(words_of_command(command))
         except CommandRefused:
             self._failed += 1
             raise
-        self._holds = None
+        except CommandKilled as error:  # which is what the model did, and no fault of the simulator
+            self._failed += 1
+            await console.start()
+            return f"({error}: it was killed)"
         self._failed += code != 0
         return "\n".join(filter(None, (text, FAILED.format(code) if code else ""))) or "(done, without output)"
 
@@ -121,7 +124,7 @@ class AwsWorld:
         return [await self._is_so(check) for check in self._task.checks]
 
     async def _is_so(self, check: StateCheck) -> bool:
-        code, text = await self._console_there().run(shlex.split(self._filled(check.command)))
+        code, text = await self._console_there().run(self._words(check.command))
         if code:
             return False
         try:
@@ -129,6 +132,9 @@ class AwsWorld:
         except msgspec.MsgspecError:
             return False
         return bool(found == check.expected)
+
+    def _words(self, command: str) -> list[str]:
+        return words_of_command(f"aws {self._filled(command)}")
 
     def _filled(self, command: str) -> str:
         return command.replace(ENDPOINT, self._console_there().address)
