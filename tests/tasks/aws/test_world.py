@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import shlex
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -79,6 +81,20 @@ async def test_a_command_that_fails_or_is_refused_is_shown_and_counted(simulator
     scores = await environment.score(Transcript())
     assert (scores.reward, scores.is_success, scores.metrics) == (1.0, True, {"failed_commands": 3.0})
     await environment.close()
+
+
+async def test_a_command_that_takes_its_process_with_it_is_shown_and_the_episode_goes_on(
+    simulator: SimulatorProcess,
+) -> None:
+    world = AwsWorld(simulator)
+    await world.reset(BUCKET)
+    assert world._console is not None
+    assert world._console.pid is not None
+    os.kill(world._console.pid, signal.SIGKILL)
+    assert "it was killed" in await world.aws("aws s3 ls")
+    assert await world.aws("aws s3 mb s3://team-logs") == "make_bucket: team-logs"
+    assert (await world.progress(), world.failed_commands()) == (1.0, 1.0)
+    await world.close()
 
 
 async def test_eight_accounts_at_once_with_the_same_bucket_do_not_meet() -> None:
