@@ -47,6 +47,52 @@ async def test_a_job_is_done_by_its_gold_command_alone(task: Task) -> None:
 
 
 @pytest.mark.usefixtures("sandboxes")
+@pytest.mark.parametrize(
+    ("job", "line"),
+    [
+        ("remove-empty", "find . -type f -empty -delete; for file in *; do : > $file; done"),
+        ("remove-empty", "find . -type f -empty -delete; for file in *; do echo >> $file; done"),
+        ("remove-empty", "find . -type f -empty -delete; touch new"),
+        ("rename", "{gold}; for file in *.sh; do echo x > $file; done"),
+        ("rename", "{gold}; mkdir more"),
+        (
+            "rename",
+            'text=$(for file in *; do printf "%s=" "$file"; cat "$file"; echo; done); {gold}; rm *; echo > "$text"',
+        ),
+        ("count-lines", "{gold}; rm log.txt"),
+        ("count-lines", "{gold}; sort -o log.txt log.txt"),
+        ("count-lines", "{gold}; echo 1 >> answer.txt"),
+        ("sum-column", "{gold}; : > table.csv"),
+        ("largest", "{gold}; rm -r data"),
+        ("largest", "{gold}; sed -i s,^,data/, answer.txt"),
+        ("unique", "{gold}; mv sorted.txt words.txt; cp words.txt sorted.txt"),
+        ("unique", "sort words.txt > sorted.txt"),
+    ],
+)
+async def test_a_folder_that_only_looks_so_or_lost_what_it_had_is_not_paid(job: str, line: str) -> None:
+    task = next(each for each in DRAWN if each.metadata["job"] == job)
+    world = ShellWorld()
+    try:
+        await world.reset(task)
+        await world.run(line.replace("{gold}", job_of(task).gold))
+        assert (await world.is_left_so(), await world.is_done()) == (0.0, False)
+    finally:
+        await world.close()
+
+
+@pytest.mark.usefixtures("sandboxes")
+async def test_space_around_an_answer_and_files_beside_it_do_not_matter() -> None:
+    task = next(each for each in DRAWN if each.metadata["job"] == "count-lines")
+    world = ShellWorld()
+    try:
+        await world.reset(task)
+        await world.run(f"printf ' %s \\n\\n' {job_of(task).expected} > answer.txt; touch notes; mkdir more")
+        assert await world.is_left_so() == 1.0
+    finally:
+        await world.close()
+
+
+@pytest.mark.usefixtures("sandboxes")
 async def test_what_a_command_prints_and_its_code_are_shown() -> None:
     world = ShellWorld()
     await world.reset(DRAWN[0])

@@ -1,5 +1,6 @@
 """Small jobs with files in a sandbox: `shell`. Each is made from a seed; what is left in its folder is the reward."""
 
+import hashlib
 import random
 import shlex
 from collections.abc import Callable, Mapping
@@ -22,14 +23,30 @@ INSTRUCTION = (
 
 
 class ShellJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job: what is asked for, a line that makes its folder, one that solves it, and one whose output must be
-    `expected` in the end."""
+    """A job: what is asked for, a line that makes its folder, and one that solves it.
+
+    In the end the files in `left` must have these contents. The file `answer` must read `expected`, but for space
+    around it; where there is no `answer`, there must be no other files than those in `left`.
+    """
 
     prompt: str
     before: str
     gold: str
-    check: str
-    expected: str
+    left: dict[str, str]
+    answer: str = ""
+    expected: str = ""
+
+    def check(self) -> str:
+        """Return a line of shell that says what is left: digests, since a name could imitate a content."""
+        if not self.answer:
+            return "sha256sum -- *"
+        return f"sha256sum -- {shlex.join(sorted(self.left))} && cat -- {self.answer}"
+
+    def is_right(self, output: str) -> bool:
+        """Return whether `check` printed what it must."""
+        *digests, rest = output.split("\n", len(self.left))
+        expected = [f"{hashlib.sha256(self.left[name].encode()).hexdigest()}  {name}" for name in sorted(self.left)]
+        return (digests, rest.strip()) == (expected, self.expected)
 
 
 def _files(contents: Mapping[str, str]) -> str:
@@ -40,11 +57,14 @@ def _files(contents: Mapping[str, str]) -> str:
 def _count_lines(rng: random.Random) -> ShellJob:
     word, *others = rng.sample(WORDS, 4)
     lines = [rng.choice((word, *others)) for _ in range(rng.randint(20, 60))]
+    files = {"log.txt": "".join(f"{line}\n" for line in lines)}
     return ShellJob(
-        prompt=f"Count the lines of log.txt that are exactly {word}, and write the number, alone, to answer.txt.",
-        before=_files({"log.txt": "".join(f"{line}\n" for line in lines)}),
+        prompt=f"Count the lines of log.txt that are exactly {word}, and write the number, alone, to answer.txt. "
+        "Change no other file.",
+        before=_files(files),
         gold=f"grep -cx {word} log.txt > answer.txt || true",
-        check="cat answer.txt",
+        left=files,
+        answer="answer.txt",
         expected=str(lines.count(word)),
     )
 
@@ -54,13 +74,13 @@ def _sum_column(rng: random.Random) -> ShellJob:
     rows = [(rng.randint(1, 500), rng.randint(1, 500)) for _ in names]
     column = rng.choice((0, 1))
     name = ("count", "price")[column]
+    files = {"table.csv": "name,count,price\n" + "".join(f"{n},{a},{b}\n" for n, (a, b) in zip(names, rows))}
     return ShellJob(
-        prompt=f"Add up the column {name} of table.csv, and write the sum, alone, to answer.txt.",
-        before=_files(
-            {"table.csv": "name,count,price\n" + "".join(f"{n},{a},{b}\n" for n, (a, b) in zip(names, rows))}
-        ),
+        prompt=f"Add up the column {name} of table.csv, and write the sum, alone, to answer.txt. Change no other file.",
+        before=_files(files),
         gold=f"awk -F, 'NR > 1 {{ sum += ${column + 2} }} END {{ print sum }}' table.csv > answer.txt",
-        check="cat answer.txt",
+        left=files,
+        answer="answer.txt",
         expected=str(sum(row[column] for row in rows)),
     )
 
@@ -73,19 +93,21 @@ def _rename(rng: random.Random) -> ShellJob:
         prompt=f"Rename every file that ends with .{old} so that it ends with .{new}. Leave other files as they are.",
         before=_files(files),
         gold=f'for file in *.{old}; do mv "$file" "${{file%.{old}}}.{new}"; done',
-        check='for file in *; do printf "%s=" "$file"; cat "$file"; echo; done',
-        expected="\n".join(sorted([f"{kept}.sh={kept}", *(f"{name}.{new}={name}" for name in renamed)])),
+        left={f"{kept}.sh": kept, **{f"{name}.{new}": name for name in renamed}},
     )
 
 
 def _largest(rng: random.Random) -> ShellJob:
     names = rng.sample(WORDS, rng.randint(3, 6))
     sizes = dict(zip(names, rng.sample(range(10, 400), len(names))))
+    files = {f"data/{name}": "x" * size for name, size in sizes.items()}
     return ShellJob(
-        prompt="Write the name of the largest file of the folder data, without its path, to answer.txt.",
-        before="mkdir data; " + _files({f"data/{name}": "x" * size for name, size in sizes.items()}),
+        prompt="Write the name of the largest file of the folder data, without its path, to answer.txt. Change no "
+        "other file.",
+        before="mkdir data; " + _files(files),
         gold="ls -S data | head -n 1 > answer.txt",
-        check="cat answer.txt",
+        left=files,
+        answer="answer.txt",
         expected=max(sizes, key=lambda name: sizes[name]),
     )
 
@@ -97,18 +119,20 @@ def _remove_empty(rng: random.Random) -> ShellJob:
         prompt="Delete the files that are empty. Keep all others.",
         before=_files({name: "" if name in empty else name for name in names}),
         gold="find . -type f -empty -delete",
-        check="ls",
-        expected="\n".join(sorted(set(names) - empty)),
+        left={name: name for name in names if name not in empty},
     )
 
 
 def _unique(rng: random.Random) -> ShellJob:
     words = [rng.choice(WORDS) for _ in range(rng.randint(15, 40))]
+    files = {"words.txt": "".join(f"{word}\n" for word in words)}
     return ShellJob(
-        prompt="Write each different line of words.txt once to sorted.txt, in alphabetical order.",
-        before=_files({"words.txt": "".join(f"{word}\n" for word in words)}),
+        prompt="Write each different line of words.txt once to sorted.txt, in alphabetical order. Change no "
+        "other file.",
+        before=_files(files),
         gold="LC_ALL=C sort -u words.txt > sorted.txt",
-        check="cat sorted.txt",
+        left=files,
+        answer="sorted.txt",
         expected="\n".join(sorted(set(words))),
     )
 
@@ -137,7 +161,7 @@ class ShellWorld:
     def __init__(self, backend: ShellSandbox | None = None) -> None:
         self._backend = backend
         self._own: ShellSandbox | None = None
-        self._job = ShellJob(prompt="", before="", gold="", check="", expected="")
+        self._job = ShellJob(prompt="", before="", gold="", left={})
         self._failed = 0
 
     async def reset(self, task: Task) -> list[dict[str, str]]:
@@ -178,8 +202,8 @@ class ShellWorld:
     @success
     async def is_done(self) -> bool:
         """Return whether the folder is as it was asked for."""
-        result = await self._sandbox().run(self._job.check)
-        return result.code == 0 and result.output.strip() == self._job.expected
+        result = await self._sandbox().run(self._job.check())
+        return result.code == 0 and self._job.is_right(result.output)
 
     @metric
     def failed_commands(self) -> float:

@@ -1,11 +1,13 @@
-"""The tasks themselves, and which command lines are carried out."""
+"""The tasks themselves."""
 
+import logging
 from collections import Counter
 
 import pytest
 
 from bombus.tasks.aws.catalogue import TASKS, TIERS
-from bombus.tasks.aws.commands import CommandRefused, words_of_command
+from bombus.tasks.aws.family import AwsTasks
+from bombus.tasks.kinds import TaskDraw, TaskSplit
 
 
 def test_there_are_at_least_twenty_tasks_in_five_tiers() -> None:
@@ -15,43 +17,16 @@ def test_there_are_at_least_twenty_tasks_in_five_tiers() -> None:
     assert all(task.checks and task.gold for task in TASKS)
 
 
-def test_every_gold_command_is_one_that_is_carried_out() -> None:
-    for task in TASKS:
-        for line in task.gold:
-            assert words_of_command(f"aws {line}")
-
-
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("ls", "only commands of aws are carried out"),
-        ("", "only commands of aws are carried out"),
-        ("aws s3 ls | wc -l", "there is no shell"),
-        ("aws s3 ls && aws s3 ls", "there is no shell"),
-        ("aws s3 ls '", "cannot be split into words"),
-        ("aws --endpoint-url http://elsewhere s3 ls", "--endpoint-url is not for you"),
-        ("aws s3 ls --endpoint-url=http://elsewhere", "--endpoint-url is not for you"),
-        ("aws s3 ls --profile prod", "--profile is not for you"),
-        ("aws iam create-role --assume-role-policy-document file:///etc/passwd", "there are no files here"),
-        ("aws lambda create-function --zip-file fileb://x", "there are no files here"),
-        ("aws s3 cp /etc/passwd s3://a", "/etc/passwd is outside"),
-        ("aws s3 cp ../x s3://a", "../x is outside"),
-        ("aws s3api put-object --bucket a --key b --body /etc/passwd", "/etc/passwd is outside"),
-        ("aws s3 help", "aws s3 help is not carried out"),
-        ("aws configure", "aws configure is not carried out"),
-        ("aws s3 ls " + "x" * 20_000, "over 20000 characters"),
-    ],
-)
-def test_a_command_line_that_leaves_the_simulator_is_refused(line: str, why: str) -> None:
-    with pytest.raises(CommandRefused, match=why):
-        words_of_command(line)
-
-
-def test_names_with_slashes_are_no_paths_where_a_service_has_no_files() -> None:
-    assert words_of_command("aws ssm get-parameter --name /app/color") == [
-        "ssm",
-        "get-parameter",
-        "--name",
-        "/app/color",
+def test_fewer_tasks_than_were_asked_for_and_those_of_training_in_an_evaluation_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tasks = AwsTasks("warmup")
+    with caplog.at_level(logging.WARNING, "bombus"):
+        assert len(tasks.draw(TaskDraw(size=5))) == 5
+        assert caplog.messages == []
+        assert len(tasks.draw(TaskDraw(size=8))) == 5
+        tasks.draw(TaskDraw(size=1, split=TaskSplit.EVAL))
+    assert caplog.messages == [
+        "aws:warmup has 5 tasks: 8 were asked for, 5 are drawn",
+        "aws:warmup has the same tasks for evaluation as for training",
     ]
-    assert words_of_command("aws sqs purge-queue --queue-url http://x/1/jobs")[-1] == "http://x/1/jobs"

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import shlex
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,11 +15,10 @@ pytest.importorskip("awscli")
 
 from bombus.cli import main
 from bombus.environments.backends.process import SimulatorProcess, ministack
-from bombus.environments.kinds import EnvironmentLost, ToolCall, Transcript
+from bombus.environments.kinds import ToolCall, Transcript
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.sdk.types import Task
 from bombus.tasks.aws.catalogue import TASKS
-from bombus.tasks.aws.console import AwsConsole
 from bombus.tasks.aws.world import AwsWorld
 from tests.tasks.model_server import Conversation, model_server
 
@@ -71,7 +72,7 @@ async def test_a_command_that_fails_or_is_refused_is_shown_and_counted(simulator
     await environment.open(BUCKET)
     for command, said in (
         ("aws s3 rb s3://none", "(the command failed with exit code"),
-        ("aws s3 nonsense", "(the command failed with exit code"),
+        ("aws s3 nonsense", "aws s3 nonsense is not carried out here"),
         ("rm -rf /", "only commands of aws are carried out"),
         ("aws s3 mb s3://team-logs", "make_bucket: team-logs"),
     ):
@@ -80,6 +81,20 @@ async def test_a_command_that_fails_or_is_refused_is_shown_and_counted(simulator
     scores = await environment.score(Transcript())
     assert (scores.reward, scores.is_success, scores.metrics) == (1.0, True, {"failed_commands": 3.0})
     await environment.close()
+
+
+async def test_a_command_that_takes_its_process_with_it_is_shown_and_the_episode_goes_on(
+    simulator: SimulatorProcess,
+) -> None:
+    world = AwsWorld(simulator)
+    await world.reset(BUCKET)
+    assert world._console is not None
+    assert world._console.pid is not None
+    os.kill(world._console.pid, signal.SIGKILL)
+    assert "it was killed" in await world.aws("aws s3 ls")
+    assert await world.aws("aws s3 mb s3://team-logs") == "make_bucket: team-logs"
+    assert (await world.progress(), world.failed_commands()) == (1.0, 1.0)
+    await world.close()
 
 
 async def test_eight_accounts_at_once_with_the_same_bucket_do_not_meet() -> None:
@@ -94,19 +109,6 @@ async def test_eight_accounts_at_once_with_the_same_bucket_do_not_meet() -> None
             assert names.split() == [f"only-{number}", "team-logs"]
     finally:
         await asyncio.gather(*(world.close() for world in worlds))
-
-
-async def test_a_console_whose_command_was_cancelled_is_dead(simulator: SimulatorProcess) -> None:
-    console = AwsConsole(simulator.address)
-    await console.start()
-    running = asyncio.create_task(console.run(["s3", "ls"]))
-    await asyncio.sleep(0)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    with pytest.raises(EnvironmentLost, match="is closed"):
-        await console.run(["s3", "ls"])
-    await console.close()
 
 
 def test_a_run_of_a_tier_is_scored_by_the_state_of_its_accounts(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ class StateCheck(msgspec.Struct, frozen=True):
 
 
 class AwsTask(msgspec.Struct, frozen=True, kw_only=True):
-    """One task. `before` has the commands that make the state at its beginning, `gold` those that solve it."""
+    """One task. `before` has the commands that make the state at its beginning, `gold` those that solve it.
+
+    `unchanged` are commands that only read, which must give in the end what they gave at the beginning.
+    """
 
     name: str
     tier: str
@@ -24,6 +27,35 @@ class AwsTask(msgspec.Struct, frozen=True, kw_only=True):
     gold: tuple[str, ...]
     checks: tuple[StateCheck, ...]
     before: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
+
+
+def _table(name: str, key: str) -> StateCheck:
+    """Return the check for a table with a string as its only key, billed on demand."""
+    return StateCheck(
+        f"dynamodb describe-table --table-name {name} --query "
+        "Table.[KeySchema,AttributeDefinitions,BillingModeSummary.BillingMode]",
+        [
+            [{"AttributeName": key, "KeyType": "HASH"}],
+            [{"AttributeName": key, "AttributeType": "S"}],
+            "PAY_PER_REQUEST",
+        ],
+    )
+
+
+def _assumed_by_lambda(role: str) -> StateCheck:
+    """Return the check for a role that Lambda may assume, and nobody else."""
+    return StateCheck(
+        f'iam get-role --role-name {role} --query "to_array(Role.AssumeRolePolicyDocument.Statement)[].'
+        '[Effect,keys(Principal),to_array(Principal.Service),to_array(Action),Condition]"',
+        [["Allow", ["Service"], ["lambda.amazonaws.com"], ["sts:AssumeRole"], None]],
+    )
+
+
+def _only_queue(name: str) -> StateCheck:
+    return StateCheck(
+        f"sqs list-queues --query \"[length(QueueUrls),length(QueueUrls[?ends_with(@,'/{name}')])]\"", [1, 1]
+    )
 
 
 _BUCKETS = "s3api list-buckets --query sort(Buckets[].Name)"
@@ -31,12 +63,10 @@ _TABLE = (
     "dynamodb create-table --table-name {0} --attribute-definitions AttributeName={1},AttributeType=S "
     "--key-schema AttributeName={1},KeyType=HASH --billing-mode PAY_PER_REQUEST"
 )
-_TABLE_KEY = "dynamodb describe-table --table-name {0} --query Table.KeySchema[0].[AttributeName,KeyType]"
 _TRUST = (
     '\'{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":{"Service":"lambda.amazonaws.com"},'
     '"Action":"sts:AssumeRole"}]}\''
 )
-_PRINCIPAL = "iam get-role --role-name {0} --query Role.AssumeRolePolicyDocument.Statement[0].Principal.Service"
 _QUEUE = "{endpoint}/000000000000/"
 _TOPIC = "arn:aws:sns:us-east-1:000000000000:"
 _QUEUE_ARN = "arn:aws:sqs:us-east-1:000000000000:"
@@ -49,6 +79,7 @@ _ALL_BLOCKED = {
     "RestrictPublicBuckets": True,
 }
 _READ_ONLY, _ADMIN = "arn:aws:iam::aws:policy/ReadOnlyAccess", "arn:aws:iam::aws:policy/AdministratorAccess"
+_INLINE = "iam list-role-policies --role-name {0} --query PolicyNames"
 _ATTACHED = "iam list-attached-role-policies --role-name {0} --query sort(AttachedPolicies[].PolicyArn)"
 
 TASKS = (
@@ -64,7 +95,7 @@ TASKS = (
         tier="warmup",
         prompt="Create an SQS queue named jobs.",
         gold=("sqs create-queue --queue-name jobs",),
-        checks=(StateCheck("sqs list-queues --query \"length(QueueUrls[?ends_with(@,'/jobs')])\"", 1),),
+        checks=(_only_queue("jobs"),),
     ),
     AwsTask(
         name="topic",
@@ -92,7 +123,7 @@ TASKS = (
         tier="beginner",
         prompt="Create a DynamoDB table named users whose partition key is the string user_id, billed on demand.",
         gold=(_TABLE.format("users", "user_id"),),
-        checks=(StateCheck(_TABLE_KEY.format("users"), ["user_id", "HASH"]),),
+        checks=(_table("users", "user_id"),),
     ),
     AwsTask(
         name="secret",
@@ -132,7 +163,7 @@ TASKS = (
         tier="beginner",
         prompt="Create an IAM role named worker that lambda.amazonaws.com may assume.",
         gold=(f"iam create-role --role-name worker --assume-role-policy-document {_TRUST}",),
-        checks=(StateCheck(_PRINCIPAL.format("worker"), "lambda.amazonaws.com"),),
+        checks=(_assumed_by_lambda("worker"),),
     ),
     AwsTask(
         name="item",
@@ -146,8 +177,8 @@ TASKS = (
             'dynamodb put-item --table-name stock --item \'{"sku":{"S":"A1"},"name":{"S":"bolt"}}\'',
         ),
         checks=(
-            StateCheck(_TABLE_KEY.format("stock"), ["sku", "HASH"]),
-            StateCheck("dynamodb scan --table-name stock --query Items[].[sku.S,name.S]", [["A1", "bolt"]]),
+            _table("stock", "sku"),
+            StateCheck("dynamodb scan --table-name stock --query Items", [{"sku": {"S": "A1"}, "name": {"S": "bolt"}}]),
         ),
     ),
     AwsTask(
@@ -162,8 +193,9 @@ TASKS = (
             f"iam attach-role-policy --role-name auditor --policy-arn {_READ_ONLY}",
         ),
         checks=(
-            StateCheck(_PRINCIPAL.format("auditor"), "lambda.amazonaws.com"),
+            _assumed_by_lambda("auditor"),
             StateCheck(_ATTACHED.format("auditor"), [_READ_ONLY]),
+            StateCheck(_INLINE.format("auditor"), []),
         ),
     ),
     AwsTask(
@@ -172,7 +204,7 @@ TASKS = (
         prompt="Create an SQS queue named slow-jobs with a visibility timeout of 120 seconds.",
         gold=("sqs create-queue --queue-name slow-jobs --attributes VisibilityTimeout=120",),
         checks=(
-            StateCheck("sqs list-queues --query \"length(QueueUrls[?ends_with(@,'/slow-jobs')])\"", 1),
+            _only_queue("slow-jobs"),
             StateCheck(
                 f"sqs get-queue-attributes --queue-url {_QUEUE}slow-jobs --attribute-names VisibilityTimeout "
                 "--query Attributes.VisibilityTimeout",
@@ -190,7 +222,10 @@ TASKS = (
         gold=("sns create-topic --name reports", "events put-rule --name nightly --schedule-expression 'rate(1 day)'"),
         checks=(
             StateCheck("sns list-topics --query Topics[].TopicArn", [f"{_TOPIC}reports"]),
-            StateCheck("events list-rules --query Rules[].[Name,ScheduleExpression]", [["nightly", "rate(1 day)"]]),
+            StateCheck(
+                "events list-rules --query Rules[].[Name,ScheduleExpression,EventPattern,State]",
+                [["nightly", "rate(1 day)", None, "ENABLED"]],
+            ),
         ),
     ),
     AwsTask(
@@ -204,10 +239,10 @@ TASKS = (
         ),
         checks=(
             StateCheck("sns list-topics --query Topics[].TopicArn", [f"{_TOPIC}orders"]),
-            StateCheck("sqs list-queues --query \"length(QueueUrls[?ends_with(@,'/billing')])\"", 1),
+            _only_queue("billing"),
             StateCheck(
-                "sns list-subscriptions --query Subscriptions[].[TopicArn,Endpoint]",
-                [[f"{_TOPIC}orders", f"{_QUEUE_ARN}billing"]],
+                "sns list-subscriptions --query Subscriptions[].[TopicArn,Protocol,Endpoint]",
+                [[f"{_TOPIC}orders", "sqs", f"{_QUEUE_ARN}billing"]],
             ),
         ),
     ),
@@ -245,7 +280,7 @@ TASKS = (
             "Enabled=true,AttributeName=expires_at",
         ),
         checks=(
-            StateCheck(_TABLE_KEY.format("sessions"), ["id", "HASH"]),
+            _table("sessions", "id"),
             StateCheck(
                 "dynamodb describe-time-to-live --table-name sessions --query "
                 "TimeToLiveDescription.[TimeToLiveStatus,AttributeName]",
@@ -257,11 +292,15 @@ TASKS = (
         name="clean-up",
         tier="advanced",
         prompt="Delete the S3 buckets whose names begin with tmp-, and no other bucket. All of them are empty.",
-        before=("s3 mb s3://tmp-a", "s3 mb s3://tmp-b", "s3 mb s3://archive-tmp"),
+        before=(
+            *(f"s3 mb s3://{name}" for name in ("tmp-a", "tmp-b", "archive-tmp")),
+            "s3api put-bucket-tagging --bucket archive-tmp --tagging TagSet=[{Key=class,Value=archive}]",
+        ),
         gold=("s3 rb s3://tmp-a", "s3 rb s3://tmp-b"),
-        checks=(
-            StateCheck("s3api list-buckets --query \"length(Buckets[?starts_with(Name,'tmp-')])\"", 0),
-            StateCheck("s3api list-buckets --query \"Buckets[?Name=='archive-tmp'].Name\"", ["archive-tmp"]),
+        checks=(StateCheck("s3api list-buckets --query \"length(Buckets[?starts_with(Name,'tmp-')])\"", 0),),
+        unchanged=(
+            "s3api list-buckets --query \"Buckets[?!starts_with(Name,'tmp-')]\"",
+            "s3api get-bucket-tagging --bucket archive-tmp",
         ),
     ),
     AwsTask(
@@ -282,9 +321,12 @@ TASKS = (
             f"iam attach-role-policy --role-name reporter --policy-arn {_READ_ONLY}",
             f"iam detach-role-policy --role-name reporter --policy-arn {_ADMIN}",
         ),
-        checks=(
-            StateCheck(_ATTACHED.format("reporter"), [_READ_ONLY]),
-            StateCheck(_ATTACHED.format("deployer"), [_ADMIN]),
+        checks=(StateCheck(_ATTACHED.format("reporter"), [_READ_ONLY]),),
+        unchanged=(
+            "iam list-roles --query Roles",
+            _ATTACHED.format("deployer"),
+            *(_INLINE.format(name) for name in ("reporter", "deployer")),
+            *(f"iam get-role --role-name {name}" for name in ("reporter", "deployer")),
         ),
     ),
     AwsTask(
@@ -307,8 +349,15 @@ TASKS = (
         checks=(
             StateCheck(_BLOCKED.format("contracts"), _ALL_BLOCKED),
             StateCheck("s3api get-bucket-versioning --bucket contracts --query Status", "Enabled"),
-            StateCheck("s3api get-bucket-versioning --bucket web-assets --query Status", None),
-            StateCheck("s3api get-bucket-versioning --bucket invoices --query Status", None),
+        ),
+        unchanged=(
+            "s3api list-buckets --query Buckets",
+            "s3api get-bucket-tagging --bucket contracts",
+            *(
+                f"s3api get-{what} --bucket {name}"
+                for name in ("web-assets", "invoices")
+                for what in ("bucket-tagging", "bucket-versioning", "public-access-block", "bucket-policy")
+            ),
         ),
     ),
     AwsTask(
@@ -330,6 +379,11 @@ TASKS = (
             )
             for name, value in (("VisibilityTimeout", "360"), ("MessageRetentionPeriod", "1209600"))
         ),
+        unchanged=(
+            "sqs list-queues",
+            f"sqs get-queue-attributes --queue-url {_QUEUE}render --attribute-names All --query "
+            "Attributes.[DelaySeconds,MaximumMessageSize,ReceiveMessageWaitTimeSeconds,RedrivePolicy,Policy]",
+        ),
     ),
     AwsTask(
         name="wrong-setting",
@@ -346,11 +400,15 @@ TASKS = (
         ),
         gold=("ssm put-parameter --name /prod/db/host --value db7.prod.internal --type String --overwrite",),
         checks=(
-            StateCheck("ssm get-parameter --name /prod/db/host --query Parameter.Value", "db7.prod.internal"),
-            StateCheck("ssm get-parameter --name /staging/db/host --query Parameter.Value", "db.staging.internal"),
             StateCheck(
-                "secretsmanager get-secret-value --secret-id prod-database --query SecretString", "db7.prod.internal"
+                "ssm get-parameter --name /prod/db/host --query Parameter.[Type,Value]", ["String", "db7.prod.internal"]
             ),
+        ),
+        unchanged=(
+            "ssm describe-parameters --query sort(Parameters[].Name)",
+            "ssm get-parameter --name /staging/db/host",
+            "secretsmanager get-secret-value --secret-id prod-database",
+            "secretsmanager list-secrets --query SecretList[].Name",
         ),
     ),
 )

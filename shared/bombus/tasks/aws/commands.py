@@ -1,15 +1,29 @@
-"""Which command lines are carried out: one of `aws` at a time, on the simulator, and on no files. Pure."""
+"""Which command lines are carried out: one of `aws` at a time, on the simulator, and on no files. Pure.
 
+The words are understood here, and what is not on a list (`operations.py`) is refused: the command line itself takes
+options at any place and in abbreviated form, and reads files named by values.
+"""
+
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bombus.errors import BombusError
+from bombus.tasks.aws.operations import PROTOCOLS, S3_COMMANDS, S3_FLAGS, S3_REPEATED, S3_VALUES, SERVICES, AwsService
 
 COMMAND_CHARACTERS_MAX = 20_000
+WAIT_S_MAX = 20  # for a message
+REGION = "us-east-1"
 OPERATORS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "<", "<<"})
-ELSEWHERE = frozenset({"--endpoint-url", "--profile", "--ca-bundle", "--no-verify-ssl", "--debug"})
-NOT_HERE = frozenset({"help", "configure", "history"})
-WITH_FILES = frozenset({"s3", "s3api", "lambda", "glacier"})
+OUTPUTS = ("json", "text", "table")
+GLOBAL_VALUES = frozenset({"--region", "--output", "--query", "--color"})
+GLOBAL_FLAGS = frozenset({"--no-paginate", "--no-cli-pager"})
+WITHOUT_EFFECT = frozenset({"--color", "--no-cli-pager"})  # which version 1 of the command line lacks in part
+GLOBALS = "--region, --output, --query, --no-paginate, --no-cli-pager and --color"
+_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+_SECONDS = re.compile(r"[0-9]{1,2}")
 
 
 class CommandRefused(BombusError):
@@ -17,9 +31,21 @@ class CommandRefused(BombusError):
 
 
 def words_of_command(line: str) -> list[str]:
-    """Return the words after `aws`. Raises `CommandRefused`."""
+    """Return the words after `aws`, options of every command first, the region among them. Raises `CommandRefused`."""
+    general, words = _general_options(_split(line))
+    service, operation, arguments = _service_and_operation(words)
+    if service == "s3":
+        arguments = _s3_arguments(operation, arguments)
+    else:
+        _check_arguments(service, operation, arguments)
+    return [*general, service, operation, *arguments]
+
+
+def _split(line: str) -> list[str]:
     if len(line) > COMMAND_CHARACTERS_MAX:
         raise CommandRefused(f"the command has over {COMMAND_CHARACTERS_MAX} characters")
+    if any("\ud800" <= each <= "\udfff" or each == "\0" for each in line):
+        raise CommandRefused("the command has a character that is not text: write it without")
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -28,21 +54,167 @@ def words_of_command(line: str) -> list[str]:
         raise CommandRefused("only commands of aws are carried out, such as: aws s3 ls")
     if OPERATORS & set(words):
         raise CommandRefused("there is no shell: give one command of aws, without pipes and redirections")
-    _check(words[1:])
+    if any("file://" in word.lower() or "fileb://" in word.lower() for word in words):
+        raise CommandRefused("there are no files here: write the value itself into the command")
     return words[1:]
 
 
-def _check(words: Sequence[str]) -> None:
-    for word in words:
-        if word.split("=")[0] in ELSEWHERE:
+def _general_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options that every command has, checked, and the other words. They may stand anywhere."""
+    given: dict[str, str] = {}
+    others: list[str] = []
+    waiting = list(reversed(words))
+    while waiting:
+        word = waiting.pop()
+        name, equals, value = word.partition("=")
+        if name not in GLOBAL_VALUES | GLOBAL_FLAGS:
+            others.append(word)
+            continue
+        if name in given:
+            raise CommandRefused(f"{name} is given twice")
+        if name in GLOBAL_VALUES and not equals:
+            value = _next_value(name, waiting)
+        elif name in GLOBAL_FLAGS and equals:
+            raise CommandRefused(f"{name} takes no value")
+        given[name] = value
+    if not _REGION.fullmatch(given.setdefault("--region", REGION)):
+        raise CommandRefused(f"{given['--region']} is not a region: the account is in {REGION}")
+    if given.get("--output", OUTPUTS[0]) not in OUTPUTS:
+        raise CommandRefused(f"--output is one of {', '.join(OUTPUTS)}")
+    return [
+        f"{name}={value}" if name in GLOBAL_VALUES else name
+        for name, value in given.items()
+        if name not in WITHOUT_EFFECT
+    ], others
+
+
+def _service_and_operation(words: Sequence[str]) -> tuple[str, str, list[str]]:
+    if "help" in words:
+        raise CommandRefused("help is not shown here: give a command that does something")
+    for word in words[:2]:
+        if word.startswith("-"):
             raise CommandRefused(
-                f"{word.split('=')[0]} is not for you: every command goes to the account that is set up"
+                f"{_named(word)} is not carried out: the options that every command has are {GLOBALS}, written in full"
             )
-        if "file://" in word or "fileb://" in word:
-            raise CommandRefused("there are no files here: write the value itself into the command")
-    if NOT_HERE & set(words[:3]):
-        raise CommandRefused(f"aws {' '.join(words[:3])} is not carried out here")
-    if WITH_FILES & set(words[:1]):
-        for word in words:
-            if word.startswith(("/", "~")) or ".." in word.split("/"):
-                raise CommandRefused(f"{word} is outside of the folder that there is: give a name without a path")
+    if len(words) < 2:
+        raise CommandRefused("a command names a service and an operation, such as: aws s3 ls")
+    service, operation, *arguments = words
+    operations = S3_COMMANDS if service == "s3" else SERVICES[service].operations if service in SERVICES else ()
+    if not operations:
+        raise CommandRefused(f"aws {service} is not carried out here: the services are s3, {', '.join(SERVICES)}")
+    if operation not in operations:
+        raise CommandRefused(
+            f"aws {service} {operation} is not carried out here: there are {', '.join(sorted(operations))}"
+        )
+    return service, operation, arguments
+
+
+def _check_arguments(service: str, operation: str, arguments: Sequence[str]) -> None:
+    options = _options(service, SERVICES[service], arguments)
+    for bucket in options.get("--bucket", ()):
+        _check_bucket(bucket)
+    for key in options.get("--key", ()) if service == "s3api" else ():
+        _check_key(key)
+    for seconds in options.get("--wait-time-seconds", ()):
+        if not _SECONDS.fullmatch(seconds) or int(seconds) > WAIT_S_MAX:
+            raise CommandRefused(f"--wait-time-seconds is from 0 to {WAIT_S_MAX}")
+    if not set(options.get("--protocol", ())) <= PROTOCOLS:
+        raise CommandRefused(f"aws sns {operation}: the protocols that are here are {', '.join(sorted(PROTOCOLS))}")
+
+
+def _options(name: str, service: AwsService, arguments: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Return the values by option. Each word must belong to an option that the service has."""
+    options: dict[str, list[str]] = {}
+    option, is_complete = "", True
+    for word in arguments:
+        if word.startswith("-") and not _NUMBER.fullmatch(word):
+            option, equals, value = word.partition("=")
+            if option not in service.options:
+                raise _no_option(name, option)
+            if option in options:
+                raise CommandRefused(f"{option} is given twice")
+            options[option] = [value] if equals else []
+            is_complete = bool(equals)
+        elif is_complete:
+            raise CommandRefused(
+                f"{word} does not belong to an option: give one command, with options such as --name x"
+            )
+        else:
+            options[option].append(word)
+    return options
+
+
+def _s3_arguments(command: str, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command of `s3`, checked: places first, and each option in one word."""
+    places, options = _s3_words(arguments)
+    fewest, most = S3_COMMANDS[command]
+    if not fewest <= len(places) <= most:
+        raise CommandRefused(f"aws s3 {command} takes {most} of the form s3://bucket/key, and not {len(places)}")
+    for number, place in enumerate(places):
+        if (command, number, place) != ("cp", 1, "-"):  # which shows the object
+            _check_place(place, command)
+    return [*places, *options]
+
+
+def _s3_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    places: list[str] = []
+    options: list[str] = []
+    seen: set[str] = set()
+    waiting = list(reversed(arguments))
+    while waiting:
+        word = waiting.pop()
+        name, equals, value = word.partition("=")
+        if word == "-" or not word.startswith("-"):
+            places.append(word)
+            continue
+        if name in seen - S3_REPEATED:
+            raise CommandRefused(f"{name} is given twice")
+        if name in S3_VALUES:
+            word = f"{name}={value if equals else _next_value(name, waiting)}"
+        elif name not in S3_FLAGS or equals:
+            raise _no_option("s3", name)
+        seen.add(name)
+        options.append(word)
+    return places, options
+
+
+def _next_value(option: str, waiting: list[str]) -> str:
+    if not waiting or waiting[-1].startswith("-"):
+        raise CommandRefused(f"{option} needs a value")
+    return waiting.pop()
+
+
+def _check_place(place: str, command: str) -> None:
+    if not place.startswith("s3://"):
+        raise CommandRefused(
+            f"{place} is not of the form s3://bucket/key: there are no files here (aws s3 cp s3://bucket/key - shows "
+            "an object)"
+        )
+    bucket, _, key = place.removeprefix("s3://").partition("/")
+    if bucket or command != "ls":
+        _check_bucket(bucket)
+    _check_key(key)
+
+
+def _check_bucket(bucket: str) -> None:
+    if not _BUCKET.fullmatch(bucket):
+        raise CommandRefused(
+            f"{bucket!r} is not the name of a bucket: it has 3 to 63 of a-z, 0-9, dots and hyphens, and begins and "
+            "ends with a letter or a digit"
+        )
+
+
+def _check_key(key: str) -> None:
+    if {".", ".."} & set(key.split("/")):  # which the way to the simulator would take for a path
+        raise CommandRefused(f"{key} has a part that is '.' or '..': no object here is named so")
+
+
+def _no_option(service: str, name: str) -> CommandRefused:
+    return CommandRefused(
+        f"{_named(name)} is not carried out with aws {service}: options are written in full, and none names a file, an "
+        f"address or a profile; every command has {GLOBALS}"
+    )
+
+
+def _named(word: str) -> str:
+    return word.partition("=")[0]

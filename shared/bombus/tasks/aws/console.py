@@ -1,7 +1,6 @@
-"""The AWS command line for one world: a process with a folder of its own that speaks with one simulator."""
+"""The AWS command line for one world: a process of its own that speaks with one simulator, and with nothing else."""
 
 import asyncio
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -10,30 +9,54 @@ import msgspec
 
 from bombus.environments.kinds import EnvironmentLost
 from bombus.host.process import die_with_this_process, kill
+from bombus.tasks.aws.isolation import LINE_BYTES_MAX, WORKER, IsolatedWorker, import_path
 from bombus.tasks.aws.worker import WorkerRequest
 
 COMMAND_S = 45.0
-LINE_BYTES_MAX = 16 << 20
+# A value that is an address is that value: it is not fetched.
+CONFIG = "[default]\nregion = us-east-1\noutput = json\ncli_follow_urlparam = false\n"
+
+
+class CommandKilled(EnvironmentLost):
+    """A command did not end in time, or took its process with it. The console can be started again."""
 
 
 class AwsConsole:
-    """Carries out commands at a simulator's address, one at a time. After a command that hangs it is dead."""
+    """Carries out commands at a simulator's address, one at a time. After one that is cancelled or hangs it is dead.
 
-    def __init__(self, address: str) -> None:
+    `is_isolated` says whether its process is in namespaces of its own, which have nothing of this machine's files and
+    network.
+    """
+
+    def __init__(self, address: str, command_s: float = COMMAND_S) -> None:
         self.address = address
+        self._command_s = command_s
+        self.is_isolated = False
         self._folder = tempfile.TemporaryDirectory(prefix="bombus-aws-", ignore_cleanup_errors=True)
+        self._isolated = IsolatedWorker(Path(self._folder.name), address)
         self._process: asyncio.subprocess.Process | None = None
         self._one = asyncio.Lock()
 
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
     async def start(self) -> None:
-        config = Path(self._folder.name) / "config"
-        config.write_text("[default]\nregion = us-east-1\noutput = json\ncli_follow_urlparam = false\n")
+        """Start the process, also once more after a command that was killed."""
+        folder = Path(self._folder.name)
+        config, home = folder / "config", folder / "home"
+        config.write_text(CONFIG)
+        home.mkdir(exist_ok=True)
+        variables = _variables(str(home), str(config))
+        self.is_isolated = await self._isolated.start(config, variables)
+        if self.is_isolated:
+            self._process = self._isolated.process
+            return
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-m",
-            "bombus.tasks.aws.worker",
-            env=self._variables(str(config)),
-            cwd=self._folder.name,
+            *WORKER,
+            env=variables,
+            cwd=home,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -43,9 +66,9 @@ class AwsConsole:
         )
 
     async def run(self, words: list[str]) -> tuple[int, str]:
-        """Carry out a command, the words after `aws`. Return its exit code, and all that it printed.
+        """Carry out a command, given by the words of `words_of_command`. Return its exit code, and what it printed.
 
-        Raises `EnvironmentLost` where the process is gone, or does not answer in time.
+        Raises `CommandKilled`, and `EnvironmentLost` where there is no process.
         """
         async with self._one:
             process = self._process
@@ -55,38 +78,47 @@ class AwsConsole:
             answered = False
             try:
                 process.stdin.write(msgspec.json.encode(WorkerRequest(words=whole)) + b"\n")
-                async with asyncio.timeout(COMMAND_S):
+                async with asyncio.timeout(self._command_s):
                     await process.stdin.drain()
                     line = await process.stdout.readline()
                 answered = bool(line)
                 if not answered:
-                    raise EnvironmentLost("the process of the AWS command line has ended")
+                    raise CommandKilled("the command ended the process of the AWS command line")
                 code, text = msgspec.json.decode(line, type=tuple[int, str])
-            except (TimeoutError, OSError, ValueError, msgspec.MsgspecError) as error:
-                raise EnvironmentLost(f"aws {' '.join(words[:2])} gave no answer that can be read") from error
+            except TimeoutError as error:
+                raise CommandKilled(f"the command did not end within {self._command_s:g} s") from error
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                raise CommandKilled("the command gave no answer that can be read") from error
             finally:
                 if not answered:  # cancelled, too: its answer would be taken for that of the next command
-                    await self.close()
+                    await self._end()
             return code, text.strip()
 
     async def close(self) -> None:
         """End the process. Closing again does nothing."""
+        await self._end()
+        await asyncio.to_thread(self._folder.cleanup)
+
+    async def _end(self) -> None:
         process, self._process = self._process, None
+        await self._isolated.close()
         if process is not None and process.returncode is None:
             kill(process)
             await process.wait()
-        await asyncio.to_thread(self._folder.cleanup)
 
-    def _variables(self, config: str) -> dict[str, str]:
-        kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LANG") if name in os.environ}
-        return {
-            **kept,
-            "HOME": self._folder.name,
-            "TMPDIR": self._folder.name,
-            "AWS_CONFIG_FILE": config,
-            "AWS_ACCESS_KEY_ID": "simulated",
-            "AWS_SECRET_ACCESS_KEY": "simulated",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_PAGER": "",
-            "NO_PROXY": "127.0.0.1",
-        }
+
+def _variables(home: str, config: str) -> dict[str, str]:
+    """Return all variables of the process: nothing of this one's, which may have keys."""
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "PYTHONPATH": import_path(),
+        "LANG": "C.UTF-8",
+        "HOME": home,
+        "TMPDIR": home,
+        "AWS_CONFIG_FILE": config,
+        "AWS_ACCESS_KEY_ID": "simulated",
+        "AWS_SECRET_ACCESS_KEY": "simulated",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_PAGER": "",
+        "NO_PROXY": "*",
+    }

@@ -1,5 +1,6 @@
 """The families `aws:<tier>`: their tasks, and a world for each episode."""
 
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -11,7 +12,9 @@ from bombus.errors import Code, Refused
 from bombus.sdk.types import Task
 from bombus.tasks.aws.catalogue import TASKS, TIERS
 from bombus.tasks.aws.world import AwsWorld
-from bombus.tasks.kinds import TaskDraw, TaskFamily, TaskName, TasksNotInstalled, options_of
+from bombus.tasks.kinds import TaskDraw, TaskFamily, TaskName, TasksNotInstalled, TaskSplit, options_of
+
+log = logging.getLogger("bombus")
 
 
 class AwsOptions(BaseModel):
@@ -31,7 +34,12 @@ class AwsTasks:
 
     def draw(self, draw: TaskDraw) -> list[Task]:
         """Return at most as many tasks as there are, in an order of the seed. Both splits have the same ones."""
-        chosen = random.Random(draw.seed).sample(self._tasks, min(draw.size, len(self._tasks)))
+        count = len(self._tasks)
+        if draw.size > count:
+            log.warning("%s has %d tasks: %d were asked for, %d are drawn", self.name, count, draw.size, count)
+        if draw.split == TaskSplit.EVAL:
+            log.warning("%s has the same tasks for evaluation as for training", self.name)
+        chosen = random.Random(draw.seed).sample(self._tasks, min(draw.size, count))
         return [
             Task(
                 main_query=task.prompt,

@@ -1,24 +1,22 @@
 """An account of AWS in a simulator: the model works in it by command lines, and its end state is the reward."""
 
-import shlex
-
 import msgspec
 
 from bombus.environments.backends.kinds import Backend
 from bombus.environments.backends.process import ministack
-from bombus.environments.kinds import ResetFailed
+from bombus.environments.kinds import EnvironmentLost, ResetFailed
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.sdk.types import Task
 from bombus.tasks.aws.catalogue import ENDPOINT, TASKS, AwsTask, StateCheck
 from bombus.tasks.aws.commands import CommandRefused, words_of_command
-from bombus.tasks.aws.console import AwsConsole
+from bombus.tasks.aws.console import AwsConsole, CommandKilled
 
 PARTIAL = 0.8  # of the share of what is to be achieved, as long as it is not all there
 FAILED = "(the command failed with exit code {0})"
 INSTRUCTION = (
     "You administer an AWS account. Carry out the task with the tool `aws`, which takes one command line of the AWS "
-    "command line interface at a time, such as: aws s3 ls. The account's number is 000000000000, the region us-east-1. "
-    "When everything is done, say so."
+    "command line interface at a time, such as: aws s3 ls. There is no shell, and there are no files: write values "
+    "into the command. The account's number is 000000000000, the region us-east-1. When everything is done, say so."
 )
 
 
@@ -36,6 +34,8 @@ class AwsWorld:
         self._task = TASKS[0]
         self._held: list[bool] = []
         self._holds: list[bool] | None = None
+        self._was: list[tuple[int, str]] = []
+        self._is_broken = False
         self._failed = 0
 
     async def reset(self, task: Task) -> list[dict[str, str]]:
@@ -48,10 +48,12 @@ class AwsWorld:
         self._console = AwsConsole(backend.address)
         await self._console.start()
         for command in self._task.before:
-            code, text = await self._console.run(shlex.split(self._filled(command)))
+            code, text = await self._console.run(self._words(command))
             if code:
                 raise ResetFailed(f"{self._task.name}: aws {command} failed: {text[:200]}")
+        self._was, self._is_broken = await self._unchanged(), False
         self._held = await self._checked()
+        await self._check_simulator()
         if all(self._held):
             raise ResetFailed(f"the task {self._task.name} is done before it has begun: was the simulator scrubbed?")
         return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": self._task.prompt}]
@@ -62,12 +64,17 @@ class AwsWorld:
         Args:
             command: the whole command line, such as: aws s3 ls
         """
+        console = self._console_there()
+        self._holds = None
         try:
-            code, text = await self._console_there().run(words_of_command(command))
+            code, text = await console.run(words_of_command(command))
         except CommandRefused:
             self._failed += 1
             raise
-        self._holds = None
+        except CommandKilled as error:  # which is what the model did, and no fault of the simulator
+            self._failed += 1
+            await console.start()
+            return f"({error}: it was killed)"
         self._failed += code != 0
         return "\n".join(filter(None, (text, FAILED.format(code) if code else ""))) or "(done, without output)"
 
@@ -80,17 +87,17 @@ class AwsWorld:
     async def progress(self) -> float:
         """Return how much of what is asked for holds."""
         holds = await self._now()
-        if all(holds):
+        if await self.is_done():
             return 1.0
-        if any(before and not now for before, now in zip(self._held, holds)):
+        if self._is_broken or any(before and not now for before, now in zip(self._held, holds)):
             return 0.0
         wanted = [now for before, now in zip(self._held, holds) if not before]
         return PARTIAL * sum(wanted) / len(wanted)
 
     @success
     async def is_done(self) -> bool:
-        """Return whether all that is asked for holds."""
-        return all(await self._now())
+        """Return whether all that is asked for holds, and what is to stay as it was is unchanged."""
+        return all(await self._now()) and not self._is_broken
 
     @metric
     def failed_commands(self) -> float:
@@ -115,13 +122,25 @@ class AwsWorld:
     async def _now(self) -> list[bool]:
         if self._holds is None:
             self._holds = await self._checked()
+            self._is_broken = await self._unchanged() != self._was
+            await self._check_simulator()
         return self._holds
 
     async def _checked(self) -> list[bool]:
         return [await self._is_so(check) for check in self._task.checks]
 
+    async def _unchanged(self) -> list[tuple[int, str]]:
+        return [await self._console_there().run(self._words(command)) for command in self._task.unchanged]
+
+    async def _check_simulator(self) -> None:
+        """Raise `EnvironmentLost` where the simulator is gone: what fails for that is not the model's failure."""
+        backend = self._backend or self._own
+        if backend is None or not await backend.is_healthy():
+            self._holds = None
+            raise EnvironmentLost("the simulator of this account does not answer any longer")
+
     async def _is_so(self, check: StateCheck) -> bool:
-        code, text = await self._console_there().run(shlex.split(self._filled(check.command)))
+        code, text = await self._console_there().run(self._words(check.command))
         if code:
             return False
         try:
@@ -129,6 +148,9 @@ class AwsWorld:
         except msgspec.MsgspecError:
             return False
         return bool(found == check.expected)
+
+    def _words(self, command: str) -> list[str]:
+        return words_of_command(f"aws {self._filled(command)}")
 
     def _filled(self, command: str) -> str:
         return command.replace(ENDPOINT, self._console_there().address)
