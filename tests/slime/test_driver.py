@@ -314,6 +314,19 @@ async def test_a_group_that_is_played_when_the_batch_is_full_is_aborted(
     assert (report.kept, report.unused) == (1, 1)
 
 
+async def test_a_group_that_is_played_while_the_last_of_the_batch_ends_is_aborted(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:generate_the_first_before_others"
+    more: dict[str, Any] = {"over_sampling_batch_size": 2, "n_samples_per_prompt": 1, "sglang_server_concurrency": 2}
+    more["dynamic_sampling_filter_path"] = f"{HOOKS}:tells_the_others"
+    report = await played_with_nothing_left_open(
+        served, options_of(served, model, tmp_path, custom_generate_function_path=path, **more)
+    )
+    assert (report.kept, report.unused) == (1, 1)
+
+
 async def test_the_episode_of_an_attempt_that_failed_is_aborted(
     served: GatewayHive, model: str, tmp_path: Path
 ) -> None:

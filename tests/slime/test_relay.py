@@ -121,16 +121,19 @@ async def test_a_text_that_goes_on_otherwise_has_no_token_that_was_not_shown(
     assert TEXT.tokenizer.fast.decode(address.calls[1].prompt, skip_special_tokens=False) == f"what?{shown} is there"
 
 
-async def test_a_character_of_several_tokens_is_kept_whole_or_not_at_all(
-    served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+@pytest.mark.parametrize("tail", ["z", "zq", "zqzqz", "zqzqzqz", "zqzqzqzqz", "\N{ANT}", "\N{ANT}zqzqzq"])
+async def test_what_an_answer_showed_keeps_its_tokens_up_to_the_last_whole_character(
+    tail: str, served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
 ) -> None:
+    encode = TEXT.tokenizer.encode
+    kept = encode("th") + encode("e") + encode("\N{HONEYBEE}" * 4)  # each bee is four tokens of one byte
+    served.replica.scripts.append(says(kept + encode(tail), finish="length"))
     address = await relay.open(claimed)
-    served.replica.scripts.append(says("a\N{HONEYBEE}b"))
-    params = {"max_new_tokens": 64, "stop": ["\N{HONEYBEE}b"], "no_stop_trim": False}
-    assert (await ask(http, address.port, {"text": "what?", "sampling_params": params}))["text"] == "a"
-    await ask(http, address.port, {"text": "what?a\N{ANT}", "sampling_params": {}})
-    assert TEXT.tokenizer.fast.decode(address.calls[1].prompt) == "what?a\N{ANT}"
-    assert address.calls[1].prompt[: len(address.calls[0].prompt)] == address.calls[0].prompt
+    params = {"max_new_tokens": 64, "stop": [tail], "no_stop_trim": False}
+    shown = "the" + "\N{HONEYBEE}" * 4
+    assert (await ask(http, address.port, {"text": "what? ", "sampling_params": params}))["text"] == shown
+    await ask(http, address.port, {"text": f"what? {shown}\N{BUG}", "sampling_params": {}})
+    assert address.calls[1].prompt == address.calls[0].prompt + kept + encode("\N{BUG}")
 
 
 async def test_of_several_texts_that_are_known_the_longest_is_gone_on_from(

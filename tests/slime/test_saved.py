@@ -51,7 +51,7 @@ def test_a_rollout_is_read_back_as_it_was(ending: str, tmp_path: Path) -> None:
 def test_what_no_file_can_hold_is_left_out_and_named(ending: str, tmp_path: Path) -> None:
     sample = sample_of(1.0)
     itself: list[object] = []
-    itself.append(itself)
+    itself += [itself, itself]
     sample.metadata = {"agent": object(), "seen": [1, {"x": object()}], "huge": 1 << 64, "itself": itself}
     sample.metadata["by_place"] = {(1, 2): 3, True: 4, 5: 6}
     sample.metadata |= {"array": np.arange(3), "kind": ABORTED, "half": "\ud800", "pair": (1, np.float32(0.5))}

@@ -116,6 +116,20 @@ async def generate_two_at_a_time(args, sample, sampling_params):
     return sample
 
 
+async def generate_the_first_before_others(args, sample, sampling_params):
+    """The others have their answer, and wait until the filter has seen the group of the first."""
+    sample = await generate_once(args, sample, sampling_params)
+    sample.reward = {"score": 1.0}
+    if sample.group_index:
+        await told.wait()
+    return sample
+
+
+def tells_the_others(args, group, **kwargs):
+    told.set()
+    return True
+
+
 async def waits_until_told(args, sample, sampling_params):
     await told.wait()
     return await generate_once(args, sample, sampling_params)
