@@ -13,7 +13,7 @@ from bombus.cli import main
 from bombus.commands.slime import job_of
 from bombus.config.flags import Parser, add_settings_arguments, settings_from
 from bombus.errors import Refused
-from bombus.slime.functions import load_function, make_slime_importable
+from bombus.slime.functions import make_slime_importable
 from bombus.slime.prompts import PromptSource, read_prompts
 from bombus.slime.settings import SlimeOptions
 from tests.gateway.openai_hive import FILES, GatewayHive, gateway_hive, says
@@ -110,10 +110,35 @@ def test_prompts_come_in_the_order_of_the_file_and_again(tmp_path: Path) -> None
     assert (groups[0][0].metadata, groups[1][0].metadata, groups[2][0].group_index) == ({"k": 1}, {"tools": []}, 2)
 
 
+def test_a_shuffled_file_comes_in_another_order_each_time_and_in_the_same_ones_for_a_seed(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(f'{{"input": "{letter}"}}\n' for letter in "abcdefgh"))
+
+    def orders(seed: int) -> list[str]:
+        options = typed(*PLAYABLE, "--rollout-shuffle", "--rollout-seed", str(seed))
+        source = PromptSource(options, read_prompts(path, options, None))
+        return ["".join(source.group()[0].prompt for _ in range(8)) for _ in range(3)]
+
+    first = orders(7)
+    assert [sorted(order) for order in first] == [[*"abcdefgh"]] * 3
+    assert len({*first, *orders(42), "abcdefgh"}) == 7
+    assert orders(7) == first
+
+
+def test_a_prompt_may_be_any_value_that_is_not_made_a_chat(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"index": 0}\n{"index": {"task": 3}}\n')
+    options = typed(*PLAYABLE, "--input-key", "index")
+    assert [sample.prompt for sample in read_prompts(path, options, None)] == [0, {"task": 3}]
+    with pytest.raises(Refused, match="'index' is neither a text nor a list of messages"):
+        read_prompts(path, typed(*PLAYABLE, "--input-key", "index", "--apply-chat-template"), None)
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
         ("{", "line 1 is not a prompt"),
+        ('{"input": null}', "it has no 'input'; --input-key names another field"),
         ('{"prompt": "a"}', "--input-key names another field"),
         ('{"input": "a", "metadata": []}', "--metadata-key names another field"),
         ("", "has no prompt"),
@@ -125,15 +150,12 @@ def test_a_line_that_is_no_prompt_is_refused_with_its_number(line: str, why: str
         read_prompts(tmp_path / "train.jsonl", typed(*PLAYABLE), None)
 
 
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        ("generate", "names no function"),
-        ("absent_module.generate", "cannot be imported"),
-        ("json.absent", "cannot be imported"),
-        ("absent.py:generate", "is not a file"),
-    ],
-)
-def test_a_path_of_no_function_is_refused(path: str, why: str) -> None:
-    with pytest.raises(Refused, match=why):
-        load_function(path)
+def test_arguments_that_hook_files_look_for_in_vain_are_said_in_words() -> None:
+    args = typed(*PLAYABLE).namespace()
+    with pytest.raises(AttributeError, match=r"args\.max_tokens_per_gpu has no value here: give --max-tokens-per-gpu"):
+        _ = args.context_parallel_size * args.max_tokens_per_gpu
+    with pytest.raises(AttributeError, match=r"args\.num_layers has no value here: docs/slime\.md says"):
+        _ = args.num_layers
+    assert getattr(args, "num_layers", None) is None
+    given = typed(*PLAYABLE, "--max-tokens-per-gpu", "9216").namespace()
+    assert given.context_parallel_size * given.max_tokens_per_gpu == 9216

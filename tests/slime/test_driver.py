@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ from transformers import PreTrainedTokenizerFast
 
 from bombus import AsyncSwarmClient
 from bombus.bus import Bus
-from bombus.errors import BombusError
+from bombus.errors import BombusError, Refused
 from bombus.hive.generation import Generate
 from bombus.hive.records import CallRecord, decode_record, unpack_tokens
-from bombus.slime.driver import RolloutReport, SlimeDriver
+from bombus.slime.driver import RolloutReport, SlimeDriver, Told
 from bombus.slime.functions import load_function, make_slime_importable
 from bombus.slime.generation import GenerateState, load_tokenizer
 from bombus.slime.http import close_client
 from bombus.slime.prompts import PromptSource, read_prompts
+from bombus.slime.pushing import groups_of
 from bombus.slime.saved import load_rollout
 from bombus.slime.settings import SlimeOptions
 from tests.gateway.openai_hive import FILES, TEMPLATE, TEXT, GatewayHive, Send, gateway_hive, says
@@ -94,16 +96,31 @@ def options_of(served: GatewayHive, model: str, folder: Path, **more: Any) -> Sl
     return SlimeOptions(**{**given, **more})
 
 
-async def played(options: SlimeOptions) -> list[RolloutReport]:
+@asynccontextmanager
+async def driving(
+    options: SlimeOptions, tell: Told = lambda line: None, kind: type[AsyncSwarmClient] = AsyncSwarmClient
+) -> AsyncIterator[SlimeDriver]:
     assert options.prompt_data is not None
     prompts = read_prompts(options.prompt_data, options, load_tokenizer(options.hf_checkpoint))
-    async with AsyncSwarmClient(options.server_url, verbose=False) as client:
+    async with kind(options.server_url, verbose=False) as client:
         try:
-            source = PromptSource(options, prompts)
-            async with SlimeDriver(options, client, source, lambda line: None) as driver:
-                return await asyncio.wait_for(driver.run(), 60)
+            async with SlimeDriver(options, client, PromptSource(options, prompts), tell, touch_s=0.05) as driver:
+                yield driver
         finally:
             await close_client()
+
+
+async def played(options: SlimeOptions, tell: Told = lambda line: None) -> list[RolloutReport]:
+    async with driving(options, tell) as driver:
+        return await asyncio.wait_for(driver.run(), 60)
+
+
+async def played_with_nothing_left_open(served: GatewayHive, options: SlimeOptions) -> RolloutReport:
+    """Play a rollout. When it has ended no episode may be open, although the driver is."""
+    async with driving(options) as driver:
+        report = await asyncio.wait_for(driver.rollout(0), 60)
+        await served.until(lambda engine: not engine.open)
+    return report
 
 
 async def ended(served: GatewayHive, count: int) -> dict[str, Sequence[CallRecord]]:
@@ -220,3 +237,121 @@ async def test_rollouts_alone_train_nothing(served: GatewayHive, model: str, tmp
     assert report.rewards == [1.0, 1.0]
     await served.until(lambda engine: not engine.open)
     assert not served.engine.pool
+
+
+@pytest.mark.parametrize("ending", ["pt", "jsonl"])
+async def test_samples_that_a_hook_has_made_are_saved_with_their_group(
+    ending: str, served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says("fine")
+    path = f"{HOOKS}:generate_anew"
+    save = str(tmp_path / f"rollout.{ending}")
+    options = options_of(
+        served, model, tmp_path, custom_generate_function_path=path, label_key=None, save_debug_rollout_data=save
+    )
+    (tmp_path / "train.jsonl").write_text('{"prompt": 0}')
+    said: list[str] = []
+    await played(options, said.append)
+    assert said[0] == f"{save} leaves out what no file can hold: metadata.environment (object)"
+    ((first, second),) = groups_of(load_rollout(Path(save)))
+    assert (first.prompt, first.metadata, first.status.value) == ("task 1", {"turns": 1}, "completed")
+    assert [(one.group_index, one.index) for one in (first, second)] == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "option", ["dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path"]
+)
+async def test_a_filter_that_raises_is_named_and_ends_the_run(
+    option: str, served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:keeps_nothing_for_it_raises"
+    flag = f"--{option.replace('_', '-')} {path}"
+    with pytest.raises(BombusError, match=rf"the function of {flag} raised KeyError: 'score' at {HOOKS}, line \d+"):
+        await played(options_of(served, model, tmp_path, **{option: path}))
+    await served.until(lambda engine: not engine.open)
+
+
+async def test_what_cannot_be_done_here_ends_the_run_at_once(served: GatewayHive, model: str, tmp_path: Path) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:asks_for_what_is_not_there"
+    with pytest.raises(Refused, match="offered with strict_box_verify=True alone"):
+        await played(options_of(served, model, tmp_path, custom_rm_path=path))
+    await served.until(lambda engine: not engine.open)
+    assert len(served.replica.requests) <= 2, "nothing is played again"
+
+
+async def test_prompts_that_no_rollout_has_come_to_are_said(served: GatewayHive, model: str, tmp_path: Path) -> None:
+    served.replica.otherwise = says(ANSWER)
+    said: list[str] = []
+    of_three = options_of(served, model, tmp_path, rollout_batch_size=3, num_rollout=None, debug_rollout_only=True)
+    await played(of_three, said.append)
+    assert len(said) == 2
+    assert said[1] == ("1 of the 4 prompts were not begun in 1 rollouts of 3: --num-rollout 2 begins all of them")
+    await played(of_three.model_copy(update={"rollout_batch_size": 2}), said.append)
+    assert [line.partition(":")[0] for line in said[2:]] == ["rollout 0", "rollout 1"], "these were all of them"
+
+
+async def test_a_group_of_equal_rewards_is_kept_where_the_batch_would_not_be_filled(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(WRONG)
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
+    options = options_of(served, model, tmp_path, dynamic_sampling_filter_path=path, over_sampling_batch_size=2)
+    (report,) = await played(options)
+    assert (report.kept, report.dropped) == (1, {"zero_std_0.0": 1}), "the first is dropped, for another is under way"
+
+
+async def test_a_group_that_is_played_when_the_batch_is_full_is_aborted(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:generate_two_at_a_time"
+    more = {"over_sampling_batch_size": 2, "n_samples_per_prompt": 1, "sglang_server_concurrency": 2}
+    report = await played_with_nothing_left_open(
+        served, options_of(served, model, tmp_path, custom_generate_function_path=path, **more)
+    )
+    assert (report.kept, report.unused) == (1, 1)
+
+
+async def test_a_group_that_is_played_while_the_last_of_the_batch_ends_is_aborted(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:generate_the_first_before_others"
+    more: dict[str, Any] = {"over_sampling_batch_size": 2, "n_samples_per_prompt": 1, "sglang_server_concurrency": 2}
+    more["dynamic_sampling_filter_path"] = f"{HOOKS}:tells_the_others"
+    report = await played_with_nothing_left_open(
+        served, options_of(served, model, tmp_path, custom_generate_function_path=path, **more)
+    )
+    assert (report.kept, report.unused) == (1, 1)
+
+
+async def test_the_episode_of_an_attempt_that_failed_is_aborted(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:fails_at_first"
+    options = options_of(served, model, tmp_path, custom_generate_function_path=path)
+    assert (await played_with_nothing_left_open(served, options)).rewards == [1.0, 1.0]
+    assert len(served.engine.pool) == 2
+
+
+async def test_episodes_are_kept_alive_while_their_function_thinks(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    kept: list[str] = []
+
+    class Watched(AsyncSwarmClient):
+        async def touch_episodes(self, episode_uuids: Sequence[str]) -> list[str]:
+            kept.extend(episode_uuids)
+            if episode_uuids:
+                sys.modules["search_turns"].told.set()
+            return await super().touch_episodes(episode_uuids)
+
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:waits_until_told"
+    async with driving(options_of(served, model, tmp_path, custom_generate_function_path=path), kind=Watched) as driver:
+        report = await asyncio.wait_for(driver.rollout(0), 60)
+    assert report.kept == 1
+    assert {one.partition(".")[0] for one in kept} == {"main-1-1", "main-1-2"}

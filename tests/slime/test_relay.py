@@ -77,6 +77,79 @@ async def test_a_text_that_goes_on_keeps_the_tokens_that_were_sampled(
     assert address.calls[0].sampled == split
 
 
+@pytest.mark.parametrize(
+    ("said", "params", "shown", "more"),
+    [
+        # Special tokens are not shown: the hook's own template adds the one that was sampled.
+        ("hello", {"no_stop_trim": True, "skip_special_tokens": True}, "hello", "<|im_end|>\n"),
+        # The stop is not shown, and the hook closes the tag itself.
+        ("look <tool>", {"stop": ["<tool>"], "no_stop_trim": False}, "look ", "<tool> found"),
+    ],
+)
+async def test_tokens_that_were_not_shown_are_kept_where_the_text_goes_on_with_them(
+    said: str,
+    params: dict[str, Any],
+    shown: str,
+    more: str,
+    served: GatewayHive,
+    relay: SampleRelay,
+    claimed: Credentials,
+    http: httpx.AsyncClient,
+) -> None:
+    address = await relay.open(claimed)
+    served.replica.scripts.append(says(said, portion=1))
+    body = {"text": "what?", "sampling_params": {"max_new_tokens": 64, **params}}
+    assert (await ask(http, address.port, body))["text"] == shown
+    await ask(http, address.port, {**body, "text": "what?" + shown + more})
+    first, second = address.calls
+    assert TEXT.tokenizer.fast.decode(second.prompt, skip_special_tokens=False) == "what?" + shown + more
+    known = first.prompt + first.sampled
+    assert second.prompt[: len(known)] == known, "what was sampled is gone on from"
+
+
+@pytest.mark.parametrize("shown", ["", "look ", "look <t", "l"])
+async def test_a_text_that_goes_on_otherwise_has_no_token_that_was_not_shown(
+    shown: str, served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    address = await relay.open(claimed)
+    stop = "look <tool>".removeprefix(shown)
+    served.replica.scripts.append(says("look <tool>"))
+    params = {"max_new_tokens": 64, "stop": [stop], "no_stop_trim": False}
+    answer = await ask(http, address.port, {"text": "what?", "sampling_params": params})
+    assert answer["text"] == shown
+    await ask(http, address.port, {"text": f"what?{shown} is there", "sampling_params": {}})
+    assert TEXT.tokenizer.fast.decode(address.calls[1].prompt, skip_special_tokens=False) == f"what?{shown} is there"
+
+
+@pytest.mark.parametrize("tail", ["z", "zq", "zqzqz", "zqzqzqz", "zqzqzqzqz", "\N{ANT}", "\N{ANT}zqzqzq"])
+async def test_what_an_answer_showed_keeps_its_tokens_up_to_the_last_whole_character(
+    tail: str, served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    encode = TEXT.tokenizer.encode
+    kept = encode("th") + encode("e") + encode("\N{HONEYBEE}" * 4)  # each bee is four tokens of one byte
+    served.replica.scripts.append(says(kept + encode(tail), finish="length"))
+    address = await relay.open(claimed)
+    params = {"max_new_tokens": 64, "stop": [tail], "no_stop_trim": False}
+    shown = "the" + "\N{HONEYBEE}" * 4
+    assert (await ask(http, address.port, {"text": "what? ", "sampling_params": params}))["text"] == shown
+    await ask(http, address.port, {"text": f"what? {shown}\N{BUG}", "sampling_params": {}})
+    assert address.calls[1].prompt == address.calls[0].prompt + kept + encode("\N{BUG}")
+
+
+async def test_of_several_texts_that_are_known_the_longest_is_gone_on_from(
+    served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    split = TEXT.tokenizer.encode("th") + TEXT.tokenizer.encode("e")  # another text would be one token
+    served.replica.scripts.extend([says(split, finish="length"), says(split, finish="length")])
+    address = await relay.open(claimed)
+    params = {"max_new_tokens": 8, "no_stop_trim": True, "skip_special_tokens": False}
+    for text in ("what is ", "what is the", "what is thethe fox"):
+        await ask(http, address.port, {"text": text, "sampling_params": params})
+    first, second, third = address.calls
+    assert second.prompt == first.prompt + split
+    assert third.prompt == second.prompt + split + TEXT.tokenizer.encode(" fox")
+
+
 async def test_text_after_a_stop_is_shown_as_sglang_shows_it(
     served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
 ) -> None:
@@ -108,7 +181,11 @@ async def test_late_requests_are_aborted_as_sglang_aborts_them(
     await relay.retire(address)
     answer = await ask(http, address.port, {"text": "a", "sampling_params": {}})
     assert answer["meta_info"]["finish_reason"] == {"type": "abort"}
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    chat = await http.post(f"http://127.0.0.1:{address.port}/v1/chat/completions", json=body)
+    assert (chat.status_code, "this sample is over" in chat.text) == (403, True)
     assert not served.engine.open[claimed.episode].calls
+    assert not served.replica.requests
 
 
 async def test_an_episode_that_is_over_aborts_the_sample(

@@ -4,10 +4,11 @@ from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bombus.bus import Bus
-from bombus.errors import Refused
+from bombus.errors import BombusError, Refused
 from bombus.slime.pushing import groups_of, push_rollouts, scored_group
 from bombus.slime.saved import load_rollout, rollout_file, save_rollout
 from bombus.slime.settings import SlimeOptions
@@ -44,6 +45,39 @@ def test_a_rollout_is_read_back_as_it_was(ending: str, tmp_path: Path) -> None:
     assert path.name == f"7.{ending}"
     assert load_rollout(path) == samples or ending == "jsonl"
     assert [sample.tokens for sample in load_rollout(path)] == [[1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("ending", ["pt", "jsonl"])
+def test_what_no_file_can_hold_is_left_out_and_named(ending: str, tmp_path: Path) -> None:
+    sample = sample_of(1.0)
+    itself: list[object] = []
+    itself += [itself, itself]
+    sample.metadata = {"agent": object(), "seen": [1, {"x": object()}], "huge": 1 << 64, "itself": itself}
+    sample.metadata["by_place"] = {(1, 2): 3, True: 4, 5: 6}
+    sample.metadata |= {"array": np.arange(3), "kind": ABORTED, "half": "\ud800", "pair": (1, np.float32(0.5))}
+    sample.agent = object()  # type: ignore[attr-defined]
+    left_out = save_rollout(tmp_path / f"r.{ending}", 0, [sample, sample])
+    assert left_out == [
+        "agent (object)",
+        "metadata.agent (object)",
+        "metadata.by_place.(1, 2) (tuple as a key)",
+        "metadata.by_place.True (bool as a key)",
+        "metadata.half (str)",
+        "metadata.huge (int)",
+        "metadata.itself (list)",
+        "metadata.seen.x (object)",
+    ]
+    (again, _) = load_rollout(tmp_path / f"r.{ending}")
+    assert list(again.metadata.pop("by_place").values()) == [6]
+    assert again.metadata == {"seen": [1, {}], "array": [0, 1, 2], "kind": "aborted", "pair": [1, 0.5]}
+    assert (again.tokens, again.reward, hasattr(again, "agent")) == ([1, 2, 3, 4], 1.0, False)
+
+
+@pytest.mark.parametrize("ending", ["pt", "jsonl"])
+def test_a_file_that_cannot_be_written_is_said_with_what_to_do(ending: str, tmp_path: Path) -> None:
+    (tmp_path / "full").write_text("")
+    with pytest.raises(BombusError, match="make room, or give another --save-debug-rollout-data"):
+        save_rollout(tmp_path / f"full/r.{ending}", 0, [sample_of(1.0)])
 
 
 @pytest.mark.parametrize("name", ["broken.pt", "broken.jsonl", "absent.jsonl"])

@@ -2,7 +2,9 @@
 
 from argparse import Namespace
 
+import numpy as np
 import pytest
+import torch
 
 from bombus.slime.filters import as_filter_output, check_reward_nonzero_std, check_reward_nonzero_std_with_fallback
 from bombus.slime.outcomes import output_of
@@ -73,8 +75,33 @@ def test_samples_of_different_rewards_reward_the_calls_that_they_have() -> None:
     first, second = sample_of(reward=1.0), sample_of(tokens=[7, 8], response_length=1, reward=0.0)
     calls = [SampledCall("a", [1, 2], [3]), SampledCall("b", [7], [8])]
     assert output_of([first, second], calls, ONE).reward == {"a": 1.0, "b": 0.0}
-    with pytest.raises(ValueError, match="0 different rewards"):
+    with pytest.raises(ValueError, match="a call is in none of the samples"):
         output_of([first, second], [*calls, SampledCall("c", [9], [9])], ONE)
+
+
+def test_equal_calls_have_the_rewards_of_equal_samples_in_their_order() -> None:
+    samples = [sample_of(reward=reward) for reward in (0.25, 1.0, 0.5)]
+    calls = [SampledCall(name, [1, 2], [3, 4]) for name in "abc"]
+    assert output_of(samples, calls, ONE).reward == {"a": 0.25, "b": 1.0, "c": 0.5}
+
+
+def test_a_call_that_several_samples_begin_with_has_the_mean_of_their_rewards() -> None:
+    samples = [sample_of(tokens=[1, 2, 3, 4], reward=1.0), sample_of(tokens=[1, 2, 3, 5], reward=0.5)]
+    calls = [SampledCall("both", [1], [2]), SampledCall("first", [1, 2], [3, 4]), SampledCall("second", [1, 2], [3, 5])]
+    assert output_of(samples, calls, ONE).reward == {"both": 0.75, "first": 1.0, "second": 0.5}
+
+
+@pytest.mark.parametrize("reward", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor([0.5])])
+def test_a_number_of_numpy_or_torch_is_a_reward(reward: object) -> None:
+    assert output_of([sample_of(reward=reward)], [], ONE).reward == 0.5
+    assert output_of([sample_of(reward={"score": np.int64(1)})], [], Namespace(reward_key="score")).reward == 1.0
+
+
+def test_a_status_may_be_a_text_but_no_other_than_slime_has() -> None:
+    assert output_of([sample_of(status="truncated")], [], ONE).log_metrics["truncated"] == 1.0
+    assert sample_of(status="completed").to_dict()["status"] == "completed"
+    with pytest.raises(ValueError, match="'done', which is not one of pending, completed"):
+        output_of([sample_of(status="done")], [], ONE)
 
 
 def test_what_an_episode_cannot_say_of_a_sample_is_counted() -> None:
@@ -84,7 +111,21 @@ def test_what_an_episode_cannot_say_of_a_sample_is_counted() -> None:
     assert output.log_metrics["sampled_tokens_masked"] == 1.0
 
 
-@pytest.mark.parametrize("reward", [None, float("nan"), "1", {"score": 1.0}])
-def test_a_reward_that_is_no_number_is_refused(reward: object) -> None:
-    with pytest.raises(ValueError, match="not a finite number; --reward-key"):
+@pytest.mark.parametrize(
+    ("reward", "why"),
+    [
+        (None, "is None, not a finite number$"),
+        (float("nan"), "not a finite number$"),
+        ("1", "is '1', not a finite number$"),
+        ({"score": 1.0}, "--reward-key NAME takes one of several"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_refused(reward: object, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
         output_of([sample_of(reward=reward)], [], ONE)
+
+
+@pytest.mark.parametrize("reward", [1.0, {"points": 1.0}])
+def test_a_reward_without_the_value_that_counts_is_refused(reward: object) -> None:
+    with pytest.raises(ValueError, match="without the --reward-key 'score'"):
+        output_of([sample_of(reward=reward)], [], Namespace(reward_key="score"))

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import inspect
 import logging
+import traceback
 import uuid
 from argparse import Namespace
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from bombus.errors import BombusError
+from bombus.errors import BombusError, Refused, in_one_line
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import EpisodeGone, InfraError, SwarmError
 from bombus.sdk.types import Credentials, EpisodeKind, Task, WorkflowOutput
@@ -61,16 +62,13 @@ class PlayedSample(msgspec.Struct):
 class PlayedGroup(msgspec.Struct):
     """The samples of one prompt. Their episodes are open until the group is ended or dropped."""
 
+    number: int  # of the group, in the order in which prompts were drawn
     task: Task
     played: list[PlayedSample]
 
     @property
     def returned(self) -> list[Any]:
         return [one.returned for one in self.played]
-
-    @property
-    def first_index(self) -> int:
-        return int(self.played[0].samples[0].index or 0)
 
 
 class RolloutReport(msgspec.Struct):
@@ -97,11 +95,19 @@ class RolloutReport(msgspec.Struct):
 class SlimeDriver:
     """Plays rollouts against one engine. Use it inside `async with`: it keeps open episodes from going idle."""
 
-    def __init__(self, options: SlimeOptions, client: AsyncSwarmClient, source: PromptSource, tell: Told) -> None:
+    def __init__(
+        self,
+        options: SlimeOptions,
+        client: AsyncSwarmClient,
+        source: PromptSource,
+        tell: Told,
+        touch_s: float = TOUCH_S,
+    ) -> None:
         self._options = options
         self._client = client
         self._source = source
         self._tell = tell
+        self._touch_s = touch_s
         self._name = uuid.uuid4().hex[:8]  # so that the groups of two drivers are not compared with each other
         self._open: set[str] = set()
         self._lost_in_a_row = 0
@@ -144,23 +150,36 @@ class SlimeDriver:
             report = await self.rollout(rollout_id)
             self._tell(report.line())
             reports.append(report)
+        self._tell_what_was_not_begun(len(reports))
         return reports
+
+    def _tell_what_was_not_begun(self, rollouts: int) -> None:
+        """Say how many prompts no rollout has come to: a batch is never played in part."""
+        options, count = self._options, len(self._source.prompts)
+        wanted = count * (1 if options.num_rollout else options.num_epoch)
+        if (left := wanted - self._source.begun) > 0:
+            size = options.rollout_batch_size
+            epochs = f" in {options.num_epoch} epochs" if wanted > count else ""
+            why = f"{left} of the {wanted} prompts{epochs} were not begun in {rollouts} rollouts of {size}"
+            self._tell(f"{why}: --num-rollout {rollouts - (-left // size)} begins all of them")
 
     async def rollout(self, rollout_id: int) -> RolloutReport:
         """Play prompts until a batch of groups is kept, and end their episodes."""
         report = RolloutReport(rollout_id)
         everything: list[PlayedGroup] = []
         kept = await self._collect(report, everything)
-        kept.sort(key=lambda group: group.first_index)
-        if chosen := self._functions.get("rollout_sample_filter_path"):
-            chosen(self.args, [group.returned for group in kept])
+        kept.sort(key=lambda group: group.number)
+        if "rollout_sample_filter_path" in self._functions:
+            self._call("rollout_sample_filter_path", [group.returned for group in kept])
             kept = [group for group in kept if await self._end(group, report)]
-        if process := self._functions.get("rollout_all_samples_process_path"):
-            everything.sort(key=lambda group: group.first_index)
-            process(self.args, [group.returned for group in everything], self._source)
+        if "rollout_all_samples_process_path" in self._functions:
+            everything.sort(key=lambda group: group.number)
+            self._call("rollout_all_samples_process_path", [group.returned for group in everything], self._source)
         if template := self._options.save_debug_rollout_data:
             samples = [sample for group in kept for sample in flattened(group.returned)]
-            save_rollout(rollout_file(template, rollout_id), rollout_id, samples)
+            path = rollout_file(template, rollout_id)
+            if left_out := save_rollout(path, rollout_id, samples):
+                self._tell(f"{path} leaves out what no file can hold: {', '.join(left_out)}")
         report.kept = len(kept)
         return report
 
@@ -191,7 +210,9 @@ class SlimeDriver:
             report.unused += len(pending)
             for task in (*pending, *done):
                 task.cancel()
-            await asyncio.gather(*pending, *done, return_exceptions=True)
+            for left in await asyncio.gather(*pending, *done, return_exceptions=True):
+                if isinstance(left, PlayedGroup):  # it was played before it could be cancelled
+                    await self._drop(left, "the batch was full")
         return kept
 
     async def _is_kept(self, group: PlayedGroup, report: RolloutReport, available: int) -> bool:
@@ -215,39 +236,50 @@ class SlimeDriver:
 
     async def _passes(self, group: PlayedGroup, report: RolloutReport, available: int) -> bool:
         """Ask the filter. A group that it drops is aborted, so that it is no part of a batch."""
-        chosen = self._functions.get("dynamic_sampling_filter_path")
-        if chosen is None:
+        if "dynamic_sampling_filter_path" not in self._functions:
             return True
-        output = as_filter_output(chosen(self.args, group.returned))
+        output = as_filter_output(self._call("dynamic_sampling_filter_path", group.returned))
         if output.keep or (output.keep_when_insufficient and available <= self._options.rollout_batch_size):
             return True
         report.dropped[output.reason or "no reason given"] += 1
         await self._drop(group, f"dropped by dynamic sampling: {output.reason or 'no reason given'}")
         return False
 
+    def _call(self, option: str, *given: object) -> Any:
+        """Call a filter. One that raises ends the run: which groups it would have kept is not known."""
+        try:
+            return self._functions[option](self.args, *given)
+        except Exception as error:  # the user's code: whatever it raises is said with its name
+            flag = f"--{option.replace('_', '-')} {getattr(self._options, option)}"
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.filename}, line {frame.lineno}"
+            why = f"the function of {flag} raised {in_one_line(error)} at {place}"
+            raise BombusError(f"{why}: mend it and start again. Episodes that had not ended are aborted") from error
+
     # ---- a group ----------------------------------------------------------------------------------------------
 
     async def _play_group(self, group: list[SlimeSample]) -> PlayedGroup:
-        task = Task(task_id=f"{self._name}-{group[0].group_index}", metadata={"prompt_index": group[0].group_index})
+        number = group[0].group_index or 0
+        task = Task(task_id=f"{self._name}-{number}", metadata={"prompt_index": number})
         mine: set[str] = set()
         try:
             claimed = await self._claim(task, len(group), mine)
             playing = [self._play(task, sample, one, mine) for sample, one in zip(group, claimed, strict=True)]
             played = await _all(playing)
-            found = PlayedGroup(task, played)
+            found = PlayedGroup(number, task, played)
             if self._options.group_rm:
                 await self._reward([one.returned for one in played])
             for one in played:
                 output_of(one.samples, one.calls, self.args)  # rewards that no episode can have are found here
-        except SwarmError:
-            await self._abort(sorted(mine & self._open), "the hive refused")
+        except (SwarmError, Refused):
+            await self._abort(sorted(mine & self._open), "refused")
             raise
         except asyncio.CancelledError:
             await self._abort(sorted(mine & self._open), "not needed")
             raise
         except Exception as error:  # the hook's code: whatever it raises must not stop the other groups
             await self._abort(sorted(mine & self._open), repr(error))
-            raise GroupLost(f"the group of prompt {group[0].group_index} is lost: {error!r}") from error
+            raise GroupLost(f"the group of prompt {number} is lost: {error!r}") from error
         return found
 
     async def _claim(self, task: Task, count: int, mine: set[str]) -> list[Credentials]:
@@ -262,6 +294,8 @@ class SlimeDriver:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._attempt(copy.deepcopy(prompt), claimed)
+            except Refused:  # by us, with what is to be done about it: another attempt would go no better
+                raise
             except Exception as error:  # the hook's code: another attempt may go well
                 log.warning("sample %s, attempt %d of %d: %r", prompt.index, attempt, ATTEMPTS, error)
                 if attempt == ATTEMPTS:
@@ -273,6 +307,7 @@ class SlimeDriver:
 
     async def _attempt(self, sample: SlimeSample, claimed: Credentials) -> PlayedSample:
         sample.session_id = claimed.episode
+        group_index, index = sample.group_index, sample.index
         async with self._state.semaphore:
             address = await self._relay.open(claimed)
             args = copy.copy(self.args)
@@ -282,6 +317,9 @@ class SlimeDriver:
             finally:
                 await self._relay.retire(address)
         found = PlayedSample(claimed, returned, address.calls)
+        for one in found.samples:  # a hook may return samples that it has made
+            one.group_index = group_index
+            one.index = index if one.index is None else one.index
         if not found.samples or any(is_aborted(one) for one in found.samples):
             raise SampleAborted("the generate function gave the sample up")
         if not self._options.group_rm:
@@ -346,7 +384,7 @@ class SlimeDriver:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(TOUCH_S)
+            await asyncio.sleep(self._touch_s)
             episodes = sorted(self._open)
             for start in range(0, len(episodes), TOUCHED_MAX):
                 try:

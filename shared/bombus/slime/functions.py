@@ -14,6 +14,17 @@ from bombus.errors import Code, Refused, in_one_line
 
 HookFunction = Callable[..., Any]
 STAND_IN = Path(__file__).parent / "importable"
+FORMS = "Write package.module.function or file.py:function"
+
+# What modules of slime that are not here would need. A module that is not named counts as the one above it.
+NEEDED = {
+    "slime": "it is a part of slime's own trainer and servers",
+    "slime.agent": "its agents work in sandboxes of E2B, behind servers of slime; `bombus rollout` runs coding agents",
+    "slime.rollout": "it drives slime's own trainer and servers",
+    "slime.rollout.on_policy_distillation": "slime's trainer would have to take a teacher's logprobs from samples",
+    "slime.rollout.rm_hub": "it is a reward of slime's own: put a copy of its file beside the hook file",
+    "slime.utils.processing_utils": "it is for images in prompts, which an episode here does not take",
+}
 
 
 def make_slime_importable() -> bool:
@@ -48,10 +59,35 @@ def load_function(path: str) -> Any:
     module, function = _parts(path)
     try:
         found: Any = importlib.import_module(module)
-        return getattr(found, function)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        why = f"{path} cannot be imported: {in_one_line(error)}"
-        raise Refused(Code.BAD_CONFIG, f"{why}. Write package.module.function or file.py:function") from error
+    except Exception as error:  # the user's code: whatever it raises while it is imported
+        raise Refused(Code.BAD_CONFIG, f"{path} cannot be imported: {_why_not(error, module)}") from error
+    if not hasattr(found, function):
+        raise Refused(Code.BAD_CONFIG, f"{path} cannot be imported: {module} has no {function!r}. {FORMS}")
+    return getattr(found, function)
+
+
+def _why_not(error: BaseException, module: str) -> str:
+    """Return why a module cannot be imported: a name of slime's that is not here before whatever became of that."""
+    cause: BaseException | None = error
+    while cause is not None:
+        name = cause.name if isinstance(cause, ImportError) else None
+        if name is not None and name.partition(".")[0] == "slime":
+            what = str(cause).split("'")[1] if str(cause).startswith("cannot import name") else ""
+            return _not_here(name, what)
+        cause = cause.__cause__ or cause.__context__
+    said = in_one_line(error)
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return said
+    is_the_path = module == error.name or module.startswith(f"{error.name}.")
+    return f"{said}. {FORMS}" if is_the_path else f"{said}, which it imports: install that"
+
+
+def _not_here(module: str, name: str) -> str:
+    above = module
+    while above not in NEEDED:
+        above = above.rpartition(".")[0]
+    what = f"{name} of {module}" if name else module
+    return f"it imports {what}, which is not here: {NEEDED[above]}. docs/slime.md lists what is here"
 
 
 def _parts(path: str) -> tuple[str, str]:
@@ -65,6 +101,5 @@ def _parts(path: str) -> tuple[str, str]:
         return found.stem, function
     module, dot, function = path.rpartition(".")
     if not dot:
-        why = f"{path!r} names no function: write package.module.function or file.py:function"
-        raise Refused(Code.BAD_CONFIG, why)
+        raise Refused(Code.BAD_CONFIG, f"{path!r} names no function. {FORMS}")
     return module, function

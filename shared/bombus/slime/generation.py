@@ -73,10 +73,13 @@ def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate")
 
 
 async def generate(args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
-    """SlimeSample one answer to a prompt."""
+    """Sample one answer to a prompt."""
     tokenizer = GenerateState(args).tokenizer
     if not isinstance(sample.prompt, str):
-        why = "a prompt is a list of messages: give --apply-chat-template, or name a function that reads messages"
+        what = (
+            "a list of messages: give --apply-chat-template, or" if isinstance(sample.prompt, list) else "not a text:"
+        )
+        why = f"a prompt is {what} name a function that reads it with --custom-generate-function-path"
         raise Refused(Code.BAD_CONFIG, why)
     if not sample.tokens:
         sample.tokens = list(tokenizer.encode(sample.prompt, add_special_tokens=False))

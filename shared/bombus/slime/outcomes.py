@@ -2,7 +2,9 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from bombus.sdk.types import WorkflowOutput
@@ -15,7 +17,8 @@ def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namesp
     """Return the outcome of an episode. Raises `ValueError` for rewards that no episode can have.
 
     Where a hook made several samples of one attempt with different rewards, each call has that of the sample whose
-    tokens begin with the call's.
+    tokens begin with the call's. Equal calls of as many samples have the rewards in the order of the samples; calls
+    that are in more or in fewer samples than that have their mean.
     """
     rewards = [reward_of(sample, args) for sample in samples]
     elsewhere = sum(all(not _has(sample, call) for sample in samples) for call in calls)
@@ -33,10 +36,13 @@ def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namesp
 
 
 def reward_of(sample: Any, args: Namespace) -> float:
+    """Return the reward of a sample: a number, also of NumPy, or a tensor of one element. Raises `ValueError`."""
     value = sample.get_reward_value(args)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"the reward of a sample is {value!r}, not a finite number; --reward-key names one of several")
-    return float(value)
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, Real) or not math.isfinite(number):
+        hint = "; --reward-key NAME takes one of several" if isinstance(value, Mapping) else ""
+        raise ValueError(f"the reward of a sample is {value!r}, not a finite number{hint}")
+    return float(number)
 
 
 def is_aborted(sample: Any) -> bool:
@@ -45,19 +51,28 @@ def is_aborted(sample: Any) -> bool:
 
 
 def _status(sample: Any) -> str:
-    return str(sample.status.value)
+    """Return the name of a status, which a hook may also give as a text. Raises `ValueError`."""
+    status = str(getattr(sample.status, "value", sample.status))
+    if status not in STATUSES:
+        raise ValueError(f"the status of a sample is {status!r}, which is not one of {', '.join(STATUSES)}")
+    return status
 
 
 def _by_call(samples: Sequence[Any], rewards: Sequence[float], calls: Sequence[SampledCall]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    equal: dict[tuple[int, ...], list[SampledCall]] = defaultdict(list)
     for call in calls:
-        fitting = {reward for sample, reward in zip(samples, rewards, strict=True) if _has(sample, call)}
-        if len(fitting) != 1:
+        equal[(len(call.prompt), *call.prompt, *call.sampled)].append(call)
+    found: dict[str, float] = {}
+    for same in equal.values():
+        fitting = [reward for sample, reward in zip(samples, rewards, strict=True) if _has(sample, same[0])]
+        if not fitting:
             raise ValueError(
-                f"a call is in samples of {len(fitting)} different rewards: give each sample the tokens of its own "
-                "calls, or all samples of an attempt the same reward"
+                "a call is in none of the samples, whose rewards differ: give each sample the tokens of its own calls, "
+                "or all samples of an attempt the same reward"
             )
-        found[call.id] = fitting.pop()
+        if len(fitting) != len(same):
+            fitting = [math.fsum(fitting) / len(fitting)] * len(same)
+        found |= {call.id: reward for call, reward in zip(same, fitting, strict=True)}
     return found
 
 

@@ -29,6 +29,11 @@ class PromptSource:
         self._epoch = 0
         self._groups = 0
 
+    @property
+    def begun(self) -> int:
+        """How many groups were given."""
+        return self._groups
+
     def group(self) -> list[SlimeSample]:
         if not self._order:
             self._order = list(range(len(self.prompts)))[::-1]
@@ -70,8 +75,11 @@ def _samples(path: Path, lines: Iterator[str], options: SlimeOptions, tokenizer:
 
 def _sample(data: dict[str, Any], options: SlimeOptions, tokenizer: Any) -> SlimeSample:
     prompt = data.get(options.input_key)
-    if not isinstance(prompt, str | list):
-        raise ValueError(f"{options.input_key!r} is no text and no list of messages; --input-key names another field")
+    if prompt is None:
+        raise ValueError(f"it has no {options.input_key!r}; --input-key names another field")
+    if options.apply_chat_template and not isinstance(prompt, str | list):
+        why = f"{options.input_key!r} is neither a text nor a list of messages, which --apply-chat-template needs"
+        raise ValueError(f"{why}; --input-key names another field")
     if options.label_key and options.label_key not in data:
         raise ValueError(f"it has no {options.label_key!r}, which --label-key names")
     metadata = data.get(options.metadata_key)

@@ -4,6 +4,7 @@ What is asked there becomes calls of the sample's episode, whatever HTTP client,
 which sample it is.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,10 +18,11 @@ from bombus.sdk.transport import is_loopback
 from bombus.sdk.types import Credentials
 from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
 
-TEXTS_MAX = 64  # of a sample, whose tokens are remembered
+TEXTS_MAX = 128  # of a sample, two for an answer that was not shown whole, whose tokens are remembered
 RETIRED_MAX = 256  # ports of samples that are over and are kept, so that none is soon given to another sample
 OVER = 403  # what a gateway answers once an episode is over
 SHOWN_OTHERWISE = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "custom_params")
+HALF_A_CHARACTER = "\ufffd"  # what a decoder makes of bytes that are not a character yet
 UNSUPPORTED = ("image_data", "video_data", "audio_data", "input_embeds")
 
 
@@ -115,13 +117,42 @@ class SampleAddress:
                 skips = bool(shown.get("skip_special_tokens", True))
                 answer["text"] = self._tokenizer.decode(answer["output_ids"], skip_special_tokens=skips)
             if text is not None:
-                self._known.append((text + answer["text"], prompt + answer["output_ids"]))
+                self._remember(text, prompt, answer["text"], list(answer["output_ids"]))
             if not asked.get("return_logprob"):
                 del answer["meta_info"]["output_token_logprobs"]
         return LocalAnswer(200, msgspec.json.encode(answers))
 
     def _note(self, call: str, prompt: list[int], answer: Mapping[str, Any]) -> None:
         self.calls.append(SampledCall(call, prompt, list(answer["output_ids"])))
+
+    def _remember(self, text: str, prompt: list[int], shown: str, sampled: list[int]) -> None:
+        """Remember the tokens of a text that goes on from an answer.
+
+        An answer may be shown without its last tokens, such as a stop or `<|im_end|>`. A text that goes on with what
+        they stand for keeps them; any other keeps those alone that the answer showed.
+        """
+        whole = self._decoded(sampled)
+        self._known.append((text + whole, prompt + sampled))
+        if whole != shown:
+            kept = sampled[: self._shown(sampled, shown)]
+            self._known.append((text + self._decoded(kept), prompt + kept))
+
+    def _shown(self, sampled: list[int], shown: str) -> int:
+        """Return how many tokens from the first on stand for the beginning of a shown text."""
+
+        def ends_after(count: int) -> bool:
+            return not shown.startswith(self._decoded(sampled[:count]).rstrip(HALF_A_CHARACTER))
+
+        back = 1  # nearly always the last token alone was not shown
+        while back < len(sampled) and ends_after(len(sampled) - back):
+            back *= 2
+        count = bisect_left(range(len(sampled) + 1), True, lo=max(len(sampled) - back, 0), key=ends_after) - 1
+        while count > 0 and not shown.startswith(self._decoded(sampled[:count])):
+            count -= 1  # its last character is not whole
+        return max(count, 0)
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False)) if tokens else ""
 
     def _prompt(self, asked: dict[str, Any]) -> tuple[list[int], str | None]:
         """Return the tokens of a prompt, and its text where it was given as one.

@@ -1,4 +1,4 @@
-"""`async_rm` and `batched_async_rm`, which ask the reward function that is named for the samples."""
+"""`async_rm` and `batched_async_rm`, which ask the reward function that is named, and the rule for boxed answers."""
 
 import asyncio
 from argparse import Namespace
@@ -10,6 +10,8 @@ from bombus.slime.functions import load_function
 from bombus.slime.http import post
 
 REMOTE_RETRIES = 10
+BOX = "\\boxed{"
+END_CHARS = 100  # at the end of a solution, in which the box must lie
 
 
 async def async_rm(args: Namespace, sample: Any, **kwargs: Any) -> Any:
@@ -34,3 +36,30 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Any], **kwargs: An
         rewards: Sequence[Any] = await load_function(args.custom_rm_path)(args, samples, **kwargs)
         return rewards
     return await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples))
+
+
+def score_of_box(solution_str: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, Any]:
+    """Return 1 where the last box at the end of a solution has the very text of the true answer, and -1 otherwise.
+
+    It is slime's `math_dapo_utils.compute_score` with `strict_box_verify`. Raises `Refused` without that.
+    """
+    if not strict_box_verify:
+        why = "slime.rollout.rm_hub.math_dapo_utils.compute_score is offered with strict_box_verify=True alone"
+        needs = "otherwise it needs slime's rules for units and LaTeX. Put a copy of that file beside the hook file"
+        raise Refused(Code.UNSUPPORTED, f"{why}: {needs}, and import it from there")
+    found = boxed(solution_str[-END_CHARS:])
+    is_right = found == ground_truth
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": found}
+
+
+def boxed(text: str) -> str | None:
+    r"""Return what the last `\boxed{...}` of a text holds, or None where there is none that is closed."""
+    start = text.rfind(BOX) + len(BOX)
+    if start < len(BOX):
+        return None
+    depth = 1
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start:place]
+    return None

@@ -1,16 +1,21 @@
 """Rollouts as files: those that slime itself reads and writes (.pt), and JSON lines."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bombus.errors import Code, Refused, in_one_line
+from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.slime.types import SlimeSample
 
 TORCH_ENDING = ".pt"
+DEPTH_MAX = 32  # of values within values
+INTEGERS = range(-(1 << 63), 1 << 64)  # that JSON can hold here
+LEFT_OUT = object()  # in the place of a value that a file cannot hold
 
 
 def rollout_file(template: str, rollout_id: int) -> Path:
@@ -22,19 +27,90 @@ def rollout_file(template: str, rollout_id: int) -> Path:
         raise Refused(Code.BAD_CONFIG, why) from error
 
 
-def save_rollout(path: Path, rollout_id: int, samples: Sequence[Any]) -> None:
-    """Write the samples of a rollout to a file of that name, which is replaced whole."""
-    rows = [sample.to_dict() for sample in samples]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    if path.suffix == TORCH_ENDING:
-        import torch
+def save_rollout(path: Path, rollout_id: int, samples: Sequence[Any]) -> list[str]:
+    """Write the samples of a rollout to a file of that name, which is replaced whole.
 
-        torch.save({"rollout_id": rollout_id, "samples": rows}, partial)
+    Returns the names of what hooks had put into samples that no file can hold, such as an object of theirs: it is left
+    out. Arrays and tensors become lists. Raises `BombusError` where the file cannot be written.
+    """
+    left_out: set[str] = set()
+    rows = [_plain(sample.to_dict(), "", left_out) for sample in samples]
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == TORCH_ENDING:
+            import torch
+
+            torch.save({"rollout_id": rollout_id, "samples": rows}, partial)
+        else:
+            lines = (msgspec.json.encode({"rollout_id": rollout_id, **row}) for row in rows)
+            partial.write_bytes(b"".join(line + b"\n" for line in lines))
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:  # torch raises the latter where a disk is full
+        why = f"the rollout cannot be written to {path} ({in_one_line(error)}): its episodes have ended as they should"
+        raise BombusError(f"{why}; make room, or give another --save-debug-rollout-data") from error
+    return sorted(left_out)
+
+
+def _plain(value: Any, name: str, left_out: set[str], above: tuple[int, ...] = ()) -> Any:
+    """Return a value as both kinds of files hold it, or `LEFT_OUT`, whose name is added to those that are left out.
+
+    `above` has the ids of what the value lies in, so that what holds itself is left out.
+    """
+    found = LEFT_OUT
+    inside = (*above, id(value))
+    if id(value) in above or len(above) > DEPTH_MAX:
+        pass
+    elif isinstance(value, Mapping):
+        return _plain_mapping(value, name, left_out, inside)
+    elif isinstance(value, list | tuple):
+        if _are_numbers(value):
+            return [*value]
+        items = [_plain(one, name, left_out, inside) for one in value]
+        found = LEFT_OUT if any(one is LEFT_OUT for one in items) else items
+    elif isinstance(value, Enum):
+        return _plain(value.value, name, left_out, inside)
+    elif hasattr(value, "tolist"):
+        with suppress(Exception):  # the user's object, whose method may do anything: it is left out
+            return _plain(value.tolist(), name, left_out, inside)
     else:
-        lines = (msgspec.json.encode({"rollout_id": rollout_id, **row}) for row in rows)
-        partial.write_bytes(b"".join(line + b"\n" for line in lines))
-    partial.replace(path)
+        found = _plain_scalar(value)
+    if found is LEFT_OUT:
+        left_out.add(f"{name} ({type(value).__name__})")
+    return found
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Return whether values can be written as they are: tokens, masks and logprobs, of which a response has many."""
+    kinds = {*map(type, values)}
+    return kinds == {float} or (kinds == {int} and min(values) in INTEGERS and max(values) in INTEGERS)
+
+
+def _plain_mapping(
+    value: Mapping[Any, Any], name: str, left_out: set[str], inside: tuple[int, ...]
+) -> dict[str | int, Any]:
+    found: dict[str | int, Any] = {}
+    for key, one in value.items():
+        inner = f"{name}.{key}" if name else str(key)
+        plain = _plain_scalar(key)
+        if not isinstance(plain, str | int) or isinstance(plain, bool):
+            left_out.add(f"{inner} ({type(key).__name__} as a key)")
+        elif (item := _plain(one, inner, left_out, inside)) is not LEFT_OUT:
+            found[plain] = item
+    return found
+
+
+def _plain_scalar(value: object) -> Any:
+    match value:
+        case None | bool():
+            return value
+        case int() if int(value) in INTEGERS:
+            return int(value)
+        case float():
+            return float(value)
+        case str() if not any("\ud800" <= one <= "\udfff" for one in value):
+            return str(value)
+    return LEFT_OUT
 
 
 def check_can_save(template: str) -> None:

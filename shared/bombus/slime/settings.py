@@ -13,6 +13,7 @@ from bombus.slime.rewards import refusal_of
 # What hook files read of slime's other arguments, with the values that say that nothing of it is used.
 OTHERS: dict[str, object] = {
     "ci_test": False,
+    "context_parallel_size": 1,
     "eval_max_context_len": None,
     "mask_offpolicy_in_partial_rollout": False,
     "partial_rollout": False,
@@ -31,6 +32,15 @@ OTHERS: dict[str, object] = {
 }
 Text = Annotated[str, Flag(metavar="NAME")]
 FunctionPath = Annotated[str | None, Flag(metavar="PATH")]
+
+
+class HookArguments(Namespace):
+    """`args` as hook files read it. One that it does not have is said in words."""
+
+    def __getattr__(self, name: str) -> Any:
+        given = name in SlimeOptions.model_fields
+        hint = f"give --{name.replace('_', '-')}" if given else "docs/slime.md says what of slime's arguments is there"
+        raise AttributeError(f"args.{name} has no value here: {hint}")
 
 
 class SlimeOptions(BaseModel):
@@ -83,6 +93,9 @@ class SlimeOptions(BaseModel):
     )
     rollout_max_context_len: Annotated[int | None, Flag(metavar="N")] = Field(
         default=None, ge=1, le=10_000_000, description="tokens of a conversation, for hook files that read it"
+    )
+    max_tokens_per_gpu: Annotated[int | None, Flag(metavar="N")] = Field(
+        default=None, ge=1, le=10_000_000, description="the same, for hook files that read this in its place"
     )
     rollout_temperature: Annotated[float, Flag(metavar="T")] = Field(
         default=1.0, ge=0, le=100, description="the temperature of sampling"
@@ -179,4 +192,6 @@ class SlimeOptions(BaseModel):
         own = self.model_dump()
         own |= {"prompt_data": str(self.prompt_data), "rollout_stop": list(self.rollout_stop) or None}
         own |= {"apply_chat_template_kwargs": self.chat_template_arguments}
-        return Namespace(**{**OTHERS, **own, "over_sampling_batch_size": self.over_sampling})
+        if self.max_tokens_per_gpu is None:
+            del own["max_tokens_per_gpu"]
+        return HookArguments(**{**OTHERS, **own, "over_sampling_batch_size": self.over_sampling})

@@ -53,7 +53,7 @@ class SlimeSample:
     group_index: int | None = None
     index: int | None = None
     rollout_id: int | None = None
-    prompt: str | list[dict[str, Any]] = ""
+    prompt: Any = ""  # a text, a list of messages, or any other value that a hook file reads
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
@@ -86,12 +86,16 @@ class SlimeSample:
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     def get_reward_value(self, args: Namespace) -> Any:
-        """Return the reward, or where a reward has several values that of `args.reward_key`."""
-        return self.reward[args.reward_key] if args.reward_key else self.reward
+        """Return the reward, or where a reward has several values that of `args.reward_key`. Raises `ValueError`."""
+        if not args.reward_key:
+            return self.reward
+        if not isinstance(self.reward, Mapping) or args.reward_key not in self.reward:
+            raise ValueError(f"the reward of a sample is {self.reward!r}, without the --reward-key {args.reward_key!r}")
+        return self.reward[args.reward_key]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a file of rollouts has of a sample; attributes that a hook has added are in it too."""
-        plain = {"status": self.status.value}
+        plain = {"status": getattr(self.status, "value", self.status)}  # hooks may have set a text
         counters = {"spec_info": self.spec_info.to_dict(), "prefix_cache_info": self.prefix_cache_info.to_dict()}
         return {**vars(self), **plain, **counters}
 

@@ -1,10 +1,16 @@
 """A hook file in the shape of slime's examples: turns of search and answer, tokens and logprobs kept by hand."""
 
+import asyncio
+
 from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import generate as generate_once
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
 TURNS_MAX = 2
+both = asyncio.Barrier(2)
+told = asyncio.Event()
+has_failed = False
 
 
 async def generate(args, sample: Sample, sampling_params) -> Sample:
@@ -80,3 +86,60 @@ async def rewards_of_a_group(args, samples, **kwargs):
 
 def removes_the_first(args, groups):
     groups[0][0].remove_sample = True
+
+
+def keeps_nothing_for_it_raises(args, groups, *rest):
+    raise KeyError("score")
+
+
+async def generate_anew(args, sample, sampling_params):
+    """A sample of its own making, as of an environment that numbers its tasks, with more in it than files can hold."""
+    made = await generate_once(args, Sample(prompt=f"task {sample.prompt + 1}"), sampling_params)
+    made.status = "completed"
+    made.metadata = {"environment": object(), "turns": 1}
+    made.reward = {"score": float(sample.index % 2)}
+    return made
+
+
+async def fails_at_first(args, sample, sampling_params):
+    global has_failed
+    if not has_failed:
+        has_failed = True
+        raise RuntimeError("the tool has gone")
+    return await generate_once(args, sample, sampling_params)
+
+
+async def generate_two_at_a_time(args, sample, sampling_params):
+    sample = await generate_once(args, sample, sampling_params)
+    sample.reward = {"score": 1.0}
+    await both.wait()
+    return sample
+
+
+async def generate_the_first_before_others(args, sample, sampling_params):
+    """The others have their answer, and wait until the filter has seen the group of the first."""
+    sample = await generate_once(args, sample, sampling_params)
+    sample.reward = {"score": 1.0}
+    if sample.group_index:
+        await told.wait()
+    return sample
+
+
+def tells_the_others(args, group, **kwargs):
+    told.set()
+    return True
+
+
+async def waits_until_told(args, sample, sampling_params):
+    await told.wait()
+    return await generate_once(args, sample, sampling_params)
+
+
+async def asks_for_what_is_not_there(args, sample, **kwargs):
+    from slime.rollout.rm_hub.math_dapo_utils import compute_score
+
+    return compute_score(sample.response, sample.label)
+
+
+async def seven(args, sample, **kwargs):
+    return 7.0

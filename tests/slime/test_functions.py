@@ -1,0 +1,76 @@
+"""Functions by their paths: what a hook file imports of slime that is not here is said by its name."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bombus.errors import Refused
+from bombus.slime.functions import load_function, make_slime_importable
+
+WRAPPED = """
+try:
+    from slime.utils.processing_utils import build_processor_kwargs
+except ImportError as error:
+    raise ImportError("a helper is not installed") from error
+"""
+
+
+@pytest.fixture(autouse=True)
+def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    load_function.cache_clear()
+    assert make_slime_importable()
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("slime", "hook")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("generate", "names no function"),
+        ("absent_module.generate", r"No module named 'absent_module'\. Write package\.module\.function"),
+        ("json.absent", "json has no 'absent'"),
+        ("absent.py:generate", "is not a file"),
+        ("slime.agent.adapters.OpenAIAdapter", "imports slime.agent, which is not here: its agents work in sandboxes"),
+    ],
+)
+def test_a_path_of_no_function_is_refused(path: str, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        load_function(path)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("from slime.agent.harness import CodexHarness", "imports slime.agent, which is not here: its agents work"),
+        (
+            WRAPPED,
+            "imports build_processor_kwargs of slime.utils.processing_utils, which is not here: it is for images",
+        ),
+        (
+            "from slime.rollout.rm_hub import f1_score",
+            "imports f1_score of slime.rollout.rm_hub, .*: it is a reward of",
+        ),
+        (
+            "import slime.rollout.rm_hub.math_utils",
+            "imports slime.rollout.rm_hub.math_utils, .* put a copy of its file",
+        ),
+        ("from slime.backends.megatron_utils import cp_utils", "slime.backends, which is not here: it is a part of"),
+        ("import an_absent_package", "No module named 'an_absent_package', which it imports: install that$"),
+        ("raise KeyError('HOME_OF_IT')", "cannot be imported: KeyError: 'HOME_OF_IT'$"),
+        ("def generate(:", "cannot be imported: SyntaxError"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_refused_with_what_it_lacks(code: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "hook.py").write_text(f"{code}\n\n\ndef generate(args, sample, params): ...\n")
+    with pytest.raises(Refused, match=why):
+        load_function(f"{tmp_path}/hook.py:generate")
+
+
+def test_what_slime_scores_boxed_answers_with_is_there(tmp_path: Path) -> None:
+    (tmp_path / "hook.py").write_text("from slime.rollout.rm_hub.math_dapo_utils import compute_score\n")
+    score = load_function(f"{tmp_path}/hook.py:compute_score")
+    assert score(r"so \boxed{7}", "7", strict_box_verify=True) == {"score": 1.0, "acc": True, "pred": "7"}
