@@ -171,7 +171,6 @@ class EpisodePlayer:
             variables={
                 **agent_variables(access, self._plan.preset, self._plan.dialects, one.folder),
                 **task_variables(one.task, one.folder.workspace),
-                **(one.task.package.variables if one.task.package is not None else {}),
             },
             output=output,
         )
@@ -279,7 +278,6 @@ def _judge_variables(one: _OpenEpisode, ended: EndedProgram) -> dict[str, str]:
         "BOMBUS_EXIT_CODE": str(ended.exit_code),
         "BOMBUS_OUTPUT": str(one.printed.absolute()),
         "TMPDIR": str(one.folder.temporary),
-        **(one.task.package.judge_variables if one.task.package is not None else {}),
     }
 
 
