@@ -109,16 +109,17 @@ async def test_an_agent_sees_neither_tests_nor_solutions_and_can_plant_no_reward
 
 
 async def test_a_tasks_variables_are_set_inside_and_start_no_program_of_its_own_outside(
-    tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient
+    tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = tmp_path / "outside"
+    monkeypatch.setenv("HF_TOKEN", "private")
     toml = '[environment.env]\nPATH = "bin:/usr/bin:/bin"\nLEVEL = "a b"\n[verifier.env]\nHOME = "/nowhere"\n'
-    test = 'echo "$PATH,$LEVEL,$HOME"; echo 1 > /logs/verifier/reward.txt'
+    test = 'echo "$PATH,$LEVEL$HF_TOKEN,$HOME"; echo 1 > /logs/verifier/reward.txt'
     program = task_folder(tmp_path / "tasks/one", toml, test=test) / "environment/bin/unshare"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\ntouch {outside}\nexec /usr/bin/unshare "$@"\n')
     program.chmod(0o755)
-    agent = f"sh -c 'echo $PATH,$LEVEL; {AGENT.format(prompt='x')}'"
+    agent = f"sh -c 'echo $PATH,$LEVEL$HF_TOKEN; {AGENT.format(prompt='x')}'"
     rollout = rolled(tmp_path, client, agent=agent)
     await rollout.run()
     (result,) = rollout.heard.results
@@ -204,6 +205,24 @@ def test_tasks_and_other_episodes_are_hidden_where_nothing_else_is() -> None:
         said = in_sandbox(folder, "", look)
         assert said == "run:\n0\n\nrun/0:\ncopy\nhome\ntmp\n\ntasks:\n"
         assert not (folder / "seen/x").exists()
+
+
+def test_where_programs_of_the_user_keep_keys_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="a 6 ") as made:
+        home = Path(made, "home")
+        (home / ".ssh").mkdir(parents=True)
+        (home / ".ssh/id_ed25519").write_text("private\n")
+        (home / ".cache/huggingface").mkdir(parents=True)
+        (home / ".cache/huggingface/token").write_text("private\n")
+        Path(made, "netrc").write_text("private\n")
+        (home / ".netrc").symlink_to(Path(made, "netrc"))
+        (home / "notes").write_text("public\n")
+        monkeypatch.setenv("HOME", str(home))
+        said = in_sandbox(
+            Path(made), "", f'cd "{home}"; ls -A .ssh; cat .cache/huggingface/token .netrc ../netrc notes'
+        )
+        assert said == "public\n"
+        assert (home / ".ssh/id_ed25519").read_text() == "private\n"
 
 
 def test_the_flags_that_a_task_folder_replaces_are_refused(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def verifier_folder(folder: EpisodeFolder) -> Path:
 
 
 def _words(package: TaskPackage, folder: EpisodeFolder, judged: str, variables: Mapping[str, str]) -> list[str]:
-    places = (folder.path, folder.outputs, folder.workspace, package.workdir, package.hidden, judged)
+    places = (folder.path, folder.outputs, folder.workspace, package.workdir, package.hidden, judged, Path.home())
     inside = [f"{name}={value}" for name, value in variables.items() if name not in OWN]
     return [_unshare() or "unshare", *NAMESPACES, "/bin/sh", str(SETUP), *map(str, places), "env", *inside]
 
