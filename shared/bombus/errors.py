@@ -138,7 +138,12 @@ class EngineFault(BombusError):
     """A model, tokenizer, checkpoint or device cannot do what was requested."""
 
 
+def without_surrogates(text: str) -> str:
+    """Return a text that UTF-8 can hold: `?` takes the place of what is not text, as in the names of some files."""
+    return text.encode(errors="replace").decode()
+
+
 def in_one_line(error: BaseException) -> str:
     """Return the kind and the text of an error that other code raised, shortened, without line breaks."""
-    text = " ".join(str(error).split())
+    text = " ".join(without_surrogates(str(error)).split())
     return f"{type(error).__name__}: {text[:FOREIGN_TEXT_MAX]}" if text else type(error).__name__

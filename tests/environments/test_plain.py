@@ -1,17 +1,22 @@
 """Plain classes as environments: tools from methods, arguments that are checked, rewards with arguments by name."""
 
 import asyncio
+import logging
+import sys
 import threading
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
 
 from bombus import InfraError, Task
-from bombus.environments.kinds import EnvironmentLost, MethodFailed, ResetFailed, ToolCall, Transcript
+from bombus.environments.kinds import EnvironmentLost, MethodFailed, ResetFailed, ToolCall, ToolOutcome, Transcript
 from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
-from bombus.environments.plain.marks import metric, reward, stop
-from tests.environments.worlds import Counter, Threads, Together
+from bombus.environments.plain.marks import metric, reward, stop, success
+from tests.environments.worlds import Counter, Point, Threads, Together
+from tests.patience import PATIENCE_S
 
 TASK = Task(task_id="t1", metadata={"goal": 3})
 
@@ -169,10 +174,103 @@ def test_everything_that_is_wrong_with_a_class_is_said_in_sentences() -> None:
         "The reward `right` takes `tusk`, which is not there: it can take task, transcript and state, by these names.",
         "The reward `right` lies from 1 to 0: give a low and a higher high.",
         "The reward `right` is for the role 'solver', and only a class with `play` has roles.",
-        "`reset` cannot be called as `reset(self, task)`: give it these arguments.",
+        "`reset` cannot be called as `reset(self, task)`: give it these arguments, by these names.",
         "It cannot be made without arguments: give them defaults, or give `lambda: Wrong(...)` in its place, which "
         "makes one.",
     )
+
+
+class Hidden(Counter):
+    """Has rewards and tools where they would not be found."""
+
+    @staticmethod
+    @reward
+    def fixed() -> float:
+        return 1.0
+
+    @property
+    @reward
+    def computed(self) -> float:
+        return 1.0
+
+    @reward
+    def _secret(self) -> float:
+        return 1.0
+
+    @lru_cache  # noqa: B019 - what it is about
+    def cached(self, number: int) -> str:
+        """Look something up."""
+        return ""
+
+    def each(self) -> Iterator[str]:
+        """Tell one after the other."""
+        yield ""
+
+
+class Stateful:
+    def reset(self, t: Task) -> str:
+        return ""
+
+    def state(self) -> str:
+        """Tell the state."""
+        return ""
+
+    @reward
+    def one(self) -> float:
+        return 1.0
+
+
+def test_what_would_be_left_out_without_a_word_is_said() -> None:
+    with pytest.raises(WrongClass) as wrong:
+        describe(Hidden)
+    assert wrong.value.problems == (
+        "`fixed` has @reward and is a staticmethod: make it a plain method.",
+        "`computed` has @reward and is a property: make it a plain method.",
+        "`_secret` has @reward and begins with an underscore: give it a public name.",
+        "`cached` is a method behind a _lru_cache_wrapper, which is not seen as a tool: take that away, or begin its "
+        "name with an underscore.",
+        "The tool `each`: it yields, and a tool returns what the model is shown: return a list or a text. A method "
+        "that is not a tool begins with an underscore.",
+    )
+    with pytest.raises(WrongClass) as wrong:
+        describe(Stateful)
+    assert wrong.value.problems == (
+        "`state` is the attribute that rewards take by this name, and no tool: give it another name.",
+        "`reset` cannot be called as `reset(self, task)`: give it these arguments, by these names.",
+    )
+
+
+def test_decorators_take_empty_parentheses_and_a_reward_its_weight_alone() -> None:
+    class Marked:
+        def reset(self, task: Task) -> str:
+            return ""
+
+        @reward(0.5)
+        def half(self) -> float:
+            return 1.0
+
+        @reward()
+        def whole(self) -> float:
+            return 1.0
+
+        @metric()
+        def length(self) -> float:
+            return 0.0
+
+        @success()
+        def good(self) -> bool:
+            return True
+
+        @stop()
+        def over(self) -> bool:
+            return True
+
+    found = describe(Marked)
+    assert [(each.name, each.mark.weight) for each in found.rewards] == [("half", 0.5), ("whole", 1.0)]
+    assert (found.metrics[0].name, found.stops[0].name) == ("length", "over")
+    assert found.success is not None
+    with pytest.raises(TypeError, match="@reward stands before a property: it marks a plain method"):
+        reward(property(lambda self: 1.0))  # type: ignore[call-overload]
 
 
 class Forgetful(Counter):
@@ -257,6 +355,77 @@ async def test_a_reward_that_fails_is_infrastructure_and_not_zero(what: str, why
     await environment.close()
 
 
+class Measured(Counter):
+    @metric
+    def nothing(self) -> float:
+        return float("nan")
+
+    @metric
+    def wrong(self) -> float:
+        raise KeyError("wrong")
+
+
+async def test_a_metric_that_has_no_number_is_left_out_and_costs_no_episode(caplog: pytest.LogCaptureFixture) -> None:
+    environment = PlainEnvironment(Measured)
+    await environment.open(TASK)
+    with caplog.at_level(logging.WARNING, "bombus"):
+        scores = await environment.score(Transcript())
+    assert set(scores.metrics) == {"count"}
+    assert "a metric is left out: Measured.wrong failed: KeyError: 'wrong'" in caplog.text
+    await environment.close()
+
+
+# ---- what tools return, and how they fail ----
+
+
+class Results(Counter):
+    def printed(self) -> bytes:
+        """Return what a program prints."""
+        return b"hello\xff\n"
+
+    def named(self) -> str:
+        """Return the name of a file that is no text."""
+        return b"a\xff".decode(errors="surrogateescape")
+
+    def misnamed(self) -> None:
+        """Fail with such a name."""
+        raise OSError(self.named())
+
+    def points(self) -> list[Point]:
+        """Return models."""
+        return [Point(x=1), Point(x=2, y=3)]
+
+    async def leave(self) -> None:
+        """End the program."""
+        sys.exit(2)
+
+    async def cancel(self) -> None:
+        """Cancel a task of its own, and await it."""
+        helper = asyncio.create_task(asyncio.Event().wait())
+        helper.cancel()
+        await helper
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "failed"),
+    [
+        ("printed", "hello\N{REPLACEMENT CHARACTER}\n", False),
+        ("named", "a?", False),
+        ("misnamed", "OSError: a?", True),
+        ("points", '[{"x":1,"y":0},{"x":2,"y":3}]', False),
+        ("leave", "RuntimeError: it raised SystemExit(2)", True),
+        ("cancel", "RuntimeError: it let out a CancelledError, and nobody had cancelled it", True),
+    ],
+)
+async def test_whatever_a_tool_returns_or_raises_is_text_that_a_model_can_be_shown(
+    tool: str, text: str, failed: bool
+) -> None:
+    environment = PlainEnvironment(Results)
+    await environment.open(TASK)
+    assert await environment.call(call(tool)) == ToolOutcome(text=text, failed=failed)
+    await environment.close()
+
+
 # ---- threads ----
 
 
@@ -290,6 +459,41 @@ async def test_a_world_whose_tool_hangs_in_a_thread_is_given_up() -> None:
         await environment.is_over(Transcript())
     await environment.close()
     world.release.set()
+
+
+class Open(Together):
+    """Tells when it was closed, and in which thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Barrier(3, timeout=PATIENCE_S)
+        self.closed = threading.Event()
+        self.closed_in = ""
+
+    def stall(self) -> None:
+        """Wait until a test lets it go on."""
+        self.begun.wait()
+        self.release.wait()
+
+    def close(self) -> None:
+        self.closed_in = threading.current_thread().name
+        self.closed.set()
+
+
+async def test_a_world_that_is_given_up_is_closed_once_its_methods_have_ended() -> None:
+    world = Open()
+    environment = PlainEnvironment(world)
+    await environment.open(TASK)
+    running = [asyncio.create_task(environment.call(call("stall"))) for _ in range(2)]
+    await asyncio.to_thread(world.begun.wait)
+    for each in running:
+        each.cancel()
+    await asyncio.wait(running)
+    await environment.close()
+    assert not world.closed.is_set(), "its methods still use what `close` gives up"
+    world.release.set()
+    assert await asyncio.to_thread(world.closed.wait, PATIENCE_S)
+    assert world.closed_in.startswith("bombus-world-")
 
 
 async def test_a_coroutine_that_takes_too_long_is_cancelled_and_its_world_goes_on() -> None:

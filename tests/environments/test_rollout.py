@@ -11,7 +11,17 @@ from pydantic import ValidationError
 
 from bombus import InfraError, Task
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.kinds import EnvironmentLost, MethodFailed, ResetFailed, RolloutStatus
+from bombus.environments.kinds import (
+    EnvironmentLost,
+    MethodFailed,
+    Opening,
+    ResetFailed,
+    RolloutScores,
+    RolloutStatus,
+    ToolCall,
+    ToolOutcome,
+    Transcript,
+)
 from bombus.environments.plain.description import WrongClass
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.marks import reward
@@ -176,6 +186,32 @@ def test_budgets_that_make_no_sense_are_refused_at_birth(given: dict[str, Any], 
         RolloutBudgets().turns_max = 7
 
 
+class Other:
+    """An environment that is not a plain class, and counts how many calls it has at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    async def open(self, task: Task) -> Opening:
+        return Opening(messages=[{"role": "user", "content": "go"}])
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0)
+        self.now -= 1
+        return ToolOutcome(text="")
+
+    async def is_over(self, transcript: Transcript) -> bool:
+        return False
+
+    async def score(self, transcript: Transcript) -> RolloutScores:
+        return RolloutScores(reward=1.0)
+
+    async def close(self) -> None:
+        pass
+
+
 # ---- time ----
 
 
@@ -204,6 +240,27 @@ async def test_an_episode_that_uses_up_its_time_is_cut_and_scored() -> None:
     assert (result.status, result.output().reward) == (RolloutStatus.TRUNCATED, 1.0)
 
 
+class Slow(Threads):
+    """Has a tool that takes a while, and cannot be cancelled."""
+
+    def nap(self) -> str:
+        """Rest."""
+        self.release.wait(0.6 * SHORT_S)
+        return "rested"
+
+
+@pytest.mark.parametrize("limit", ["turn_s", "episode_s"])
+async def test_a_call_that_cannot_be_cancelled_keeps_its_own_time_and_no_other_one_is_begun(limit: str) -> None:
+    limits: dict[str, Any] = {"tool_s": SHORT_S, "turn_s": SHORT_S, limit: SHORT_S}
+    model = ScriptedModel(calls(("nap", {}), ("nap", {}), ("nap", {})), "done")
+    result = await played(model, Slow, **limits)
+    assert result.output().reward == 1.0
+    shown = [each["content"] for each in result.transcript.messages if each["role"] == "tool"]
+    late = "<error>Tool failed: it was not carried out: the time for this answer's tools was over</error>"
+    assert shown == ["rested", "rested", late]
+    assert result.status == (RolloutStatus.COMPLETED if limit == "turn_s" else RolloutStatus.TRUNCATED)
+
+
 async def test_a_model_that_does_not_answer_in_its_turn_is_infrastructure() -> None:
     model = ScriptedModel()
     model.hangs = True
@@ -217,6 +274,14 @@ async def test_tools_of_an_answer_overlap_where_the_world_allows_it() -> None:
     model = ScriptedModel(calls(("meet", {}), ("meet", {})), "done")
     await played(model, Together)
     assert model.shown(1) == ["met", "met"]
+
+
+async def test_calls_of_a_world_that_does_not_say_that_it_takes_several_are_made_one_by_one() -> None:
+    world = Other()
+    model = ScriptedModel(calls(*(("touch", {}) for _ in range(4))), "done")
+    await played(model, lambda: world)
+    assert len(model.shown(1)) == 4
+    assert world.most == 1
 
 
 async def test_g1_tools_of_eight_episodes_run_at_the_same_time() -> None:
@@ -325,6 +390,23 @@ async def test_an_environment_that_cannot_be_made_is_infrastructure_and_leaves_n
     with pytest.raises(ResetFailed, match="could not be made: OSError: no space left"):
         result.output()
     assert not {thread.name for thread in set(threading.enumerate()) - before}
+
+
+async def test_a_function_makes_a_world_in_the_thread_in_which_its_methods_run() -> None:
+    class Kept(Threads):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made_in = threading.get_ident()
+
+        def here(self) -> bool:
+            """Say whether this is where it was made."""
+            return threading.get_ident() == self.made_in
+
+    before = set(threading.enumerate())
+    model = ScriptedModel(calls(("here", {})), "done")
+    await played(model, lambda: Kept())
+    assert model.shown(1) == ["true"]
+    assert not set(threading.enumerate()) - before
 
 
 async def test_a_function_that_hangs_while_it_makes_an_environment_is_given_up() -> None:

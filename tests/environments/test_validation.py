@@ -211,6 +211,11 @@ def test_the_command_prints_a_table_and_fails_with_a_sentence_for_each_problem(
     assert "  gold         FAILED  for 2 of 2 tasks" in printed.out
     assert "three: The gold solution is not a success." in printed.err
     assert "tasks-3: The gold solution is not a success." in printed.err
+    tasks.write_text('{"task_id": "one"}\n{"task_id": "one", "goal": 3}\n')
+    assert main(["env", "validate", f"{Counter.__module__}:Counter", "--task", str(tasks), "--gold"]) == 1
+    printed = capsys.readouterr()
+    assert "  plays        FAILED  for 1 of 2 tasks" in printed.out
+    assert "one (task 1 of the file): It cannot be played: " in printed.err
     assert main(["env", "validate", f"{__name__}:Path"]) == 1
     assert "Path is not an environment yet:" in capsys.readouterr().err
 

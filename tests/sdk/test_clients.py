@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import httpx
 import pytest
@@ -282,6 +283,85 @@ async def test_a_broken_environment_costs_its_group_one_episode_and_does_not_bla
         with pytest.raises(EpisodesFailed, match="a bug"):
             await client.run_group(TASK, broken, 2)
     assert played.engine.closed["main-1-3"].aborted == AbortReason.CLIENT
+    assert not played.engine.open
+
+
+AnyClient = SwarmClient | AsyncSwarmClient
+GroupAgent = Callable[[AnyClient, Credentials], Awaitable[WorkflowOutput | float]]
+
+
+async def grouped(
+    url: str, kind: str, agent: GroupAgent, n: int, replace_infra: int
+) -> tuple[list[WorkflowOutput | None], dict[str, int]]:
+    """Run a group with either client. Returns its outputs, and what was lost."""
+
+    def threaded() -> tuple[list[WorkflowOutput | None], dict[str, int]]:
+        with SwarmClient(url, verbose=False) as client:
+            return client.run_group(
+                TASK, lambda _, credentials: agent(client, credentials), n, replace_infra=replace_infra
+            ), dict(client.lost_episodes)
+
+    if kind == "threads":
+        return await asyncio.to_thread(threaded)
+    async with AsyncSwarmClient(url, verbose=False) as client:
+        return await client.run_group(
+            TASK, lambda _, credentials: agent(client, credentials), n, replace_infra=replace_infra
+        ), dict(client.lost_episodes)
+
+
+def rewards_of(outputs: Sequence[WorkflowOutput | None]) -> list[object]:
+    return [output and output.reward for output in outputs]
+
+
+@pytest.mark.parametrize("kind", ["async", "threads"])
+@pytest.mark.parametrize(("replace_infra", "rewards"), [(0, {None: 1, 1.0: 2}), (1, {1.0: 3})])
+async def test_an_episode_that_the_hive_takes_back_costs_its_group_that_episode(
+    url: str, played: PlayedHive, kind: str, replace_infra: int, rewards: dict[object, int]
+) -> None:
+    async def agent(client: AnyClient, credentials: Credentials) -> float:
+        if credentials.episode == "main-1-2":  # as the hive does with one that is idle
+            aborting = client.abort_episode(credentials.episode_uuid, infra=True)
+            if aborting is not None:
+                await aborting
+        return 1.0
+
+    outputs, lost = await grouped(url, kind, agent, 3, replace_infra)
+    assert Counter(rewards_of(outputs)) == rewards
+    assert lost == {"EpisodeGone": 1}
+    assert len(played.engine.pool) == 2 + replace_infra
+    assert not played.engine.open
+
+
+@pytest.mark.parametrize("kind", ["async", "threads"])
+@pytest.mark.parametrize("reward", [1e10, float("nan"), None, {"no such call": 1.0}])
+async def test_a_reward_that_the_hive_refuses_costs_its_group_one_episode(
+    url: str, played: PlayedHive, kind: str, reward: float | dict[str, float] | None
+) -> None:
+    async def agent(client: AnyClient, credentials: Credentials) -> WorkflowOutput:
+        return WorkflowOutput(reward=reward if credentials.episode == "main-1-2" else 1.0)
+
+    outputs, lost = await grouped(url, kind, agent, 3, 0)
+    assert Counter(rewards_of(outputs)) == {None: 1, 1.0: 2}
+    assert lost == {"BadReward": 1}
+    assert len(played.engine.pool) == 2
+    assert not played.engine.open
+    assert played.engine.closed["main-1-2"].aborted == AbortReason.CLIENT
+
+
+@pytest.mark.parametrize("kind", ["async", "threads"])
+async def test_an_agent_that_lets_out_a_cancellation_of_its_own_has_failed_like_any_other(
+    url: str, played: PlayedHive, kind: str
+) -> None:
+    async def agent(client: AnyClient, credentials: Credentials) -> float:
+        if credentials.episode == "main-1-2":
+            helper = asyncio.create_task(asyncio.sleep(PATIENCE_S))
+            helper.cancel()
+            await helper
+        return 1.0
+
+    outputs, lost = await grouped(url, kind, agent, 2, 0)
+    assert Counter(rewards_of(outputs)) == {None: 1, 1.0: 1}
+    assert lost == {"RuntimeError": 1}
     assert not played.engine.open
 
 

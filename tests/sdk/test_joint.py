@@ -135,6 +135,41 @@ async def test_the_async_group_does_the_same_and_fails_when_all_agents_do(
     assert not small.engine.open
 
 
+@pytest.mark.parametrize("kind", ["async", "threads"])
+async def test_joint_episodes_that_are_lost_are_replaced_and_counted(
+    played: PlayedHive, small: PlayedHive, url: str, kind: str
+) -> None:
+    async def agent(client: SwarmClient | AsyncSwarmClient, joint: JointEpisode) -> dict[str, AgentResult]:
+        number = joint["planner"].episode.rpartition("-")[2]
+        if number == "1":
+            raise InfraError("the sandbox is gone")
+        if number == "2":  # as the hive does where a part of it is taken back
+            aborting = client.abort_joint_episode(joint, infra=True)
+            if aborting is not None:
+                await aborting
+        return {"planner": 1.0, "worker": 1e10 if number == "3" else 0.5}
+
+    def threaded() -> tuple[list[Any], dict[str, int]]:
+        with SwarmClient(url) as client:
+            run = client.run_joint_group(TASK, lambda _, joint: agent(client, joint), 4, ROLES, replace_infra=2)
+            return run, dict(client.lost_episodes)
+
+    if kind == "threads":
+        results, lost = await asyncio.to_thread(threaded)
+    else:
+        async with AsyncSwarmClient(url) as client:
+            results = await client.run_joint_group(
+                TASK, lambda _, joint: agent(client, joint), 4, ROLES, replace_infra=2
+            )
+            lost = dict(client.lost_episodes)
+    whole = {"planner": 1.0, "worker": 0.5}
+    assert (results.count(whole), results.count(None)) == (3, 1)
+    assert lost == {"InfraError": 1, "EpisodeGone": 1, "BadReward": 1}
+    assert len(played.engine.pool) == len(small.engine.pool) == 3
+    assert not played.engine.open
+    assert not small.engine.open
+
+
 async def test_a_cancelled_group_gives_its_joint_episodes_back(played: PlayedHive, small: PlayedHive, url: str) -> None:
     begun = asyncio.Event()
 

@@ -24,12 +24,13 @@ from bombus.environments.kinds import (
     ToolSchema,
     Transcript,
 )
-from bombus.environments.plain.description import describe
+from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.play import Play, RewardedCall
-from bombus.environments.plain.world_thread import in_a_thread
-from bombus.errors import BombusError, in_one_line
+from bombus.environments.plain.world_thread import WorldThread
+from bombus.errors import BombusError, in_one_line, without_surrogates
 from bombus.sdk.errors import InfraError
+from bombus.sdk.running import contained
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 
 log = logging.getLogger("bombus")
@@ -233,10 +234,10 @@ class Rollout:
         make: Any = self._make
         if inspect.isclass(make) and not _is_environment(make):
             return PlainEnvironment(make)
-        making = make() if inspect.iscoroutinefunction(make) else in_a_thread(make, "make")
+        making = make() if inspect.iscoroutinefunction(make) else _made_in_a_thread(make)
         try:
             found: Any = await _within(self.budgets.setup_s, making, "making the environment")
-        except InfraError:
+        except (InfraError, WrongClass):
             raise
         except Exception as error:  # the function's own code: whatever it raises, there is no world
             raise ResetFailed(f"the environment could not be made: {in_one_line(error)}") from error
@@ -268,6 +269,7 @@ class _ToolLoop:
         self._tools: list[ToolSchema] = []
         self._used = 0  # tokens of the conversation, as the server has counted them
         self._uncounted: list[MessageDict] = []  # messages since then
+        self._over_at = 0.0  # when the time of the episode is used up
 
     async def run(self) -> RolloutScores:
         """Play to the end, and return the scores. Raises `InfraError`."""
@@ -277,25 +279,24 @@ class _ToolLoop:
         named = {tool.name: tool for tool in [*opening.tools, *described]}
         self._tools = list(named.values())
         self._say(opening.messages)
-        try:
-            async with asyncio.timeout(budgets.episode_s) as limit:
-                status = await self._turns()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            status = RolloutStatus.TRUNCATED
-        transcript.status = status
+        self._over_at = _now() + budgets.episode_s
+        transcript.status = await self._turns()
         return await _within(budgets.setup_s, self._world.score(transcript), "scoring the environment")
 
     async def _turns(self) -> RolloutStatus:
         transcript, budgets = self._transcript, self._budgets
-        while transcript.turns < budgets.turns_max:
-            over_at = asyncio.get_running_loop().time() + budgets.turn_s
+        while transcript.turns < budgets.turns_max and _now() < self._over_at:
+            over_at = min(_now() + budgets.turn_s, self._over_at)
             room = budgets.tokens_max - self._used - _tokens_guessed(self._uncounted)
             if room < 1 and transcript.turns:
                 break
             try:
-                answer = await self._ask(max(1, room))
+                async with asyncio.timeout_at(self._over_at) as limit:
+                    answer = await self._ask(max(1, room))
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                break
             except ModelRefused as error:
                 if error.is_too_long and transcript.turns:
                     break
@@ -363,22 +364,25 @@ class _ToolLoop:
     @property
     def _at_once(self) -> int:
         """How many calls may run: where the world does one at a time, the others' time does not begin yet."""
-        world = self._world
-        if isinstance(world, PlainEnvironment) and not world.world.description.tools_run_together:
-            return 1
-        return self._budgets.tools_at_once
+        return self._budgets.tools_at_once if getattr(self._world, "tools_run_together", False) else 1
 
     async def _outcome(self, call: ToolCall, over_at: float) -> ToolOutcome:
-        limit_s = min(self._budgets.tool_s, over_at - asyncio.get_running_loop().time())
+        """Carry out a call. One that has begun and cannot be cancelled has all of its time, whatever is left of the
+        turn and of the episode: to cut it would lose its world, and the episode with it."""
+        limit_s, left_s = self._budgets.tool_s, over_at - _now()
+        if left_s <= 0:
+            return ToolOutcome(text="it was not carried out: the time for this answer's tools was over", failed=True)
+        if isinstance(self._world, PlainEnvironment) and self._world.world.can_cancel(call.name):
+            limit_s = min(limit_s, left_s)
         try:
             async with asyncio.timeout(limit_s):
                 return await self._world.call(call)
         except TimeoutError:
-            return ToolOutcome(text=f"it did not end within {max(limit_s, 0):.3g} s, and was cancelled", failed=True)
+            return ToolOutcome(text=f"it did not end within {limit_s:.3g} s, and was cancelled", failed=True)
 
     def _shown(self, outcome: ToolOutcome) -> str:
         """Return the text that the model is shown."""
-        text, limit = outcome.text, self._budgets.tool_characters_max
+        text, limit = without_surrogates(outcome.text), self._budgets.tool_characters_max
         if len(text) > limit:
             text = f"{text[:limit]}\n[{len(text) - limit} more characters were left out]"
         return f"<error>Tool failed: {text}</error>" if outcome.failed else text
@@ -395,8 +399,25 @@ def tools_of_task(task: Task) -> list[ToolSchema]:
         ) from error
 
 
+async def _made_in_a_thread(make: Callable[[], Any]) -> Any:
+    """Return what a function makes. The methods of a plain class run in the thread in which it was made."""
+    async with AsyncExitStack() as stack:
+        thread = WorldThread("make")
+        stack.push_async_callback(thread.close)
+        found = await contained(thread.run(make))
+        if _is_environment(found):
+            return found
+        world = PlainEnvironment(found, thread)
+        stack.pop_all()
+        return world
+
+
 def _is_environment(made: object) -> bool:
     return all(hasattr(made, name) for name in ("open", "call", "is_over", "score", "close"))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _tokens_guessed(messages: Sequence[MessageDict]) -> int:

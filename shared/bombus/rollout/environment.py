@@ -15,6 +15,30 @@ from bombus.sdk.types import Credentials
 
 # An agent inherits none of these: keys of the user and of the hive, and what a harness says to its own child processes.
 WITHHELD = ("ANTHROPIC_", "BOMBUS_", "CLAUDE", "CODEX_", "MSWEA_", "OPENAI_", "OPENCODE", "QWEN_")
+# All that the agent and the tests of a task folder inherit, which somebody else has written: no key has such a name.
+SHARED = frozenset(
+    [
+        "CURL_CA_BUNDLE",
+        "LANG",
+        "LANGUAGE",
+        "LD_LIBRARY_PATH",
+        "LOGNAME",
+        "NODE_EXTRA_CA_CERTS",
+        "NODE_PATH",
+        "NO_PROXY",
+        "PATH",
+        "PYTHONPATH",
+        "REQUESTS_CA_BUNDLE",
+        "SHELL",
+        "SSL_CERT_DIR",
+        "SSL_CERT_FILE",
+        "TERM",
+        "TZ",
+        "USER",
+        "VIRTUAL_ENV",
+        "no_proxy",
+    ]
+)
 PROXIES = ("all_proxy", "http_proxy", "https_proxy")
 # What is set for every agent, because a library that it uses may call home.
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
@@ -63,8 +87,17 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True):
         return {"base_url": self.base_url, "api_key": self.api_key}
 
 
-def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what an agent may see of the environment of bombus itself, without keys and repositories."""
+def inherited(environment: Mapping[str, str], task: AgentTask | None = None) -> dict[str, str]:
+    """Return what an agent may see of the environment of bombus itself, without keys and repositories.
+
+    That of a `task` with a package sees what every program needs, and nothing else.
+    """
+    if task is not None and task.package is not None:
+        return {
+            name: value
+            for name, value in environment.items()
+            if name in SHARED or name.startswith("LC_") or name.lower() in PROXIES
+        }
     return {
         name: value
         for name, value in environment.items()
@@ -95,10 +128,14 @@ def task_variables(task: AgentTask, workspace: Path) -> dict[str, str]:
 
 
 def agent_variables(
-    access: ModelAccess, preset: HarnessPreset | None, dialects: Collection[ApiDialect], folder: EpisodeFolder
+    access: ModelAccess,
+    preset: HarnessPreset | None,
+    dialects: Collection[ApiDialect],
+    folder: EpisodeFolder,
+    task: AgentTask | None = None,
 ) -> dict[str, str]:
-    """Return the environment of an agent, without its task. The files of its preset are made."""
-    outer = inherited(os.environ)
+    """Return the environment of an agent, without what its task says. The files of its preset are made."""
+    outer = inherited(os.environ, task)
     variables = {
         **outer,
         **without_proxy(access.host, outer),

@@ -169,9 +169,8 @@ class EpisodePlayer:
             words=self._words(self._plan.agent, one, self._prompt(one.task)),
             folder=one.folder.workspace,
             variables={
-                **agent_variables(access, self._plan.preset, self._plan.dialects, one.folder),
+                **agent_variables(access, self._plan.preset, self._plan.dialects, one.folder, one.task),
                 **task_variables(one.task, one.folder.workspace),
-                **(one.task.package.variables if one.task.package is not None else {}),
             },
             output=output,
         )
@@ -273,13 +272,12 @@ class EpisodePlayer:
 
 def _judge_variables(one: _OpenEpisode, ended: EndedProgram) -> dict[str, str]:
     return {
-        **with_decimal_points(inherited(os.environ)),
+        **with_decimal_points(inherited(os.environ, one.task)),
         **task_variables(one.task, one.folder.workspace),
         "BOMBUS_ENDED": ended.stopped or "exited",
         "BOMBUS_EXIT_CODE": str(ended.exit_code),
         "BOMBUS_OUTPUT": str(one.printed.absolute()),
         "TMPDIR": str(one.folder.temporary),
-        **(one.task.package.judge_variables if one.task.package is not None else {}),
     }
 
 

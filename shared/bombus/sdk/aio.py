@@ -17,8 +17,9 @@ from bombus.datums.episodes import EpisodeDatum
 from bombus.sdk import running, transport
 from bombus.sdk.core import ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
 from bombus.sdk.errors import SwarmError
+from bombus.sdk.groups import ClaimT, GivenT, GroupClaim, GroupRun, JointGroup, OutcomeT, SingleGroup
 from bombus.sdk.job import JobLike, job_document
-from bombus.sdk.joint import AsyncJointAgent, HiveCore, JointGroup, JointReport, JointResult
+from bombus.sdk.joint import AsyncJointAgent, HiveCore, JointReport, JointResult
 from bombus.sdk.progress import ProgressBar
 from bombus.sdk.types import (
     Credentials,
@@ -332,48 +333,41 @@ class AsyncSwarmClient:
         claimed = await self.begin_episodes(
             n, discard_episode_timeout, episode_type, task_id=task.task_id, sampler=sampler
         )
-        outcome = running.GroupOutcome(task, claimed, replace_infra)
+        claim = GroupClaim(discard_episode_timeout=discard_episode_timeout, episode_type=episode_type, sampler=sampler)
+        group = SingleGroup(self._core, task, claim, claimed, replace_infra)
+        return await self._played(group, lambda episode: func(task, episode))
+
+    async def _played(
+        self, group: GroupRun[ClaimT, GivenT, OutcomeT], play: Callable[[ClaimT], Awaitable[GivenT]]
+    ) -> list[OutcomeT | None]:
+        """Play the episodes of a group to its end. Where that fails, none of them stays open."""
 
         async def attempt(index: int) -> None:
             try:
-                outcome.succeeded(index, await func(task, outcome.credentials(index)))
-                self._core.finished(outcome.credentials(index).episode_uuid)
+                group.succeeded(index, await running.contained(play(group.claimed(index))))
             except Exception as error:  # the caller's code: the rest of the group goes on
-                outcome.failed(index, error)
-
-        async def replace(index: int) -> bool:
-            replacing = self._core.replace_episode(
-                outcome.abort(index), discard_episode_timeout, episode_type, task.task_id, sampler
-            )
-            try:
-                outcome.replace(index, await self._run(replacing))
-            except SwarmError as error:
-                outcome.not_replaced(index, error)
-                return False
-            return True
+                group.failed(index, error)
 
         async def fill(index: int) -> None:
-            await attempt(index)
-            while index in outcome.failures and outcome.takes_replacement(index) and await replace(index):
+            if index not in group.failures:
+                await attempt(index)
+            while index in group.failures and await self._run(group.replace(index)):
                 await attempt(index)
 
+        left: Sequence[int] = range(len(group))
         try:
-            keeping = self._beating(lambda: self.touch_episodes(outcome.finished()), running.KEEP_FINISHED_S)
-            async with keeping, asyncio.TaskGroup() as group:
-                for index in range(n):
-                    group.create_task(fill(index))
+            async with self._beating(lambda: self._run(group.keep()), running.KEEP_FINISHED_S):
+                while left:
+                    async with asyncio.TaskGroup() as tasks:
+                        for index in left:
+                            tasks.create_task(fill(index))
+                    left = await self._run(group.end())
         except BaseException:
-            await self._run(self._core.give_up(outcome.episodes()))
+            await self._run(group.give_up())
             raise
-        self._note(outcome)
-        for episode, infra, detail in outcome.aborts():
-            await self.abort_episode(episode, infra=infra, detail=detail)
-        await self.end_episodes(outcome.ends())
-        return outcome.result()
-
-    def _note(self, outcome: running.GroupOutcome) -> None:
-        outcome.tell()
-        self.lost_episodes += outcome.lost
+        group.tell()
+        self.lost_episodes += group.lost
+        return group.outcome()
 
     async def run_joint_group(  # noqa: PLR0913 - the public signature
         self,
@@ -384,29 +378,11 @@ class AsyncSwarmClient:
         *,
         discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
+        replace_infra: int = 0,
     ) -> list[JointResult | None]:
         claimed = await self.begin_joint_episodes(
             n, engines, discard_episode_timeout, episode_type, task_id=task.task_id
         )
-        outcome = JointGroup(task, claimed)
-
-        async def attempt(index: int) -> None:
-            try:
-                outcome.succeeded(index, await func(task, claimed[index]))
-                for episode in claimed[index].episode_uuids:
-                    self._core.finished(episode)
-            except Exception as error:  # the caller's code: the rest of the group goes on
-                outcome.failed(index, error)
-
-        try:
-            keeping = self._beating(lambda: self.touch_joint_episodes(outcome.finished()), running.KEEP_FINISHED_S)
-            async with keeping, asyncio.TaskGroup() as group:
-                for index in range(n):
-                    group.create_task(attempt(index))
-        except BaseException:
-            await self._run(self._core.give_up(outcome.episode_uuids))
-            raise
-        for joint, infra, detail in outcome.aborts():
-            await self.abort_joint_episode(joint, infra=infra, detail=detail)
-        await self.end_joint_episodes(outcome.ends())
-        return outcome.outcome()
+        claim = GroupClaim(discard_episode_timeout=discard_episode_timeout, episode_type=episode_type, engines=engines)
+        group = JointGroup(self._core, task, claim, claimed, replace_infra)
+        return await self._played(group, lambda joint: func(task, joint))

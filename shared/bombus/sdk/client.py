@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,8 +18,9 @@ from bombus.datums.episodes import EpisodeDatum
 from bombus.sdk import running, threads, transport
 from bombus.sdk.core import ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
 from bombus.sdk.errors import SwarmError
+from bombus.sdk.groups import ClaimT, GivenT, GroupClaim, GroupRun, JointGroup, OutcomeT, SingleGroup
 from bombus.sdk.job import JobLike, job_document
-from bombus.sdk.joint import HiveCore, JointAgent, JointGroup, JointReport, JointResult
+from bombus.sdk.joint import HiveCore, JointAgent, JointReport, JointResult
 from bombus.sdk.progress import ProgressBar
 from bombus.sdk.types import (
     Credentials,
@@ -423,54 +424,50 @@ class SwarmClient:
 
         `func(task, credentials)` returns the outcome or just the reward; it may be a coroutine function. An episode
         whose agent raises is aborted (for an `InfraError`, as an infrastructure failure) and is None in the result. Up
-        to `replace_infra` of those that infrastructure is to blame for are played again, as episodes of their own, so
-        that a broken environment leaves no hole in the group. Episodes that are done are kept while others go on. What
-        was lost is logged, and counted by the kind of its error in `lost_episodes`. Raises `EpisodesFailed` when all
-        fail.
+        to `replace_infra` of those that infrastructure is to blame for, or that the hive has taken back, are played
+        again, as episodes of their own, so that a broken environment leaves no hole in the group. Episodes that are
+        done are kept while others go on. What was lost is logged, and counted by the kind of its error in
+        `lost_episodes`. Raises `EpisodesFailed` when all fail.
         """
         claimed = self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id, sampler=sampler)
-        outcome = running.GroupOutcome(task, claimed, replace_infra)
+        claim = GroupClaim(discard_episode_timeout=discard_episode_timeout, episode_type=episode_type, sampler=sampler)
+        group = SingleGroup(self._core, task, claim, claimed, replace_infra)
+        return self._played(group, lambda episode: func(task, episode), max_workers)
+
+    def _played(
+        self,
+        group: GroupRun[ClaimT, GivenT, OutcomeT],
+        play: Callable[[ClaimT], GivenT | Awaitable[GivenT]],
+        max_workers: int | None,
+    ) -> list[OutcomeT | None]:
+        """Play the episodes of a group to its end. Where that fails, none of them stays open."""
 
         def attempt(index: int) -> None:
             try:
-                outcome.succeeded(index, threads.result_of(func(task, outcome.credentials(index))))
-                self._core.finished(outcome.credentials(index).episode_uuid)
+                group.succeeded(index, threads.result_of(play(group.claimed(index))))
             except Exception as error:  # the caller's code: the rest of the group goes on
                 threads.check()
-                outcome.failed(index, error)
-
-        def replace(index: int) -> bool:
-            replacing = self._core.replace_episode(
-                outcome.abort(index), discard_episode_timeout, episode_type, task.task_id, sampler
-            )
-            try:
-                outcome.replace(index, self._run(replacing))
-            except SwarmError as error:
-                outcome.not_replaced(index, error)
-                return False
-            return True
+                group.failed(index, error)
 
         def fill(index: int) -> None:
-            attempt(index)
-            while index in outcome.failures and outcome.takes_replacement(index) and replace(index):
+            if index not in group.failures:
+                attempt(index)
+            while index in group.failures and self._run(group.replace(index)):
                 attempt(index)
 
+        left: Sequence[int] = range(len(group))
         try:
-            with self._beating(lambda: self.touch_episodes(outcome.finished()), running.KEEP_FINISHED_S):
-                self._each(range(n), fill, running.workers_for(n, max_workers or n))
+            with self._beating(lambda: self._run(group.keep()), running.KEEP_FINISHED_S):
+                while left:
+                    self._each(left, fill, running.workers_for(len(left), max_workers or len(left)))
+                    left = self._run(group.end())
         except BaseException:
-            self._run(self._core.give_up(outcome.episodes()))
+            self._run(group.give_up())
             raise
-        self._note(outcome)
-        for episode, infra, detail in outcome.aborts():
-            self.abort_episode(episode, infra=infra, detail=detail)
-        self.end_episodes(outcome.ends())
-        return outcome.result()
-
-    def _note(self, outcome: running.GroupOutcome) -> None:
-        outcome.tell()
+        group.tell()
         with self._lost_lock:
-            self.lost_episodes += outcome.lost
+            self.lost_episodes += group.lost
+        return group.outcome()
 
     def run_joint_group(  # noqa: PLR0913 - those of `run_group`
         self,
@@ -482,33 +479,16 @@ class SwarmClient:
         discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         max_workers: int | None = None,
+        replace_infra: int = 0,
     ) -> list[JointResult | None]:
         """Run `n` joint episodes of one task, as `run_group` runs episodes.
 
         `func(task, joint)` returns the outcome or the reward of each role; it may be a coroutine function.
         """
         claimed = self.begin_joint_episodes(n, engines, discard_episode_timeout, episode_type, task_id=task.task_id)
-        group = JointGroup(task, claimed)
-
-        def attempt(index: int) -> None:
-            try:
-                group.succeeded(index, threads.result_of(func(task, claimed[index])))
-                for episode in claimed[index].episode_uuids:
-                    self._core.finished(episode)
-            except Exception as error:  # the caller's code: the rest of the group goes on
-                threads.check()
-                group.failed(index, error)
-
-        try:
-            with self._beating(lambda: self.touch_joint_episodes(group.finished()), running.KEEP_FINISHED_S):
-                self._each(range(n), attempt, running.workers_for(n, max_workers or n))
-        except BaseException:
-            self._run(self._core.give_up(group.episode_uuids))
-            raise
-        for joint, infra, detail in group.aborts():
-            self.abort_joint_episode(joint, infra=infra, detail=detail)
-        self.end_joint_episodes(group.ends())
-        return group.outcome()
+        claim = GroupClaim(discard_episode_timeout=discard_episode_timeout, episode_type=episode_type, engines=engines)
+        group = JointGroup(self._core, task, claim, claimed, replace_infra)
+        return self._played(group, lambda joint: func(task, joint), max_workers)
 
     def _each(self, indices: Sequence[int], attempt: Callable[[int], None], workers: int) -> None:
         """Call `attempt` for each index in threads. When this is interrupted, their episodes are given up, and agents'

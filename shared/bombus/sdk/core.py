@@ -103,7 +103,6 @@ class NoReply(msgspec.Struct, frozen=True):
 T = TypeVar("T")
 ClientOperation = Generator[ServerRequest | Sleep, ServerReply | NoReply | None, T]
 EpisodeReport = tuple[Task, str, WorkflowOutput]
-EpisodeAbort = tuple[str, bool, str]  # the episode, whether infrastructure is to blame, and what happened
 
 
 class ClientCore:
@@ -222,22 +221,6 @@ class ClientCore:
             with self._lock:
                 self._sampled.update(dict.fromkeys((one.episode_uuid for one in claimed), False))
                 trim(self._sampled, BEGUN_MAX)
-        return claimed
-
-    def replace_episode(
-        self,
-        lost: EpisodeAbort,
-        discard_episode_timeout: float | None,
-        episode_type: EpisodeKind,
-        task_id: str,
-        sampler: str,
-    ) -> ClientOperation[Credentials]:
-        """Abort an episode, and claim another one for its task. Raises `NoEpisode` when none comes within a minute."""
-        episode, infra, detail = lost
-        yield from self.abort_episodes([episode], infra, detail)
-        (claimed,) = yield from self.begin_episodes(
-            1, discard_episode_timeout, episode_type, task_id, REPLACE_WAIT_S, None, sampler
-        )
         return claimed
 
     def _claimed(

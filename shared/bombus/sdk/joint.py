@@ -16,7 +16,7 @@ from bombus.sdk.core import (
     object_of,
     posted,
 )
-from bombus.sdk.errors import EpisodesFailed, InfraError, ServerFault
+from bombus.sdk.errors import ServerFault
 from bombus.sdk.running import AgentResult, output_of
 from bombus.sdk.types import EpisodeKind, JointEpisode, Task
 
@@ -103,7 +103,7 @@ class HiveCore(ClientCore):
 
     def end_joint_episodes(self, ends: Sequence[JointReport]) -> ClientOperation[None]:
         """See `SwarmClient.end_joint_episodes`. Those that have lasted too long are aborted instead, with a warning."""
-        body = [_end_parts(task, joint, results) for task, joint, results in ends]
+        body = [end_parts(task, joint, results) for task, joint, results in ends]
         late = [joint for _, joint, _ in ends if any(map(self._is_late, joint.episode_uuids))]
         if late:
             log.warning(
@@ -162,7 +162,7 @@ def _granted_parts(reply: ServerReply) -> list[str]:
         return []
 
 
-def _end_parts(task: Task, joint: JointEpisode, results: JointResult) -> list[dict[str, Any]]:
+def end_parts(task: Task, joint: JointEpisode, results: JointResult) -> list[dict[str, Any]]:
     """Return the report of a joint episode. Raises `ValueError` unless there is a result for each of its roles."""
     if set(results) != set(joint.credentials):
         raise ValueError(
@@ -170,49 +170,3 @@ def _end_parts(task: Task, joint: JointEpisode, results: JointResult) -> list[di
             f"are results for {sorted(results)}"
         )
     return [end_body(task, one.episode_uuid, output_of(results[role])) for role, one in joint.credentials.items()]
-
-
-class JointGroup:
-    """Collects the outcomes of a group's joint episodes, sorted into those to end and those to abort."""
-
-    def __init__(self, task: Task, claimed: Sequence[JointEpisode]) -> None:
-        self._task = task
-        self._claimed = claimed
-        self.results: list[JointResult | None] = [None] * len(claimed)
-        self.failures: dict[int, Exception] = {}
-
-    def succeeded(self, index: int, result: JointResult) -> None:
-        """Note the outcome of a joint episode. Raises `ValueError` for one that lacks a role."""
-        _end_parts(self._task, self._claimed[index], result)
-        self.results[index] = result
-
-    def failed(self, index: int, error: Exception) -> None:
-        log.warning("the agents of %s failed, and it is aborted: %r", self._claimed[index].episode, error)
-        self.failures[index] = error
-
-    def finished(self) -> list[JointEpisode]:
-        """Return the joint episodes whose agents are done."""
-        return [joint for joint, result in zip(self._claimed, self.results, strict=True) if result is not None]
-
-    @property
-    def episode_uuids(self) -> list[str]:
-        return [episode for joint in self._claimed for episode in joint.episode_uuids]
-
-    def ends(self) -> list[JointReport]:
-        return [
-            (self._task, joint, result)
-            for joint, result in zip(self._claimed, self.results, strict=True)
-            if result is not None
-        ]
-
-    def aborts(self) -> list[tuple[JointEpisode, bool, str]]:
-        """Return (joint episode, whether infrastructure is to blame, what happened) for each that failed."""
-        return [
-            (self._claimed[index], isinstance(error, InfraError), repr(error)) for index, error in self.failures.items()
-        ]
-
-    def outcome(self) -> list[JointResult | None]:
-        """Return the results, None where the agents failed. Raises `EpisodesFailed` when all of them did."""
-        if len(self.failures) == len(self._claimed):
-            raise EpisodesFailed(list(self.results), self.failures)
-        return self.results

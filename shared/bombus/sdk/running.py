@@ -1,16 +1,14 @@
-"""Running many episodes: retries of those that fail, and the outcomes of a group."""
+"""Running many episodes: retries of those that fail, and what their agents return."""
 
-import logging
+import asyncio
 import random
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from bombus.sdk.core import EpisodeAbort, EpisodeReport
-from bombus.sdk.errors import EpisodesFailed, InfraError
+from bombus.errors import Code
+from bombus.hive.episodes import REWARD_MAX
+from bombus.sdk.errors import BadReward, EpisodesFailed
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
-
-log = logging.getLogger("bombus")
 
 ATTEMPTS_MAX = 3
 RETRY_FIRST_S = 2.0
@@ -25,6 +23,40 @@ AsyncAgent = Callable[[Task, Credentials], Awaitable[AgentResult]]
 
 def output_of(result: AgentResult) -> WorkflowOutput:
     return result if isinstance(result, WorkflowOutput) else WorkflowOutput(reward=result)
+
+
+def checked_output(result: AgentResult) -> WorkflowOutput:
+    """Return the outcome that an agent has returned. Raises `BadReward` for one that the hive would refuse."""
+    output = output_of(result)
+    match output.reward:
+        case list() as rewards:
+            numbers = rewards
+        case dict() as rewards:
+            numbers = list(rewards.values())
+        case None:
+            raise BadReward("the agent returned an outcome without a reward", Code.BAD_REWARD)
+        case number:
+            numbers = [number]
+    for number in numbers:
+        if not abs(number) <= REWARD_MAX:  # which NaN is not either
+            raise BadReward(
+                f"the agent returned the reward {number:g}, and one is at most {REWARD_MAX:.0e} in size",
+                Code.BAD_REWARD,
+            )
+    return output
+
+
+async def contained(work: Awaitable[T]) -> T:
+    """Return what somebody's coroutine returns. A `CancelledError` of its own, such as of a task that it has cancelled
+    and awaited, is a `RuntimeError` like any other failure: only where this task was cancelled is it raised as it is.
+    """
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        this = asyncio.current_task()
+        if this is None or this.cancelling():
+            raise
+        raise RuntimeError("it let out a CancelledError, and nobody had cancelled it") from error
 
 
 def retry_delays(auto_retry: bool) -> Iterator[float]:
@@ -47,91 +79,3 @@ def all_or_raise(results: list[T | None], failures: dict[int, Exception]) -> lis
     if failures:
         raise EpisodesFailed(results, failures)
     return results
-
-
-class GroupOutcome:
-    """Collects the outcomes of a group's episodes, sorted into those to end and those to abort.
-
-    Up to `replace_infra` episodes whose environments have failed are replaced. Threads may share it.
-    """
-
-    def __init__(self, task: Task, claimed: Sequence[Credentials], replace_infra: int = 0) -> None:
-        self._task = task
-        self._claimed = list(claimed)
-        self._replacements = iter(range(replace_infra))
-        self.outputs: list[WorkflowOutput | None] = [None] * len(claimed)
-        self.failures: dict[int, Exception] = {}
-        self.lost: Counter[str] = Counter()  # by the kind of the error, also those that were replaced
-        self.replaced = 0
-
-    def credentials(self, index: int) -> Credentials:
-        return self._claimed[index]
-
-    def episodes(self) -> list[str]:
-        """Return the id of the newest episode in each place."""
-        return [one.episode_uuid for one in self._claimed]
-
-    def succeeded(self, index: int, result: AgentResult) -> None:
-        self.outputs[index] = output_of(result)
-
-    def failed(self, index: int, error: Exception) -> None:
-        episode = self._claimed[index].episode
-        log.warning("the agent of episode %s failed, and the episode is aborted: %r", episode, error)
-        self.failures[index] = error
-        self.lost[type(error).__name__] += 1
-
-    def takes_replacement(self, index: int) -> bool:
-        """Return whether another episode is to be played in the place of one that failed, and count it.
-
-        It is where infrastructure was to blame, as long as there are replacements left.
-        """
-        return isinstance(self.failures[index], InfraError) and next(self._replacements, None) is not None
-
-    def replace(self, index: int, claimed: Credentials) -> None:
-        """Go on in this place with another episode."""
-        del self.failures[index]
-        self._claimed[index] = claimed
-        self.replaced += 1
-
-    def not_replaced(self, index: int, error: Exception) -> None:
-        """Note that no episode could be claimed in this place, which stays empty."""
-        log.warning("no episode could be claimed in the place of %s: %r", self._claimed[index].episode, error)
-
-    def tell(self) -> None:
-        """Log how many episodes the group has, and why others were lost, where any were."""
-        if self.lost:
-            reasons = ", ".join(f"{count} by {reason}" for reason, count in sorted(self.lost.items()))
-            found = sum(output is not None for output in self.outputs)
-            log.warning(
-                "the group of task %s has %d of %d episodes: %s were lost, and %d of these replaced",
-                self._task.task_id,
-                found,
-                len(self.outputs),
-                reasons,
-                self.replaced,
-            )
-
-    def ends(self) -> list[EpisodeReport]:
-        return [
-            (self._task, one.episode_uuid, output)
-            for one, output in zip(self._claimed, self.outputs, strict=True)
-            if output is not None
-        ]
-
-    def finished(self) -> list[str]:
-        """Return the episodes whose agents are done."""
-        return [one.episode_uuid for one, output in zip(self._claimed, self.outputs) if output is not None]
-
-    def abort(self, index: int) -> EpisodeAbort:
-        """Return how the episode that failed in this place is aborted."""
-        error = self.failures[index]
-        return self._claimed[index].episode_uuid, isinstance(error, InfraError), repr(error)
-
-    def aborts(self) -> list[EpisodeAbort]:
-        return [self.abort(index) for index in self.failures]
-
-    def result(self) -> list[WorkflowOutput | None]:
-        """Return the outputs, None where the agent failed. Raises `EpisodesFailed` when all of them did."""
-        if len(self.failures) == len(self._claimed):
-            raise EpisodesFailed(list(self.outputs), self.failures)
-        return self.outputs

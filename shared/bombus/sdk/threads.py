@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar, overload
 
 from bombus.sdk.core import BEGUN_MAX
+from bombus.sdk.running import contained
 
 T = TypeVar("T")
 
@@ -110,12 +111,12 @@ def result_of(found: object) -> object:
 async def _awaited(found: Awaitable[T]) -> T:
     interruption = _here.interruption
     if interruption is None:
-        return await found
+        return await contained(found)
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     with interruption.telling(lambda: loop.call_soon_threadsafe(this.cancel)):
         try:
-            return await found
+            return await contained(found)
         except asyncio.CancelledError:
             interruption.check()
             raise

@@ -113,6 +113,7 @@ def test_services_need_an_image(tmp_path: Path) -> None:
         ("[task]\nname = 7", "`task_id` is a text of 1 to 512 characters"),
         ("[verifier.env]\nKEY = '${OPENAI_API_KEY}'", "verifier.env.KEY in task.toml takes a variable of its caller"),
         ("[environment.env]\nOPENAI_BASE_URL = 'x'", "environment.env in task.toml sets OPENAI_BASE_URL"),
+        ("[verifier.env]\n'-S' = 'x'", "verifier.env in task.toml has '-S', which is not the name of a variable"),
         ("[environment]\nworkdir = 7", "environment.workdir in task.toml is not a text"),
     ],
 )
@@ -129,6 +130,16 @@ def test_a_task_that_lacks_a_file_is_refused(tmp_path: Path, missing: str) -> No
     (task_folder(tmp_path / "half") / missing).unlink()
     with pytest.raises(Refused, match=missing):
         read_task_folders(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["instruction.md", "tests/test.sh", "tests", "environment"])
+def test_a_part_of_a_task_that_is_a_link_to_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    folder = task_folder(tmp_path / "tasks/one")
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Refused) as refused:
+        read_task_folders(tmp_path / "tasks")
+    assert f"its {name} is a link that leads out of it, to {tmp_path / 'elsewhere'}: put a copy" in str(refused.value)
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from bombus import AsyncSwarmClient
 from bombus.bus import Bus
 from bombus.errors import Refused
 from bombus.rollout.harbor.folders import read_task_folders
-from bombus.rollout.harbor.sandbox import agent_prefix, check_sandbox
+from bombus.rollout.harbor.sandbox import agent_prefix, check_sandbox, judge_words
 from bombus.rollout.plan import RolloutOptions, plan_of
 from bombus.rollout.process import StopReason
 from bombus.rollout.records import LostEpisode, PlayedEpisode
@@ -108,6 +108,29 @@ async def test_an_agent_sees_neither_tests_nor_solutions_and_can_plant_no_reward
     )
 
 
+async def test_a_tasks_variables_are_set_inside_and_start_no_program_of_its_own_outside(
+    tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = tmp_path / "outside"
+    monkeypatch.setenv("HF_TOKEN", "private")
+    toml = '[environment.env]\nPATH = "bin:/usr/bin:/bin"\nLEVEL = "a b"\n[verifier.env]\nHOME = "/nowhere"\n'
+    test = 'echo "$PATH,$LEVEL$HF_TOKEN,$HOME"; echo 1 > /logs/verifier/reward.txt'
+    program = task_folder(tmp_path / "tasks/one", toml, test=test) / "environment/bin/unshare"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\ntouch {outside}\nexec /usr/bin/unshare "$@"\n')
+    program.chmod(0o755)
+    agent = f"sh -c 'echo $PATH,$LEVEL$HF_TOKEN; {AGENT.format(prompt='x')}'"
+    rollout = rolled(tmp_path, client, agent=agent)
+    await rollout.run()
+    (result,) = rollout.heard.results
+    assert isinstance(result, PlayedEpisode)
+    assert not outside.exists()
+    assert printed(tmp_path).startswith("bin:/usr/bin:/bin,a b\n")
+    said = Path(result.output).with_name(f"{Path(result.output).stem}-reward.txt").read_text().strip()
+    assert said.startswith("bin:/usr/bin:/bin,a b,/")
+    assert not said.endswith("/nowhere")
+
+
 async def test_the_limits_of_a_task_are_those_of_its_run(
     tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient
 ) -> None:
@@ -144,6 +167,22 @@ def in_sandbox(folder: Path, toml: str, script: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
+def test_a_link_to_tests_of_another_task_keeps_its_mode(tmp_path: Path) -> None:
+    shared = task_folder(tmp_path / "tasks/one") / "tests/test.sh"
+    shared.chmod(0o640)
+    other = task_folder(tmp_path / "tasks/two") / "tests/test.sh"
+    other.unlink()
+    other.symlink_to(shared)
+    task = read_task_folders(tmp_path / "tasks")[1]
+    assert task.package is not None
+    episode = EpisodeFolder(tmp_path / "run/0", tmp_path / "run/0/copy/environment")
+    episode.outputs.mkdir(parents=True)
+    judge_words(task.package, episode)
+    assert shared.stat().st_mode & 0o777 == 0o640
+    copy = episode.outputs / "tests/test.sh"
+    assert (copy.is_symlink(), copy.stat().st_mode & 0o777) == (False, 0o755)
+
+
 def test_its_folders_are_its_own_and_it_has_no_powers_over_the_machine(tmp_path: Path) -> None:
     said = in_sandbox(
         tmp_path,
@@ -166,6 +205,24 @@ def test_tasks_and_other_episodes_are_hidden_where_nothing_else_is() -> None:
         said = in_sandbox(folder, "", look)
         assert said == "run:\n0\n\nrun/0:\ncopy\nhome\ntmp\n\ntasks:\n"
         assert not (folder / "seen/x").exists()
+
+
+def test_where_programs_of_the_user_keep_keys_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="a 6 ") as made:
+        home = Path(made, "home")
+        (home / ".ssh").mkdir(parents=True)
+        (home / ".ssh/id_ed25519").write_text("private\n")
+        (home / ".cache/huggingface").mkdir(parents=True)
+        (home / ".cache/huggingface/token").write_text("private\n")
+        Path(made, "netrc").write_text("private\n")
+        (home / ".netrc").symlink_to(Path(made, "netrc"))
+        (home / "notes").write_text("public\n")
+        monkeypatch.setenv("HOME", str(home))
+        said = in_sandbox(
+            Path(made), "", f'cd "{home}"; ls -A .ssh; cat .cache/huggingface/token .netrc ../netrc notes'
+        )
+        assert said == "public\n"
+        assert (home / ".ssh/id_ed25519").read_text() == "private\n"
 
 
 def test_the_flags_that_a_task_folder_replaces_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,16 +53,24 @@ def run(arguments: argparse.Namespace) -> int:
     validation = ClassValidation(kind, description, needs_gold=arguments.gold)
     found = asyncio.run(_checked(validation, tasks[:TASKS_MAX]))
     for check in CHECKS:
-        rows = [row for checked in found.values() for row in checked if row.check == check]
+        rows = [row for _, checked in found for row in checked if row.check == check]
         if rows:
             say(_row(check, rows))
-    problems = [f"{task}: {each}" for task, checked in found.items() for row in checked for each in row.problems]
+    problems = [f"{task}: {each}" for task, checked in found for row in checked for each in row.problems]
     complain(*problems)
     return 1 if problems else 0
 
 
-async def _checked(validation: ClassValidation, tasks: Sequence[Task]) -> dict[str, list[CheckedTask]]:
-    return {task.task_id: await validation.check(task) for task in tasks}
+async def _checked(validation: ClassValidation, tasks: Sequence[Task]) -> list[tuple[str, list[CheckedTask]]]:
+    """Return what was found for each task. Those that share an id are told apart by their places in the file."""
+    shared = Counter(task.task_id for task in tasks)
+    return [
+        (
+            f"{task.task_id} (task {place} of the file)" if shared[task.task_id] > 1 else task.task_id,
+            await validation.check(task),
+        )
+        for place, task in enumerate(tasks, 1)
+    ]
 
 
 def _row(check: str, rows: Sequence[CheckedTask]) -> str:

@@ -72,6 +72,7 @@ class _Reading:
         self._name = kind.__name__
 
     def read(self) -> PlainClass:
+        self._check_lost()
         marked = {kind: list[MarkedMethod]() for kind in MethodKind}
         methods = dict(self._methods())
         plays = "play" in methods
@@ -114,11 +115,32 @@ class _Reading:
                 "place, which makes one."
             )
 
+    def _check_lost(self) -> None:
+        """Note what would be left out without a word: marks where none is looked for, and tools behind wrappers."""
+        for name, found in self._attributes():
+            is_method = inspect.isfunction(found)
+            is_hidden = name.startswith("_")
+            mark = next((mark for layer in _layers(found) if (mark := mark_of(layer)) is not None), None)
+            if mark is not None and is_hidden:
+                self._say(f"`{name}` has @{mark.kind} and begins with an underscore: give it a public name.")
+            elif mark is not None and not is_method:
+                self._say(f"`{name}` has @{mark.kind} and is a {type(found).__name__}: make it a plain method.")
+            elif is_method and name == "state":
+                self._say("`state` is the attribute that rewards take by this name, and no tool: give it another name.")
+            elif not is_hidden and not is_method and _is_wrapped(found):
+                self._say(
+                    f"`{name}` is a method behind a {type(found).__name__}, which is not seen as a tool: take that "
+                    "away, or begin its name with an underscore."
+                )
+
+    def _attributes(self) -> Iterator[tuple[str, object]]:
+        """Yield what the class has, in the order of its definition, what it has of base classes first."""
+        for name in dict.fromkeys(name for each in reversed(self._kind.__mro__[:-1]) for name in vars(each)):
+            yield name, inspect.getattr_static(self._kind, name)
+
     def _methods(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         """Yield the public methods, in the order of their definition, those of base classes first."""
-        names = dict.fromkeys(name for each in reversed(self._kind.__mro__[:-1]) for name in vars(each))
-        for name in names:
-            found = inspect.getattr_static(self._kind, name)
+        for name, found in self._attributes():
             if not name.startswith("_") and inspect.isfunction(found):
                 yield name, found
 
@@ -186,13 +208,26 @@ class _Reading:
 
     def _check_parameters(self, name: str, method: Callable[..., Any], arguments: tuple[str, ...]) -> None:
         try:
-            inspect.signature(method).bind(None, *arguments)
+            inspect.signature(method).bind(None, **dict.fromkeys(arguments))
         except TypeError:
             wanted = ", ".join(("self", *arguments))
-            self._say(f"`{name}` cannot be called as `{name}({wanted})`: give it these arguments.")
+            self._say(f"`{name}` cannot be called as `{name}({wanted})`: give it these arguments, by these names.")
 
     def _say(self, sentence: str) -> None:
         self.problems.append(sentence)
+
+
+def _layers(found: object) -> Iterator[object]:
+    """Yield an attribute of a class, and what it wraps: the function of a static method or of a property."""
+    yield found
+    for name in ("__func__", "fget", "func", "__wrapped__"):
+        if callable(layer := getattr(found, name, None)):
+            yield layer
+
+
+def _is_wrapped(found: object) -> bool:
+    is_known = isinstance(found, staticmethod | classmethod | type)
+    return callable(found) and not is_known and inspect.isfunction(getattr(found, "__wrapped__", None))
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -4,7 +4,8 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -23,12 +24,14 @@ from bombus.environments.kinds import (
 from bombus.environments.plain.description import MarkedMethod, PlainClass, describe
 from bombus.environments.plain.tools import BadArguments, text_of
 from bombus.environments.plain.world_thread import WorldThread
-from bombus.errors import in_one_line
+from bombus.errors import in_one_line, without_surrogates
 from bombus.sdk.errors import InfraError
+from bombus.sdk.running import contained
 from bombus.sdk.types import Task
 
 log = logging.getLogger("bombus")
 
+CLOSE_S = 60.0  # for a coroutine that closes a world whose methods have taken too long
 TOOLS_NAMED = 20  # in the text about a tool that there is not
 
 
@@ -40,8 +43,11 @@ class PlainWorld:
     has, the world is lost, since nothing can stop it.
     """
 
-    def __init__(self, made: object) -> None:
-        """`made` is an instance, a class, or a function that makes an instance. Raises `WrongClass`."""
+    def __init__(self, made: object, thread: WorldThread | None = None) -> None:
+        """`made` is an instance, a class, or a function that makes an instance. Raises `WrongClass`.
+
+        `thread` is the one in which an instance was made, where its methods are to run too.
+        """
         is_made = not (inspect.isclass(made) or inspect.isroutine(made) or isinstance(made, partial))
         self._instance: object | None = made if is_made else None
         self._make: Callable[[], object] | None = None if is_made else made  # type: ignore[assignment]
@@ -51,7 +57,8 @@ class PlainWorld:
         self._lost = ""
         self._closed = False
         self._used = asyncio.Lock()
-        self._idle: list[WorldThread] = []
+        self._idle: list[WorldThread] = [] if thread is None else [thread]
+        self._stuck: list[WorldThread] = []
 
     @property
     def description(self) -> PlainClass:
@@ -90,9 +97,13 @@ class PlainWorld:
                 await stack.enter_async_context(self._used)
                 self.check_alive()
             if inspect.iscoroutinefunction(method):
-                return await method(**arguments)
-            found = await self._in_a_thread(partial(method, **arguments))
-            return await found if inspect.isawaitable(found) else found
+                return await _contained(method(**arguments))
+            found = await _contained(self._in_a_thread(partial(method, **arguments)))
+            return await _contained(found) if inspect.isawaitable(found) else found
+
+    def can_cancel(self, name: str) -> bool:
+        """Whether a call of this method can be cancelled: what runs in a thread cannot."""
+        return inspect.iscoroutinefunction(getattr(self._instance, name, None))
 
     async def asked(self, method: MarkedMethod, values: Mapping[str, object]) -> Any:
         """Call a marked method with the values that it names. Raises `MethodFailed` with what went wrong in it."""
@@ -132,31 +143,64 @@ class PlainWorld:
                     "environment is given up. Make it `async def`, or give it a limit of its own"
                 )
                 log.warning("%s", self._lost)
-                await thread.close()
+                self._stuck.append(thread)
             else:
                 self._idle.append(thread)
 
     async def close(self) -> None:
-        """Call the class's `close`, and end the threads. A world that is lost is left alone."""
+        """Call the class's `close`, and end the threads.
+
+        Where methods have not ended in their time, `close` runs when they do, in the thread of the last of them.
+        """
         if self._closed:
             return
         try:
-            if self._instance is not None and self.description.has_close and not self._lost:
-                await self.call("close", {})
+            if self._instance is not None and self.description.has_close:
+                if self._stuck:
+                    self._close_later(self._instance.close)  # type: ignore[attr-defined]
+                else:
+                    await self.call("close", {})
         except Exception as error:  # the class's own code: the episode is over, and its reward is known
             log.warning("%s.close failed: %s", self.description.name, in_one_line(error))
         finally:
             self._closed = True
-            while self._idle:
-                await self._idle.pop().close()
+            for thread in (*self._idle, *self._stuck):
+                await thread.close()
+            self._idle.clear()
+
+    def _close_later(self, close: Callable[[], Any]) -> None:
+        loop, name = asyncio.get_running_loop(), self.description.name
+        lock, left = threading.Lock(), len(self._stuck)
+
+        def ended() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left:
+                    return
+            try:
+                if inspect.iscoroutinefunction(close):
+                    asyncio.run_coroutine_threadsafe(close(), loop).result(CLOSE_S)
+                else:
+                    close()
+            except Exception as error:  # the class's own code: its episode is over
+                log.warning("%s.close failed: %s", name, in_one_line(error))
+
+        for thread in self._stuck:
+            thread.leave(ended)
 
 
 class PlainEnvironment:
     """A plain class as an environment: `PlainEnvironment(World)`, of an instance, or of a function that makes one."""
 
-    def __init__(self, made: object) -> None:
-        self.world = PlainWorld(made)
+    def __init__(self, made: object, thread: WorldThread | None = None) -> None:
+        self.world = PlainWorld(made, thread)
         self._task = Task()
+
+    @property
+    def tools_run_together(self) -> bool:
+        """Whether the calls of one answer may be carried out at the same time."""
+        return self.world.description.tools_run_together
 
     async def open(self, task: Task) -> Opening:
         await self.world.make()
@@ -201,7 +245,7 @@ class PlainEnvironment:
         values = {"task": self._task, "transcript": transcript}
         description = self.world.description
         rewards = {one.name: await self._number(one, values) for one in description.rewards}
-        metrics = {one.name: await self._number(one, values) for one in description.metrics}
+        metrics = await metrics_of(description.metrics, lambda one: self._number(one, values))
         achieved = description.success
         return RolloutScores(
             reward=sum(one.mark.weight * rewards[one.name] for one in description.rewards),
@@ -216,6 +260,27 @@ class PlainEnvironment:
 
     async def close(self) -> None:
         await self.world.close()
+
+
+async def metrics_of(
+    methods: Sequence[MarkedMethod], ask: Callable[[MarkedMethod], Awaitable[float]]
+) -> dict[str, float]:
+    """Return the numbers of metrics. Those that have none are left out with a warning: they decide nothing."""
+    found: dict[str, float] = {}
+    for method in methods:
+        try:
+            found[method.name] = await ask(method)
+        except MethodFailed as error:
+            log.warning("a metric is left out: %s", error)
+    return found
+
+
+async def _contained(work: Awaitable[Any]) -> Any:
+    """Return what a method's coroutine returns. `sys.exit` and a cancellation of its own are failures of the method."""
+    try:
+        return await contained(work)
+    except SystemExit as error:
+        raise RuntimeError(f"it raised {error!r}") from error
 
 
 def number_of(value: object, where: str) -> float:
@@ -233,13 +298,17 @@ def number_of(value: object, where: str) -> float:
 
 def _messages_of(first: object, name: str) -> list[MessageDict]:
     if isinstance(first, str):
-        return [{"role": "user", "content": first}]
+        return [{"role": "user", "content": without_surrogates(first)}]
     if isinstance(first, Sequence) and first and all(isinstance(each, Mapping) and "role" in each for each in first):
-        return [dict(each) for each in first]
+        return [_readable(each) for each in first]
     raise ResetFailed(
         f"{name}.reset returned {type(first).__name__}: it returns the first message as text, or a list of messages "
         "that have a role"
     )
+
+
+def _readable(message: Mapping[str, Any]) -> MessageDict:
+    return {key: without_surrogates(value) if isinstance(value, str) else value for key, value in message.items()}
 
 
 def _no_tool(name: str, tools: list[str]) -> str:

@@ -34,32 +34,52 @@ class MethodMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @overload
-def reward(method: MethodT) -> MethodT: ...
+def reward(method: MethodT, /) -> MethodT: ...
+@overload
+def reward(
+    weight: float = 1.0, /, *, role: str = "", low: float = 0.0, high: float = 1.0
+) -> Callable[[MethodT], MethodT]: ...
 @overload
 def reward(
     *, weight: float = 1.0, role: str = "", low: float = 0.0, high: float = 1.0
 ) -> Callable[[MethodT], MethodT]: ...
 def reward(
-    method: MethodT | None = None, *, weight: float = 1.0, role: str = "", low: float = 0.0, high: float = 1.0
+    given: MethodT | float | None = None, /, *, weight: float = 1.0, role: str = "", low: float = 0.0, high: float = 1.0
 ) -> MethodT | Callable[[MethodT], MethodT]:
-    """Mark a method whose number is a part of the reward: the episode's reward is the weighted sum of all of them."""
-    mark = MethodMark(kind=MethodKind.REWARD, weight=weight, role=role, low=low, high=high)
-    return _marked(method, mark) if method is not None else lambda each: _marked(each, mark)
+    """Mark a method whose number is a part of the reward: the episode's reward is the weighted sum of all of them.
+
+    `@reward(0.5)` is `@reward(weight=0.5)`.
+    """
+    if isinstance(given, int | float):
+        weight, given = given, None
+    return _mark(given, MethodMark(kind=MethodKind.REWARD, weight=weight, role=role, low=low, high=high))
 
 
-def metric(method: MethodT) -> MethodT:
+@overload
+def metric(method: MethodT, /) -> MethodT: ...
+@overload
+def metric() -> Callable[[MethodT], MethodT]: ...
+def metric(method: MethodT | None = None, /) -> MethodT | Callable[[MethodT], MethodT]:
     """Mark a method whose number is reported with the episode, and is not a part of its reward."""
-    return _marked(method, MethodMark(kind=MethodKind.METRIC))
+    return _mark(method, MethodMark(kind=MethodKind.METRIC))
 
 
-def success(method: MethodT) -> MethodT:
+@overload
+def success(method: MethodT, /) -> MethodT: ...
+@overload
+def success() -> Callable[[MethodT], MethodT]: ...
+def success(method: MethodT | None = None, /) -> MethodT | Callable[[MethodT], MethodT]:
     """Mark the method that says whether the task was achieved."""
-    return _marked(method, MethodMark(kind=MethodKind.SUCCESS))
+    return _mark(method, MethodMark(kind=MethodKind.SUCCESS))
 
 
-def stop(method: MethodT) -> MethodT:
+@overload
+def stop(method: MethodT, /) -> MethodT: ...
+@overload
+def stop() -> Callable[[MethodT], MethodT]: ...
+def stop(method: MethodT | None = None, /) -> MethodT | Callable[[MethodT], MethodT]:
     """Mark a method that is asked after each turn whether the episode is over."""
-    return _marked(method, MethodMark(kind=MethodKind.STOP))
+    return _mark(method, MethodMark(kind=MethodKind.STOP))
 
 
 def mark_of(method: object) -> MethodMark | None:
@@ -68,6 +88,13 @@ def mark_of(method: object) -> MethodMark | None:
     return found if isinstance(found, MethodMark) else None
 
 
+def _mark(method: MethodT | None, mark: MethodMark) -> MethodT | Callable[[MethodT], MethodT]:
+    return _marked(method, mark) if method is not None else lambda each: _marked(each, mark)
+
+
 def _marked(method: MethodT, mark: MethodMark) -> MethodT:
-    setattr(method, _ATTRIBUTE, mark)
+    try:
+        setattr(method, _ATTRIBUTE, mark)
+    except AttributeError as error:
+        raise TypeError(f"@{mark.kind} stands before a {type(method).__name__}: it marks a plain method") from error
     return method

@@ -16,7 +16,7 @@ from bombus.environments.kinds import (
     Transcript,
 )
 from bombus.environments.plain.description import MarkedMethod
-from bombus.environments.plain.environment import PlainWorld, number_of
+from bombus.environments.plain.environment import PlainWorld, metrics_of, number_of
 from bombus.errors import BombusError, in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
@@ -157,7 +157,7 @@ class Play:
             total += method.mark.weight * rewards[method.name]
             for place, number in zip(places, numbers):
                 by_call[place] += method.mark.weight * number
-        metrics = {one.name: (await self._numbers(one, []))[0] for one in description.metrics}
+        metrics = await metrics_of(description.metrics, self._metric)
         achieved = description.success
         scores = RolloutScores(
             reward=sum(by_call) / len(by_call) if by_call else total,
@@ -169,6 +169,9 @@ class Play:
             RewardedCall(role=call.role, call=call.answer.call, reward=given)
             for call, given in zip(self.calls, by_call, strict=True)
         )
+
+    async def _metric(self, method: MarkedMethod) -> float:
+        return (await self._numbers(method, []))[0]
 
     async def _numbers(self, method: MarkedMethod, places: list[int]) -> list[float]:
         """Return the number of each of these calls. One for all of them is repeated, once where there is none."""

@@ -9,6 +9,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from bombus.environments.kinds import ToolSchema
+from bombus.errors import without_surrogates
 
 PROBLEMS_SHOWN = 5  # of the arguments of one call
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
@@ -46,6 +47,8 @@ class MethodTool(msgspec.Struct, frozen=True, kw_only=True):
 def tool_of(method: Callable[..., Any]) -> MethodTool:
     """Return a function, whose first parameter is `self`, as a tool. Raises `NoTool`."""
     name = method.__name__
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise NoTool("it yields, and a tool returns what the model is shown: return a list or a text")
     hints = _hints_of(method)
     documented = _read_docstring(inspect.getdoc(method) or "")
     if not documented.summary:
@@ -79,17 +82,27 @@ def tool_of(method: Callable[..., Any]) -> MethodTool:
 
 
 def text_of(value: object) -> str:
-    """Return what a tool gave back as the text that the model is shown: JSON, unless it is a text already."""
+    """Return what a tool gave back as the text that the model is shown: JSON, unless it is a text already.
+
+    Bytes are taken for text, such as what a program has printed.
+    """
     if value is None:
         return ""
+    if isinstance(value, bytes | bytearray):
+        return value.decode(errors="replace")
     if isinstance(value, str):
-        return value
-    if isinstance(value, BaseModel):
-        return value.model_dump_json()
+        return without_surrogates(value)
     try:
-        return msgspec.json.encode(value).decode()
+        return msgspec.json.encode(value, enc_hook=_plain).decode()
     except (TypeError, ValueError, RecursionError):
-        return str(value)
+        return without_surrogates(str(value))
+
+
+def _plain(value: object) -> object:
+    """Return what JSON can hold in the place of a pydantic model. Raises `TypeError` for anything else."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    raise TypeError(f"{type(value).__name__} has no JSON")
 
 
 class _Docstring(msgspec.Struct, frozen=True):

@@ -14,15 +14,6 @@ T = TypeVar("T")
 _Work = tuple[Future[Any], contextvars.Context, Callable[[], Any]]
 
 
-async def in_a_thread(call: Callable[[], T], name: str) -> T:
-    """Return what a function returns that runs in a thread of its own."""
-    thread = WorldThread(name)
-    try:
-        return await thread.run(call)
-    finally:
-        await thread.close()
-
-
 class WorldThread:
     """A thread that calls one function after another. A database that belongs to the thread that opened it stays
     usable, because the methods of a world are all called in one.
@@ -46,6 +37,11 @@ class WorldThread:
         except asyncio.CancelledError:
             self.is_stuck = not work.done()
             raise
+
+    def leave(self, last: Callable[[], object]) -> None:
+        """Let the thread call one more function once it is not stuck any more, and end."""
+        self._works.put((Future(), contextvars.copy_context(), last))
+        self._works.put(None)
 
     async def close(self) -> None:
         """End the thread, and wait for that unless it is stuck."""

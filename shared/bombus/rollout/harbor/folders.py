@@ -17,6 +17,8 @@ TIMEOUT_S = 600.0  # Harbor's, for an agent and for a verifier
 DAY_S = 86_400.0
 NAMED_MAX = 8
 WORKDIR = "/app"
+PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "tests/test.sh")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Without them tests would fail, and take a good answer for a bad one.
 _INSTALLS = re.compile(r"\b(apt|apt-get|apk|dnf|yum|pip|pip3|npm|conda)\s+(-\S+\s+)*(install|add|update|i)\b")
 # Names below / that a task cannot have for its folder: this machine's own, and Harbor's.
@@ -78,6 +80,8 @@ def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
 
     Raises `ValueError` with what is wrong, and `CannotDoWithout` with what it needs.
     """
+    for name in PARTS:
+        _check_inside(folder, name, data_set)
     settings = _settings(_text(folder / "task.toml"))
     prompt = _text(folder / "instruction.md")
     if not prompt.strip():
@@ -116,6 +120,13 @@ def _sub_folders(path: Path) -> Iterator[Path]:
             yield folder
         elif (folder / "instruction.md").is_file():
             raise Refused(Code.BAD_CONFIG, f"--task {folder} has an instruction.md and no task.toml")
+
+
+def _check_inside(folder: Path, name: str, data_set: Path) -> None:
+    """Raise `ValueError` for a part of a task that is a link to somewhere else, such as to a file of the user's."""
+    found = (folder / name).resolve()
+    if not any(found.is_relative_to(whole.resolve()) for whole in (folder, data_set)):
+        raise ValueError(f"its {name} is a link that leads out of it, to {found}: put a copy there")
 
 
 def _text(path: Path) -> str:
@@ -165,6 +176,8 @@ def _seconds(table: Table, name: str) -> float:
 def _variables(table: Table, name: str) -> dict[str, str]:
     found = _table(table, "env")
     for key, value in found.items():
+        if not _VARIABLE.fullmatch(key):
+            raise ValueError(f"{name}.env in task.toml has {key!r}, which is not the name of a variable")
         if not isinstance(value, str) or "\0" in value:
             raise ValueError(f"{name}.env.{key} in task.toml is not a text")
         if key.startswith(WITHHELD) and name == "environment":

@@ -1,9 +1,11 @@
 """The sandbox of a task in Harbor's format: its folders are where the task says, and the machine is read-only."""
 
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from bombus.errors import Code, Refused
@@ -14,13 +16,18 @@ SETUP = Path(__file__).with_name("sandbox.sh")
 NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child")
 CHECK_S = 30.0
 TEST = "/tests/test.sh"
+OWN = frozenset({"HOME", "TMPDIR"})  # variables that the sandbox itself sets, whatever the task says of them
 
 
 def agent_prefix(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
-    """Return the words to put before an agent's. The task's folder, with its tests and its solution, is hidden."""
+    """Return the words to put before an agent's. The task's folder, with its tests and its solution, is hidden.
+
+    The variables of the task are among them: they are set inside, because what they name, such as a `PATH`, would
+    otherwise decide which program makes the sandbox.
+    """
     for made in (folder.path / "agent", folder.path / "artifacts", folder.outputs / "root"):
         made.mkdir()
-    return _words(package, folder, "")
+    return _words(package, folder, "", package.variables)
 
 
 def judge_words(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
@@ -30,9 +37,12 @@ def judge_words(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
     """
     tests = folder.outputs / "tests"
     shutil.copytree(package.folder / "tests", tests, symlinks=True)
-    (tests / "test.sh").chmod(0o755)
+    script = tests / "test.sh"
+    script.unlink()  # it may be a link to another file of the task, whose mode is not ours to change
+    shutil.copyfile(package.folder / "tests/test.sh", script)
+    script.chmod(0o755)
     verifier_folder(folder).mkdir()
-    return [*_words(package, folder, str(folder.outputs)), TEST]
+    return [*_words(package, folder, str(folder.outputs), package.judge_variables), TEST]
 
 
 def verifier_folder(folder: EpisodeFolder) -> Path:
@@ -40,14 +50,21 @@ def verifier_folder(folder: EpisodeFolder) -> Path:
     return folder.outputs / "verifier"
 
 
-def _words(package: TaskPackage, folder: EpisodeFolder, judged: str) -> list[str]:
-    places = (folder.path, folder.outputs, folder.workspace, package.workdir, package.hidden, judged)
-    return ["unshare", *NAMESPACES, "/bin/sh", str(SETUP), *map(str, places)]
+def _words(package: TaskPackage, folder: EpisodeFolder, judged: str, variables: Mapping[str, str]) -> list[str]:
+    places = (folder.path, folder.outputs, folder.workspace, package.workdir, package.hidden, judged, Path.home())
+    inside = [f"{name}={value}" for name, value in variables.items() if name not in OWN]
+    return [_unshare() or "unshare", *NAMESPACES, "/bin/sh", str(SETUP), *map(str, places), "env", *inside]
+
+
+def _unshare() -> str | None:
+    """Return the absolute path of `unshare`, which no file of a task's working directory can be."""
+    found = shutil.which("unshare", path=os.pathsep.join(("/usr/bin", "/bin", os.environ.get("PATH", ""))))
+    return os.path.abspath(found) if found is not None else None
 
 
 def check_sandbox(package: TaskPackage, scratch: Path) -> None:
     """Raise `Refused` where this machine makes no such sandbox."""
-    if sys.platform != "linux" or shutil.which("unshare") is None or shutil.which("setpriv") is None:
+    if sys.platform != "linux" or _unshare() is None or shutil.which("setpriv") is None:
         raise Refused(
             Code.UNSUPPORTED, "tasks of Harbor's need Linux, with `unshare` and `setpriv` (package util-linux)"
         )

@@ -1,12 +1,13 @@
 # Runs a command in a task's sandbox, inside new namespaces (see sandbox.py):
-# sandbox.sh FOLDER OUTPUTS WORKSPACE WORKDIR HIDDEN JUDGED COMMAND...
+# sandbox.sh FOLDER OUTPUTS WORKSPACE WORKDIR HIDDEN JUDGED USER_HOME COMMAND...
 # It sees this machine's files, which it cannot change, WORKSPACE as WORKDIR, and folders of the episode as /tmp, /logs
 # and $HOME. HIDDEN is empty. JUDGED is empty for an agent; for tests it is the folder with `tests` and `verifier`.
+# Where programs keep keys in USER_HOME, nothing is seen.
 # No agent sees OUTPUTS, nor the folders of FOLDER themselves: so that it cannot put links in their places.
 set -e
 PATH=/usr/sbin:/sbin:/usr/bin:/bin:$PATH
-folder=$1 outputs=$2 workspace=$3 workdir=$4 hidden=$5 judged=$6
-shift 6
+folder=$1 outputs=$2 workspace=$3 workdir=$4 hidden=$5 judged=$6 user_home=$7
+shift 7
 root=$outputs/root
 run=${folder%/*}
 first=${workdir#/}
@@ -47,6 +48,19 @@ mount -t tmpfs -o size=256m,mode=1777 tmpfs "$root/dev/shm"
 if mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts "$root/dev/pts"; then ln -s pts/ptmx "$root/dev/ptmx"; fi
 ln -s /proc/self/fd "$root/dev/fd"
 mount -t proc -o nosuid,noexec,nodev proc "$root/proc"
+secrets=".ssh .gnupg .aws .azure .kube .docker .oci .netrc .git-credentials .pypirc .npmrc .pgpass .my.cnf .vault-token
+.password-store .terraform.d .databrickscfg .huggingface .kaggle .gemini .claude/.credentials.json .codex/auth.json
+.cache/huggingface/token .cache/huggingface/stored_tokens .config/gcloud .config/gh .config/hub .config/rclone .config/op
+.local/share/keyrings .bash_history .zsh_history .python_history .psql_history"
+for name in $secrets; do
+    secret=$root$(readlink -f -- "$user_home/$name" || true)
+    case $secret in "$root" | "$root/") continue ;; esac
+    if [ -d "$secret" ]; then
+        mount -t tmpfs -o size=1m,mode=755 tmpfs "$secret"
+    elif [ -f "$secret" ]; then
+        mount --bind /dev/null "$secret"
+    fi
+done
 own() { # own SOURCE TARGET: show a folder, which may be written to
     mount --bind "$1" "$root$2"
     mount -o remount,bind,nosuid,nodev "$root$2"

@@ -1,0 +1,268 @@
+"""A group of episodes of one task: which are ended, which are aborted, and which are played again.
+
+What a group does at the hive is an operation of the client, so that both clients and joint episodes share it.
+"""
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from bombus.sdk.core import REPLACE_WAIT_S, ClientOperation
+from bombus.sdk.errors import (
+    BadRequest,
+    EpisodeGone,
+    EpisodesFailed,
+    InfraError,
+    NotYourEpisode,
+    OtherOutcome,
+    SwarmError,
+)
+from bombus.sdk.joint import HiveCore, JointResult, end_parts
+from bombus.sdk.running import AgentResult, checked_output
+from bombus.sdk.types import Credentials, EpisodeKind, JointEpisode, Task, WorkflowOutput
+
+log = logging.getLogger("bombus")
+
+REFUSED = (BadRequest, NotYourEpisode, OtherOutcome)  # reports that other episodes of the group are not to blame for
+
+ClaimT = TypeVar("ClaimT", bound=Credentials | JointEpisode)
+GivenT = TypeVar("GivenT")  # what an agent returns
+OutcomeT = TypeVar("OutcomeT")
+
+
+class GroupClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group's episodes are claimed with, also those that replace others."""
+
+    discard_episode_timeout: float | None = None
+    episode_type: EpisodeKind = "train"
+    sampler: str = ""
+    engines: Mapping[str, str] = {}
+
+
+class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
+    """The episodes of a group in their places, and what became of them. Threads may share it.
+
+    Up to `replace_infra` of those that infrastructure or the hive has taken are replaced. `lost` counts all that were
+    lost by the kind of the error, those that were replaced too.
+    """
+
+    def __init__(
+        self, core: HiveCore, task: Task, claim: GroupClaim, claimed: Sequence[ClaimT], replace_infra: int = 0
+    ) -> None:
+        self.task = task
+        self.results: list[OutcomeT | None] = [None] * len(claimed)
+        self.failures: dict[int, Exception] = {}
+        self.lost: Counter[str] = Counter()
+        self._core = core
+        self._claim = claim
+        self._claimed: list[ClaimT] = list(claimed)
+        self._ended: set[int] = set()
+        self._replacements_left = replace_infra
+        self._replaced = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._claimed)
+
+    def claimed(self, index: int) -> ClaimT:
+        """Return the newest episode in a place."""
+        return self._claimed[index]
+
+    def succeeded(self, index: int, given: GivenT) -> None:
+        """Note what an agent has returned. Raises `ValueError`, `BadReward` for what no episode can be ended with."""
+        self.results[index] = self._checked(self._claimed[index], given)
+        for episode in self._ids(self._claimed[index]):
+            self._core.finished(episode)
+
+    def failed(self, index: int, error: Exception) -> None:
+        log.warning("episode %s of task %s is lost: %r", self._claimed[index].episode, self.task.task_id, error)
+        with self._lock:
+            self.results[index] = None
+            self.failures[index] = error
+            self.lost[type(error).__name__] += 1
+
+    # ---- operations ---------------------------------------------------------------------------------------------
+
+    def replace(self, index: int) -> ClientOperation[bool]:
+        """Claim another episode in the place of one that failed. Returns whether one is there to be played."""
+        with self._lock:
+            if not self._is_replaceable(index):
+                return False
+            self._replacements_left -= 1
+        try:
+            yield from self._abort(index)
+            claimed = yield from self._claimed_one()
+        except SwarmError as error:
+            log.warning("no episode could be claimed in the place of %s: %r", self._claimed[index].episode, error)
+            return False
+        with self._lock:
+            del self.failures[index]
+            self._claimed[index] = claimed
+            self._replaced += 1
+        return True
+
+    def keep(self) -> ClientOperation[None]:
+        """Keep the episodes whose agents are done from going idle."""
+        yield from self._touch(self._done())
+
+    def end(self) -> ClientOperation[list[int]]:
+        """End the episodes whose agents are done, at once, and abort the others.
+
+        One that the hive has taken back meanwhile, or whose report it refuses, is lost, and no other one with it. Where
+        such ones are to be replaced, nothing is ended yet: this returns their places, and is to be called again.
+        """
+        while done := self._done():
+            try:
+                yield from self._end(done)
+                self._ended.update(done)
+            except EpisodeGone as error:
+                over = yield from self._touch(done)
+                if not over:
+                    yield from self._end_each(done)
+                for index in over:
+                    self.failed(index, error)
+                if again := [index for index in over if self._is_replaceable(index)]:
+                    return again
+            except REFUSED:
+                yield from self._end_each(done)
+        for index in self.failures:
+            try:
+                yield from self._abort(index)
+            except SwarmError as error:  # what the others have done is at the hive, and is not lost by this
+                log.warning(
+                    "%s could not be aborted, and ends when it is idle: %s", self._claimed[index].episode, error
+                )
+        return []
+
+    def give_up(self) -> ClientOperation[None]:
+        """Abort all episodes that are open, for a program that was interrupted."""
+        yield from self._core.give_up([episode for one in self._claimed for episode in self._ids(one)])
+
+    def outcome(self) -> list[OutcomeT | None]:
+        """Return the results, None for each that was lost. Raises `EpisodesFailed` when all of them were."""
+        if len(self.failures) == len(self._claimed):
+            raise EpisodesFailed(list(self.results), self.failures)
+        return self.results
+
+    def tell(self) -> None:
+        """Log how many episodes the group has, and why others were lost, where any were."""
+        if self.lost:
+            log.warning(
+                "the group of task %s has %d of %d episodes: %s were lost, and %d of these replaced",
+                self.task.task_id,
+                len(self._claimed) - len(self.failures),
+                len(self._claimed),
+                ", ".join(f"{count} by {reason}" for reason, count in sorted(self.lost.items())),
+                self._replaced,
+            )
+
+    def _done(self) -> list[int]:
+        return [place for place, one in enumerate(self.results) if one is not None and place not in self._ended]
+
+    def _is_replaceable(self, index: int) -> bool:
+        is_lost = isinstance(self.failures.get(index), InfraError | EpisodeGone)
+        return is_lost and self._replacements_left > 0
+
+    def _end_each(self, places: Sequence[int]) -> ClientOperation[None]:
+        """End episodes one by one, so that those whose report is refused are known."""
+        for index in places:
+            try:
+                yield from self._end([index])
+                self._ended.add(index)
+            except (EpisodeGone, *REFUSED) as error:
+                self.failed(index, error)
+
+    # ---- of one kind of episode ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _ids(self, claimed: ClaimT) -> list[str]: ...
+
+    @abstractmethod
+    def _checked(self, claimed: ClaimT, given: GivenT) -> OutcomeT: ...
+
+    @abstractmethod
+    def _claimed_one(self) -> ClientOperation[ClaimT]: ...
+
+    @abstractmethod
+    def _end(self, places: Sequence[int]) -> ClientOperation[None]: ...
+
+    @abstractmethod
+    def _abort(self, index: int) -> ClientOperation[None]: ...
+
+    @abstractmethod
+    def _touch(self, places: Sequence[int]) -> ClientOperation[list[int]]:
+        """Keep these from going idle. Returns those that are over."""
+
+
+class SingleGroup(GroupRun[Credentials, AgentResult, WorkflowOutput]):
+    """A group of episodes of one engine."""
+
+    def _ids(self, claimed: Credentials) -> list[str]:
+        return [claimed.episode_uuid]
+
+    def _checked(self, claimed: Credentials, given: AgentResult) -> WorkflowOutput:
+        return checked_output(given)
+
+    def _claimed_one(self) -> ClientOperation[Credentials]:
+        claim = self._claim
+        (claimed,) = yield from self._core.begin_episodes(
+            1,
+            claim.discard_episode_timeout,
+            claim.episode_type,
+            self.task.task_id,
+            REPLACE_WAIT_S,
+            None,
+            claim.sampler,
+        )
+        return claimed
+
+    def _end(self, places: Sequence[int]) -> ClientOperation[None]:
+        ends = [(self.task, self._claimed[place].episode_uuid, self.results[place]) for place in places]
+        yield from self._core.end_episodes([(task, episode, one) for task, episode, one in ends if one is not None])
+
+    def _abort(self, index: int) -> ClientOperation[None]:
+        error = self.failures[index]
+        yield from self._core.abort_episodes(
+            [self._claimed[index].episode_uuid], isinstance(error, InfraError), repr(error)
+        )
+
+    def _touch(self, places: Sequence[int]) -> ClientOperation[list[int]]:
+        over = yield from self._core.touch_episodes([self._claimed[place].episode_uuid for place in places])
+        return [place for place in places if self._claimed[place].episode_uuid in over]
+
+
+class JointGroup(GroupRun[JointEpisode, JointResult, JointResult]):
+    """A group of joint episodes."""
+
+    def _ids(self, claimed: JointEpisode) -> list[str]:
+        return claimed.episode_uuids
+
+    def _checked(self, claimed: JointEpisode, given: JointResult) -> JointResult:
+        end_parts(self.task, claimed, given)
+        for one in given.values():
+            checked_output(one)
+        return given
+
+    def _claimed_one(self) -> ClientOperation[JointEpisode]:
+        claim = self._claim
+        (claimed,) = yield from self._core.begin_joint_episodes(
+            1, claim.engines, claim.discard_episode_timeout, claim.episode_type, self.task.task_id, REPLACE_WAIT_S
+        )
+        return claimed
+
+    def _end(self, places: Sequence[int]) -> ClientOperation[None]:
+        ends = [(self.task, self._claimed[place], self.results[place]) for place in places]
+        yield from self._core.end_joint_episodes([(task, joint, one) for task, joint, one in ends if one is not None])
+
+    def _abort(self, index: int) -> ClientOperation[None]:
+        error = self.failures[index]
+        yield from self._core.abort_joint_episodes([self._claimed[index]], isinstance(error, InfraError), repr(error))
+
+    def _touch(self, places: Sequence[int]) -> ClientOperation[list[int]]:
+        over = yield from self._core.touch_joint_episodes([self._claimed[place] for place in places])
+        return [place for place in places if self._claimed[place] in over]
