@@ -81,6 +81,18 @@ def test_a_run_ends_when_nothing_works(capsys: pytest.CaptureFixture[str]) -> No
     assert f"scripted: {FAILURES_IN_A_ROW_MAX} of 200 episodes" in printed.out
 
 
+def test_only_failures_in_a_row_end_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Conversation] = []
+
+    def mostly_refuses(messages: Conversation) -> str | int:
+        asked.append(messages)
+        return 401 if len(asked) % FAILURES_IN_A_ROW_MAX else nothing(messages)
+
+    with model_server(mostly_refuses) as url:
+        assert main(["run", "--task", LEGS, "--engine", url, "-n", "40", "--at-once", "1"]) == 0
+    assert "scripted: 40 episodes in" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from bombus.environments.kinds import MessageDict, ToolCall, ToolSchema
-from bombus.errors import FOREIGN_TEXT_MAX, in_one_line
+from bombus.errors import FOREIGN_TEXT_MAX, Code, in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.transport import is_loopback
 
@@ -33,11 +33,15 @@ class NoModelAnswer(InfraError):
 
 
 class ModelRefused(InfraError):
-    """The server refused a request. `is_too_long`: because the prompt is longer than the model or the job takes."""
+    """The server refused a request.
 
-    def __init__(self, why: str, is_too_long: bool = False) -> None:
+    `is_too_long`: because the prompt is longer than the model or the job takes. `is_over`: because the episode is over.
+    """
+
+    def __init__(self, why: str, is_too_long: bool = False, is_over: bool = False) -> None:
         super().__init__(why)
         self.is_too_long = is_too_long
+        self.is_over = is_over
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,10 +144,10 @@ class ChatModel:
                     answer = answer_of(response.content)
                     self.versions.update(answer.versions)
                     return answer
-                why = _why(response)
+                refusal = _refusal(response)
                 if response.status_code not in RETRIED:
-                    raise ModelRefused(*why)
-                last[0] = why[0]
+                    raise refusal
+                last[0] = str(refusal)
                 at_least_s = _retry_after_s(response)
             pause = min(BACKOFF_FIRST_S * 2 ** min(attempt, 10), BACKOFF_MAX_S)
             await asyncio.sleep(max(pause, at_least_s) * (1 + random.random() / 2))
@@ -229,8 +233,7 @@ def _text(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
 
 
-def _why(response: httpx.Response) -> tuple[str, bool]:
-    """Return what a refusal says, and whether the prompt was too long."""
+def _refusal(response: httpx.Response) -> ModelRefused:
     message, code = response.text[:FOREIGN_TEXT_MAX], ""
     try:
         error = msgspec.json.decode(response.content, type=dict[str, Any]).get("error")
@@ -241,7 +244,8 @@ def _why(response: httpx.Response) -> tuple[str, bool]:
     is_too_long = response.status_code in (400, 413) and (
         code in TOO_LONG_CODES or any(words in message for words in TOO_LONG_WORDS)
     )
-    return f"the server answered {response.status_code}: {' '.join(message.split())}", is_too_long
+    why = f"the server answered {response.status_code}: {' '.join(message.split())}"
+    return ModelRefused(why, is_too_long, is_over=code == Code.EPISODE_OVER)
 
 
 def _retry_after_s(response: httpx.Response) -> float:
