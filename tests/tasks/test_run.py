@@ -14,7 +14,7 @@ import pytest
 from bombus.cli import main
 from bombus.tasks.kinds import TaskDraw
 from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX
-from bombus.tasks.reasoning import GOLD_SCORES_NOTHING, ReasoningPuzzle
+from bombus.tasks.reasoning import FLAWS, ReasoningPuzzle
 from bombus.tasks.registry import open_tasks
 from tests.tasks.model_server import Conversation, model_server
 
@@ -163,11 +163,12 @@ def test_a_run_that_is_interrupted_shows_what_there_is_and_leaves_whole_lines(
 def test_the_listing_has_every_family_and_marks_what_is_flawed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(rf"reasoning_gym:<name> +105 names, {len(GOLD_SCORES_NOTHING)} of them flawed", printed)
+    assert re.search(rf"reasoning_gym:<name> +105 names, {len(FLAWS)} of them flawed", printed)
     assert main(["tasks", "reasoning_gym"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert LEGS in lines
     assert "reasoning_gym:rush_hour  (its own gold answers score 0)" in lines
+    assert "reasoning_gym:game_of_life_halting  (its verifier takes any answer for True)" in lines
     assert main(["tasks", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed[0]["family"] == "reasoning_gym"
