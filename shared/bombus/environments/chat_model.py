@@ -6,7 +6,7 @@ import re
 import ssl
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import msgspec
@@ -62,22 +62,36 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return self.finish == "length"
 
 
+class CallWatch(Protocol):
+    """Hears how the calls of many episodes fare at a server."""
+
+    def answered(self) -> None:
+        """Take note that a call was answered."""
+        ...
+
+    def asked_again(self, why: str) -> None:
+        """Take note that a call failed and will be asked again. Raises `NoModelAnswer` to give it up."""
+        ...
+
+
 class ChatModel:
     """A model of a server. Used with `async with`, in one event loop.
 
-    `sampling` are fields of every request, such as `temperature`. `transport` is for tests.
+    `sampling` are fields of every request, such as `temperature`. `watch` hears of each call. `transport` is for tests.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a server, and what its requests have
         self,
         base_url: str,
         api_key: str,
         model: str,
         *,
         sampling: Mapping[str, Any] | None = None,
+        watch: CallWatch | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.model = model
+        self._watch = watch
         self.versions: set[int] = set()  # of the policies that have sampled the answers so far, where a hive says so
         self._sampling = dict(sampling or {})
         url = httpx.URL(base_url)
@@ -141,6 +155,8 @@ class ChatModel:
                 last[0] = f"{self._http.base_url}: {in_one_line(error)}"
             else:
                 if response.status_code < 400:
+                    if self._watch is not None:
+                        self._watch.answered()
                     answer = answer_of(response.content)
                     self.versions.update(answer.versions)
                     return answer
@@ -149,6 +165,8 @@ class ChatModel:
                     raise refusal
                 last[0] = str(refusal)
                 at_least_s = _retry_after_s(response)
+            if self._watch is not None:
+                self._watch.asked_again(last[0])
             pause = min(BACKOFF_FIRST_S * 2 ** min(attempt, 10), BACKOFF_MAX_S)
             await asyncio.sleep(max(pause, at_least_s) * (1 + random.random() / 2))
             attempt += 1
