@@ -372,7 +372,8 @@ def test_another_run_begins_anew() -> None:
 
 
 def typed(served: GatewayHive, *more: str) -> tuple[str, ...]:
-    return ("eval", "--task", "held_out.jsonl", "--env", "worlds_of_eval:Echo", "--engine", served.base_url, *more)
+    words = ("eval", "--task", "held_out.jsonl", "--env", "worlds_of_eval:Echo", "-n", "2")
+    return (*words, "--engine", served.base_url, *more)
 
 
 async def evaluated(served: GatewayHive, version: int) -> None:
@@ -404,6 +405,10 @@ async def test_a_file_is_played_as_far_as_it_is_asked_for(served: GatewayHive, f
     code, printed, errors = await ended(await bombus(folder, *typed(served, "-n", "1")))
     assert code == 0, errors
     assert "policy version 0: 1 episodes in " in printed
+    assert "no more of them" not in printed
+    code, printed, errors = await ended(await bombus(folder, *typed(served, "-n", "3")))
+    assert code == 0, errors
+    assert printed.splitlines()[0] == "held_out: 2 tasks are played, and there are no more of them"
 
 
 async def test_in_the_background_each_nth_version_is_evaluated_until_ctrl_c(
@@ -457,6 +462,10 @@ async def test_a_hive_whose_engine_is_off_or_that_does_not_answer_is_told(
         (["--task", "no.jsonl", "--engine", "http://127.0.0.1:1"], "name a class with --env module:Class"),
         (["--task", "no.jsonl", "--env", "x:Y", "--engine", "http://127.0.0.1:1"], "cannot be read"),
         (["--task", "chess", "--engine", "http://127.0.0.1:1"], "there are no tasks 'chess'"),
+        (
+            ["--task", "no.jsonl", "--engine", "http://127.0.0.1:1", "--set", "topk=2"],
+            "--set topk is refused",
+        ),
         (["--task", "shell", "--engine", "http://127.0.0.1:1", "--every", "0"], "--every"),
     ],
 )

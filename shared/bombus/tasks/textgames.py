@@ -244,4 +244,5 @@ FAMILY = TaskFamily(
     names=_names,
     package="textarena",
     extra="textarena",
+    options=frozenset(ArenaOptions.model_fields),
 )

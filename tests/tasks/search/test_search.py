@@ -62,6 +62,26 @@ def test_a_reply_that_is_no_action_gets_a_hint_and_costs_a_turn(words: list[str]
     assert seen[1] == HINT
 
 
+def test_an_option_is_for_the_tasks_that_have_it(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = [*words, "--task", "reasoning_gym:leg_counting", "-n", "2", "--set", "max_turns=3"]
+    with model_server(lambda messages: "<search>bees</search>") as url:
+        assert main([*both, "--engine", url]) == 0
+        assert [score["turns"] for score in records(tmp_path)] == [3, 3, 1, 1]
+        (tmp_path / "out.jsonl").unlink()
+        assert main([*both, "--engine", url, "--set", "colour=red"]) == 2
+    assert "search has no option 'colour': it takes max_turns, topk" in capsys.readouterr().err
+
+
+def test_a_run_says_when_there_are_fewer_tasks_than_were_asked_for(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with model_server(lambda messages: "<answer>Ada</answer>") as url:
+        assert main([*words, "--engine", url, "-n", "7"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "search: 6 tasks are played, and there are no more of them"
+
+
 def test_a_wrong_answer_in_the_right_form_is_worth_02_and_is_no_success(words: list[str], tmp_path: Path) -> None:
     with model_server(lambda messages: "<answer>Eve</answer>") as url:
         assert main([*words, "--engine", url, "-n", "1"]) == 0

@@ -20,7 +20,7 @@ from bombus.sdk.errors import BadRequest, EngineOffline, SwarmError, Unauthorize
 from bombus.sdk.transport import address
 from bombus.tasks.evaluating import EvalSchedule, EvalScore, EvalSet, Evaluation, wait_until_due
 from bombus.tasks.files import SUFFIX, FileTasks
-from bombus.tasks.kinds import TaskDraw, TaskSet, TaskSplit
+from bombus.tasks.kinds import TaskSet, TaskSplit
 from bombus.tasks.playing import EpisodeSummary, ScoreFile, ServerFailed, table
 from bombus.tasks.registry import open_tasks
 from bombus.terminal import complain, say
@@ -99,16 +99,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _opened(options: EvalOptions, name: str) -> TaskSet:
+    chosen = options.options_for(name)
     if name.endswith(SUFFIX):
         return FileTasks(Path(name), options.env)
-    tasks = open_tasks(name, options.options)
+    tasks = open_tasks(name, chosen)
     if flaw := flaw_of(name):
         complain(f"bombus eval: {name}: {flaw}")
     return tasks
 
 
 def _eval_set(options: EvalOptions, tasks: TaskSet) -> EvalSet:
-    drawn = tasks.draw(TaskDraw(size=options.n, seed=options.seed, split=options.split))
+    drawn = options.draw(tasks)
     rollout = Rollout(tasks.environment, options.budgets(tasks), sampling=options.sampling)
     return EvalSet(name=tasks.name, tasks=drawn, rollout=rollout)
 

@@ -106,4 +106,5 @@ FAMILY = TaskFamily(
     about="questions that are answered by searching a small index of documents, one of your own, or Google",
     open=_open,
     has_names=False,
+    options=frozenset(SearchOptions.model_fields),
 )
