@@ -253,7 +253,8 @@ class SwarmClient:
 
         `engines` names the engine of each role, such as `{"planner": "big", "worker": "small"}`, and the result has the
         credentials of each: `joint["planner"]`. The episodes have one outcome: they are ended together, by
-        `end_joint_episode`, or aborted together, and activity of one keeps all of them. See `begin_episode`.
+        `end_joint_episode`, or aborted together, and activity of one keeps all of them. See `begin_episode`; there is
+        no `throttle_policy`, which divides the batch of one engine among its clients.
         """
         (joint,) = self.begin_joint_episodes(
             1,
