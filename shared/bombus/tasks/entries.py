@@ -85,11 +85,11 @@ class EntryMaker:
 
 
 @lru_cache(DATASETS_KEPT)
-def dataset_of(generator: str, seed: int) -> Any:
-    """Return a data set of reasoning-gym, whose verifier is the same for each seed."""
+def dataset_of(generator: str, seed: int, size: int = SIZE_MAX) -> Any:
+    """Return a data set of reasoning-gym. Some make all of their entries at once, which takes seconds for many."""
     from reasoning_gym import create_dataset
 
-    return create_dataset(generator, size=SIZE_MAX, seed=seed)
+    return create_dataset(generator, size=size, seed=seed)
 
 
 @lru_cache(ENTRIES_KEPT)

@@ -126,7 +126,7 @@ def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
     if entry["question"].strip() in answer:
         return 0.0
     with _verifying:
-        verifier = dataset_of(generator, 0)
+        verifier = dataset_of(generator, seed=0, size=1)  # it does not depend on either
     try:
         score = float(verifier.score_answer(answer, entry))
     except Exception:  # the verifier's own code: an answer that it cannot read is wrong
