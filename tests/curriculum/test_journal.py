@@ -6,13 +6,14 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from bombus.curriculum.curriculum import Curriculum
-from bombus.curriculum.events import ResultRecorded, TaskGraduated
+from bombus.curriculum.events import AnyCurriculumEvent, ResultRecorded, TaskGraduated, TierReached
 from bombus.curriculum.journal import CurriculumJournal
 from bombus.curriculum.plan import CurriculumPlan, CurriculumTier
 from bombus.errors import LogCorrupted, Refused
@@ -140,6 +141,47 @@ def test_a_file_of_today_is_read_for_ever(tmp_path: Path) -> None:
         assert curriculum.progress.of("a").has_returned
         assert curriculum.progress.of("gone").results == 1
         assert curriculum.choose(seed=0, draw=0, taken={"a"}) == "c"
+
+
+def test_a_group_that_threads_record_at_the_same_time_is_one_result_and_a_tier_is_reached_once(tmp_path: Path) -> None:
+    path, threads = tmp_path / "c.jsonl", 8
+    together = threading.Barrier(threads)
+    followed: list[AnyCurriculumEvent] = []
+
+    def records(number: int) -> None:
+        together.wait()
+        followed.extend(curriculum.record_result("a", True, 1.0, group="of all"))
+        for each in range(4):
+            followed.extend(curriculum.record_result("ab"[number % 2], True, 1.0, group=f"{number}/{each}"))
+
+    with Curriculum(PLAN, path) as curriculum:
+        workers = [threading.Thread(target=records, args=(number,)) for number in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        live = seen(curriculum)
+    assert curriculum.progress.results == 1 + 4 * threads
+    assert [event for event in followed if isinstance(event, TierReached)] == [TierReached(tier="beginner", fast=True)]
+    assert sorted(event.task for event in followed if isinstance(event, TaskGraduated)) == ["a", "b"]
+    with Curriculum(PLAN, path) as again:
+        assert seen(again) == live
+
+
+def test_a_file_that_is_at_a_tier_which_the_plan_does_not_have_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    with Curriculum(PLAN, path) as curriculum:
+        for _ in range(3):
+            curriculum.record_result("a", True, 1.0)
+        assert curriculum.progress.tier.name == "beginner"
+    easy, hard = CurriculumTier(name="easy", tasks=("a", "b")), CurriculumTier(name="hard", tasks=("c",))
+    kept = path.read_bytes()
+    for _ in range(2):  # and it is not held open
+        with pytest.raises(Refused, match=r"c\.jsonl is at the tier 'beginner', and the plan has only easy, hard"):
+            Curriculum(CurriculumPlan(tiers=(easy, hard)), path)
+    assert path.read_bytes() == kept
+    with Curriculum(CurriculumPlan(tiers=(easy, PLAN.tiers[1])), path) as renamed:  # one that is over may have any name
+        assert renamed.progress.tier.name == "beginner"
 
 
 def test_closing_twice_does_nothing_and_writing_afterwards_is_an_error(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from bombus.curriculum.events import (
     TierReached,
 )
 from bombus.curriculum.plan import FIVE_TIERS, CurriculumPlan, CurriculumTier, MasteryRules, TierRules, plan_of
-from bombus.curriculum.progress import CurriculumProgress, decayed_rate
+from bombus.curriculum.progress import GROUPS_REMEMBERED, CurriculumProgress, decayed_rate
 from bombus.errors import Code, Refused
 from bombus.sdk.types import Task
 
@@ -171,7 +171,9 @@ def test_priorities_by_hand() -> None:
     assert priority("c", progress) == 100.0  # never tried
     assert priority("a", progress) == 50.0  # never achieved, two results ago
     assert priority("b", progress) == pytest.approx(50 * (1 - 0.85 / 1.85) - 20)
-    progress, _ = after(ONE_TIER, *[("a", True)] * 3, ("b", False), ("c", False), ("b", False))
+    progress, _ = after(ONE_TIER, *[("a", True)] * 3, ("b", False), ("c", False))
+    assert priority("a", progress) == 0.0  # due at six results, and there are five
+    progress.fold(decide(RecordResult(task="b", achieved=False, reward=0.0), progress))
     assert priority("a", progress) == 30.0  # due at six results, and never failed
 
 
@@ -204,6 +206,16 @@ def test_c1_a_group_is_recorded_once() -> None:
     progress.fold(decide(command, progress))
     assert decide(command, progress) == []
     assert progress.results == 1
+
+
+def test_the_newest_groups_are_remembered_and_the_oldest_are_forgotten() -> None:
+    progress = CurriculumProgress(ONE_TIER)
+    for number in range(GROUPS_REMEMBERED + 1):
+        progress.evolve(ResultRecorded(task="a", achieved=True, reward=1.0, group=str(number)))
+    assert len(progress.groups) == GROUPS_REMEMBERED
+    assert decide(RecordResult(task="a", achieved=True, reward=1.0, group=str(GROUPS_REMEMBERED)), progress) == []
+    assert decide(RecordResult(task="a", achieved=True, reward=1.0, group="1"), progress) == []
+    assert decide(RecordResult(task="a", achieved=True, reward=1.0, group="0"), progress) != []
 
 
 @pytest.mark.parametrize(

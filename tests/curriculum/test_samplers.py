@@ -1,6 +1,9 @@
 """Samplers: the same tasks for the same seed, none given twice at a time, and results that change what comes next."""
 
 import itertools
+import math
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -105,10 +108,54 @@ def test_a_group_without_a_score_says_nothing_of_its_task() -> None:
         ([WorkflowOutput(reward=[0.0, 1.0])], (False, 0.5)),
         ([WorkflowOutput(reward={"a": 1.0, "b": 2.0})], (True, 1.5)),
         ([WorkflowOutput(reward={})], None),
+        ([WorkflowOutput(reward=math.nan), LOST], (False, 0.0)),
+        ([WorkflowOutput(reward=[1.0, math.inf]), WON], (True, 1.0)),
+        ([WorkflowOutput(reward=-math.inf)], None),
     ],
 )
 def test_the_result_of_a_group(outputs: list[WorkflowOutput | None], result: tuple[bool, float] | None) -> None:
     assert result_of_group(outputs) == result
+
+
+def test_an_episode_whose_reward_is_not_a_number_does_not_end_the_training_loop() -> None:
+    one = sampler()
+    task = next(one)
+    one.record(task, [WorkflowOutput(reward=math.nan)])
+    assert one.curriculum.progress.results == 0
+    one.record(task, [WorkflowOutput(reward=math.nan), WON])
+    assert one.curriculum.progress.of(task.task_id).rewards == 1.0
+
+
+def test_a_task_whose_group_came_to_nothing_is_not_given_for_ever() -> None:
+    one = sampler()
+    given = set()
+    for task in itertools.islice(one, 40):
+        given.add(task.task_id)
+        one.record(task, [None])
+    assert given == {"warmup0", "warmup1", "warmup2", "warmup3"}
+
+
+def test_threads_that_share_a_sampler_are_given_different_tasks() -> None:
+    tasks = [Task(task_id=str(number), metadata={"tier": "warmup"}) for number in range(200)]
+    shared = CurriculumSampler(Curriculum(plan_of(tasks)), tasks)
+    together = threading.Barrier(8)
+    given: list[str] = []
+
+    def draws() -> None:
+        together.wait()
+        given.extend(next(shared).task_id for _ in range(25))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        workers = [threading.Thread(target=draws) for _ in range(8)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(set(given)) == 200
 
 
 def test_tasks_have_to_be_those_of_the_curriculum() -> None:

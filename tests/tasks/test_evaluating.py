@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from bombus.hive.generation import Finished, Generate
 from bombus.hive.state import Phase
 from bombus.hive.status import render_status
 from bombus.sdk.errors import SwarmError
-from bombus.tasks.evaluating import EvalSchedule, EvalScore, EvalSet, Evaluation, wait_until_due
+from bombus.tasks.evaluating import NOT_BEGUN, EvalSchedule, EvalScore, EvalSet, Evaluation, wait_until_due
+from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, ServerFailed
 from tests.environments.worlds import Counter
 from tests.gateway.openai_hive import GatewayHive, Send, frame_of, gateway_hive, says, tokens_of
 from tests.rollout.test_cli import bombus, ended
@@ -202,6 +204,57 @@ async def test_what_the_environment_has_lost_is_aborted_as_infrastructure_and_ha
     assert served.engine.evals == {}
 
 
+async def test_a_data_set_whose_environment_is_broken_is_given_up_and_the_others_are_played(
+    served: GatewayHive, client: AsyncSwarmClient
+) -> None:
+    def broken() -> Counter:
+        raise OSError("the simulator did not start")
+
+    told: list[EvalScore] = []
+    tasks = [Task(task_id=f"x{number}") for number in range(FAILURES_IN_A_ROW_MAX + 4)]
+    lost = EvalSet(name="lost", tasks=tasks, rollout=Rollout(broken))
+    said = "16 episodes of lost in a row failed, .*the simulator did not start; 4 more of it were not played"
+    with pytest.raises(ServerFailed, match=said):
+        await Evaluation(client, told.append, at_once=1, claim=18).play([lost, counting("good")])
+    assert [(score.tasks, score.reward) for score in told] == [
+        *[("lost", None)] * FAILURES_IN_A_ROW_MAX,
+        ("good", 1.5),
+        ("good", -0.5),
+    ]
+    await served.until(lambda engine: not engine.open)
+    assert len(served.engine.closed) == 20  # two were claimed and not played, and two were not even claimed
+
+
+async def test_only_failures_in_a_row_give_a_data_set_up(client: AsyncSwarmClient) -> None:
+    def breaks_at_first() -> Counter:
+        made.append("a world")
+        if len(made) % FAILURES_IN_A_ROW_MAX:
+            raise OSError("the simulator did not start")
+        return Counter()
+
+    made: list[str] = []
+    told: list[EvalScore] = []
+    tasks = [Task(task_id=f"x{number}", metadata={"goal": 0}) for number in range(2 * FAILURES_IN_A_ROW_MAX)]
+    shaky = EvalSet(name="shaky", tasks=tasks, rollout=Rollout(breaks_at_first))
+    await Evaluation(client, told.append, at_once=1).play([shaky])
+    assert [score.reward is None for score in told] == [*[True] * 15, False] * 2
+
+
+async def test_episodes_that_wait_for_their_turn_are_kept_alive(served: GatewayHive) -> None:
+    kept: list[tuple[str, ...]] = []
+
+    class Noted(AsyncSwarmClient):
+        @asynccontextmanager
+        async def keep_alive(self, *episode_uuids: str, every_s: float = 30.0) -> AsyncIterator[None]:
+            kept.append(episode_uuids)
+            async with super().keep_alive(*episode_uuids, every_s=every_s):
+                yield
+
+    async with Noted(served.base_url, verbose=False) as client:
+        await Evaluation(client, lambda score: None, at_once=1, claim=2).play([counting("one", goals=3)])
+    assert [len(uuids) for uuids in kept] == [2, 1]
+
+
 async def test_an_evaluation_that_is_cut_off_leaves_no_episode_open(
     served: GatewayHive, client: AsyncSwarmClient
 ) -> None:
@@ -230,7 +283,61 @@ async def test_an_episode_that_its_batch_did_not_wait_for_any_longer_has_no_rewa
         assert served.engine.evals == {}
     (score,) = told
     assert (score.reward, score.status) == (None, "aborted")
-    assert score.error
+    assert "the episode is not in claimed status: its batch was closed while it was running" in score.error
+
+
+async def test_an_episode_that_is_closed_before_its_first_call_is_no_failure_of_its_data_set(bus: Bus) -> None:
+    job = {"bombus": {**JOB["bombus"], "collection": {"batch_size": 1, "drain_s": 0.5}}}
+    begun, go = asyncio.Event(), asyncio.Event()
+    told: list[EvalScore] = []
+
+    async def takes_its_time() -> Counter:
+        begun.set()
+        await go.wait()
+        return Counter()
+
+    async with gateway_hive(bus, job) as served, AsyncSwarmClient(served.base_url, verbose=False) as client:
+        tasks = [Task(task_id=str(number), metadata={"goal": 0}) for number in range(FAILURES_IN_A_ROW_MAX)]
+        slow = EvalSet(name="slow", tasks=tasks, rollout=Rollout(takes_its_time))
+        evaluation = Evaluation(client, told.append, at_once=FAILURES_IN_A_ROW_MAX)
+        playing = asyncio.create_task(evaluation.play([slow]))
+        await begun.wait()
+        await fills_the_batch(client)
+        await served.until(lambda engine: not engine.open)
+        go.set()
+        await playing
+    assert evaluation.cut_off == FAILURES_IN_A_ROW_MAX
+    assert {score.error for score in told} == {
+        "ModelRefused: the server answered 403: the episode was aborted (superseded); claim another one."
+    }
+
+
+async def test_a_batch_that_does_not_wait_for_a_pass_is_not_the_end_of_the_background_evaluator(
+    bus: Bus, folder: Path
+) -> None:
+    job = {"bombus": {**JOB["bombus"], "collection": {"batch_size": 1, "drain_s": 0.5}}}
+    lines = [json.dumps({"prompt": "ab", "task_id": f"h{number}"}) + "\n" for number in range(32)]
+    (folder / "held_out.jsonl").write_text("".join(lines))
+    asked, go = asyncio.Event(), asyncio.Event()
+    async with gateway_hive(bus, job) as served, AsyncSwarmClient(served.base_url, verbose=False) as client:
+        served.replica.otherwise = newest(served)
+        served.replica.scripts += [held(asked, go)] * 2
+        evaluator = await bombus(folder, *typed(served, "-n", "32", "--at-once", "2", "--every", "1"))
+        await asked.wait()
+        await fills_the_batch(client)
+        await served.until(lambda engine: not engine.open)
+        go.set()
+        await served.until(lambda engine: engine.phase == Phase.WEIGHT_SYNCING)
+        await train(served)
+        await served.until(lambda engine: 1 in engine.evals and engine.evals[1].episodes == 32)
+        evaluator.send_signal(signal.SIGINT)
+        code, printed, errors = await ended(evaluator)
+    assert code == 130, errors
+    rows = [line.split()[2:-6] for line in printed.splitlines() if line.startswith("held_out, version")]
+    assert rows[0][1:] == ["0", "-"]
+    assert "32 episodes have no reward because the hive closed them: a batch waits for collection.drain_s" in printed
+    begun = [line for line in printed.splitlines() if line.startswith("h") and "aborted: " in line]
+    assert sum(NOT_BEGUN in line for line in begun) >= 28  # a place may be taken before the hive has said so
 
 
 # ---- which versions are evaluated ----
@@ -265,7 +372,8 @@ def test_another_run_begins_anew() -> None:
 
 
 def typed(served: GatewayHive, *more: str) -> tuple[str, ...]:
-    return ("eval", "--task", "held_out.jsonl", "--env", "worlds_of_eval:Echo", "--engine", served.base_url, *more)
+    words = ("eval", "--task", "held_out.jsonl", "--env", "worlds_of_eval:Echo", "-n", "2")
+    return (*words, "--engine", served.base_url, *more)
 
 
 async def evaluated(served: GatewayHive, version: int) -> None:
@@ -279,6 +387,7 @@ async def test_one_command_evaluates_prints_a_table_and_writes_lines(
     words = typed(served, "--out", "scores.jsonl", "--engine", served.base_url + engine)
     code, printed, errors = await ended(await bombus(folder, *words))
     assert code == 0, errors
+    assert "no reward" not in printed
     lines = printed.splitlines()
     assert sorted(line.split(" (")[0] for line in lines[:2]) == ["h1: reward 2", "h2: reward 4"]
     assert "policy version 0: 2 episodes in " in printed
@@ -290,6 +399,16 @@ async def test_one_command_evaluates_prints_a_table_and_writes_lines(
         ("h2", 4.0, 0),
     ]
     assert served.engine.evals[0].data_sets["held_out"].mean == 3.0
+
+
+async def test_a_file_is_played_as_far_as_it_is_asked_for(served: GatewayHive, folder: Path) -> None:
+    code, printed, errors = await ended(await bombus(folder, *typed(served, "-n", "1")))
+    assert code == 0, errors
+    assert "policy version 0: 1 episodes in " in printed
+    assert "no more of them" not in printed
+    code, printed, errors = await ended(await bombus(folder, *typed(served, "-n", "3")))
+    assert code == 0, errors
+    assert printed.splitlines()[0] == "held_out: 2 tasks are played, and there are no more of them"
 
 
 async def test_in_the_background_each_nth_version_is_evaluated_until_ctrl_c(
@@ -343,6 +462,10 @@ async def test_a_hive_whose_engine_is_off_or_that_does_not_answer_is_told(
         (["--task", "no.jsonl", "--engine", "http://127.0.0.1:1"], "name a class with --env module:Class"),
         (["--task", "no.jsonl", "--env", "x:Y", "--engine", "http://127.0.0.1:1"], "cannot be read"),
         (["--task", "chess", "--engine", "http://127.0.0.1:1"], "there are no tasks 'chess'"),
+        (
+            ["--task", "no.jsonl", "--engine", "http://127.0.0.1:1", "--set", "topk=2"],
+            "--set topk is refused",
+        ),
         (["--task", "shell", "--engine", "http://127.0.0.1:1", "--every", "0"], "--every"),
     ],
 )

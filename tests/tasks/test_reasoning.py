@@ -81,6 +81,17 @@ async def test_an_answer_that_a_verifier_cannot_read_is_wrong() -> None:
     assert scores.reward == 0.0
 
 
+async def test_a_reply_that_only_repeats_the_question_is_worth_nothing() -> None:
+    # The verifier of knights_knaves gives 0.65 for the names and roles that stand in the question.
+    for task in drawn(6, name="knights_knaves"):
+        world = PlainEnvironment(ReasoningPuzzle())
+        await world.open(task)
+        for reply in (task.main_query, f"<answer>I repeat: {task.main_query}</answer>"):
+            scores = await world.score(Transcript(messages=[{"role": "assistant", "content": reply}]))
+            assert scores.reward == 0.0
+        await world.close()
+
+
 def test_names_and_draws_that_there_are_not_are_refused() -> None:
     with pytest.raises(Refused, match="reasoning_gym has no generator 'legs': `bombus tasks reasoning_gym` lists"):
         open_tasks("reasoning_gym:legs")

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from bombus.cli import main
+from bombus.environments.chat_model import NoModelAnswer
+from bombus.environments.rollout import Rollout
+from bombus.sdk.types import Credentials
 from bombus.tasks.kinds import TaskDraw
-from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX
-from bombus.tasks.reasoning import GOLD_SCORES_NOTHING, ReasoningPuzzle
+from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, EpisodeScore, ServerFailed, ServerPatience, TaskRun
+from bombus.tasks.reasoning import FLAWS, ReasoningPuzzle
 from bombus.tasks.registry import open_tasks
 from tests.tasks.model_server import Conversation, model_server
 
@@ -79,6 +82,68 @@ def test_a_run_ends_when_nothing_works(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr()
     assert f"{FAILURES_IN_A_ROW_MAX} episodes in a row failed" in printed.err
     assert f"scripted: {FAILURES_IN_A_ROW_MAX} of 200 episodes" in printed.out
+
+
+def test_why_calls_are_asked_again_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Conversation] = []
+
+    def is_busy_at_first(messages: Conversation) -> str | int:
+        asked.append(messages)
+        return 503 if len(asked) < 3 else nothing(messages)
+
+    with model_server(is_busy_at_first) as url:
+        assert main(["run", "--task", LEGS, "--engine", url, "-n", "2", "--at-once", "1"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
+        "bombus run: the server answered 503: the scripted model refuses; it is asked again"
+    ]
+    assert "scripted: 2 episodes in" in printed.out
+
+
+async def test_a_server_that_never_answers_is_given_up_before_its_episodes_are_over() -> None:
+    told: list[EpisodeScore] = []
+    reasons: list[str] = []
+    patience = ServerPatience(reasons.append, within_s=0.0)
+    tasks = open_tasks(LEGS)
+    credentials = Credentials(base_url="http://127.0.0.1:1/v1", api_key="k", model="m", episode_uuid="")
+    rollout = Rollout(tasks.environment, tasks.budgets, watch=patience)
+    play = TaskRun(LEGS, rollout, credentials, told.append, 2, patience)
+    with pytest.raises(ServerFailed, match=r"the server has answered nothing for 0 s: http://127\.0\.0\.1:1/v1/"):
+        await play.run(tasks.draw(TaskDraw(size=9)))
+    assert len(told) <= 2
+    assert "http://127.0.0.1:1/v1/" in reasons[0]
+
+
+def test_the_patience_with_a_server_begins_with_its_first_failure_and_ends_with_its_first_answer() -> None:
+    now = [100.0]
+    told: list[str] = []
+    patience = ServerPatience(told.append, within_s=60.0, clock=lambda: now[0])
+    patience.asked_again("it is busy")
+    now[0] += 59.9
+    patience.asked_again("it is busy")
+    now[0] += 0.1
+    with pytest.raises(NoModelAnswer, match="the server has answered nothing for 60 s: it is away"):
+        patience.asked_again("it is away")
+    lenient = ServerPatience(told.append, within_s=60.0, clock=lambda: now[0])
+    lenient.asked_again("it is busy")
+    lenient.answered()
+    now[0] += 1000.0
+    for why in ("a", "b", "c"):
+        lenient.asked_again(why)
+    assert lenient.gave_up == ""
+    assert told == [f"{why}; it is asked again" for why in ("it is busy", "it is away", "it is busy", "a", "b")]
+
+
+def test_only_failures_in_a_row_end_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Conversation] = []
+
+    def mostly_refuses(messages: Conversation) -> str | int:
+        asked.append(messages)
+        return 401 if len(asked) % FAILURES_IN_A_ROW_MAX else nothing(messages)
+
+    with model_server(mostly_refuses) as url:
+        assert main(["run", "--task", LEGS, "--engine", url, "-n", "40", "--at-once", "1"]) == 0
+    assert "scripted: 40 episodes in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -151,11 +216,12 @@ def test_a_run_that_is_interrupted_shows_what_there_is_and_leaves_whole_lines(
 def test_the_listing_has_every_family_and_marks_what_is_flawed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(rf"reasoning_gym:<name> +105 names, {len(GOLD_SCORES_NOTHING)} of them flawed", printed)
+    assert re.search(rf"reasoning_gym:<name> +105 names, {len(FLAWS)} of them flawed", printed)
     assert main(["tasks", "reasoning_gym"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert LEGS in lines
     assert "reasoning_gym:rush_hour  (its own gold answers score 0)" in lines
+    assert "reasoning_gym:game_of_life_halting  (its verifier takes any answer for True)" in lines
     assert main(["tasks", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed[0]["family"] == "reasoning_gym"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ import pytest
 pytest.importorskip("textarena")
 
 from bombus.cli import main
+from bombus.environments.chat_model import ChatAnswer, NoModelAnswer
+from bombus.environments.kinds import EnvironmentLost
+from bombus.environments.plain.play import PlayAgents
 from bombus.environments.rollout import Rollout
 from bombus.errors import Refused
-from bombus.sdk.types import Credentials
+from bombus.sdk.types import Credentials, Task
 from bombus.tasks.kinds import TaskDraw, TaskSplit
 from bombus.tasks.registry import FAMILIES, open_tasks
 from bombus.tasks.textgames import FLAWS, ArenaMatch, _plain, fewest_players
@@ -91,6 +95,12 @@ async def test_matches_side_by_side_are_those_that_run_alone_and_leave_chance_al
     assert random.getstate() == before
 
 
+async def test_the_dice_of_a_match_go_on_from_step_to_step() -> None:
+    match, dice = ArenaMatch(), random.Random(7)
+    match._random = random.Random(7)
+    assert [await match._in_turn(random.random) for _ in range(3)] == [dice.random() for _ in range(3)]
+
+
 def test_every_game_without_a_known_flaw_can_be_set_up() -> None:
     games = [name for name in FAMILIES["textarena"].names() if name.name.endswith("-v0")]
     assert len(games) > 80
@@ -100,6 +110,42 @@ def test_every_game_without_a_known_flaw_can_be_set_up() -> None:
         else:
             assert fewest_players(game.name) >= 1
     assert sum(not game.flaw for game in games) > 60
+
+
+def repeats(text: str, turns: int) -> PlayAgents:
+    """Return agents that always say the same, and give up after so many turns."""
+    left = iter(range(turns))
+
+    async def ask(role: str, messages: object, tools: object, max_tokens: object) -> ChatAnswer:
+        if next(left, None) is None:
+            raise NoModelAnswer("it has said enough")
+        message = {"role": "assistant", "content": text}
+        return ChatAnswer(
+            message=message, text=text, tool_calls=(), finish="stop", prompt_tokens=1, completion_tokens=1, call="c"
+        )
+
+    return PlayAgents(ask)
+
+
+@pytest.mark.parametrize("text", ["x", "[0]", "[0 0] [1] [accept]"])
+async def test_every_game_without_a_known_flaw_can_be_played(text: str) -> None:
+    games = [name.name for name in FAMILIES["textarena"].names() if not name.flaw]
+    assert len(games) > 160
+    for game in games:
+        match = ArenaMatch()
+        task = Task(metadata={"game": game, "players": fewest_players(game), "seed": 5})
+        with suppress(NoModelAnswer):
+            await match.play(task, repeats(text, 60))
+        assert all(-1.0 <= value <= 1.0 for value in match._rewards.values()), game
+
+
+async def test_a_game_that_fails_in_the_middle_of_a_match_is_the_environments_fault() -> None:
+    task = Task(metadata={"game": "CharacterConclave-v0", "players": 3, "seed": 5})
+    with pytest.raises(EnvironmentLost, match="CharacterConclave-v0 failed in the middle of a match: TypeError"):
+        await ArenaMatch().play(task, repeats("x", 60))
+    task = Task(metadata={"game": "ThreeCardMonte-v0", "players": 1, "seed": 5})
+    with pytest.raises(EnvironmentLost, match="could not convert string to float"):
+        await ArenaMatch().play(task, repeats("x", 60))
 
 
 def test_games_are_drawn_by_seed_and_split() -> None:
@@ -118,5 +164,7 @@ def test_games_that_there_are_not_or_that_cannot_be_played_are_refused() -> None
         open_tasks("textarena:Go-v0")
     with pytest.raises(Refused, match="Wordle-v0 needs word lists that NLTK downloads"):
         open_tasks("textarena:Wordle-v0")
+    with pytest.raises(Refused, match="Countdown-v0 passes wrong arguments to textarena, and fails in the middle"):
+        open_tasks("textarena:Countdown-v0")
     with pytest.raises(Refused, match="the option players=0"):
         open_tasks(TIC_TAC_TOE, {"players": "0"})

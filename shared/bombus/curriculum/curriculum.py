@@ -1,5 +1,6 @@
 """`Curriculum`: the tasks, what was recorded of them, and the file that keeps it."""
 
+import threading
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from bombus.curriculum.events import AnyCurriculumEvent
 from bombus.curriculum.journal import CurriculumJournal
 from bombus.curriculum.plan import CurriculumPlan
 from bombus.curriculum.progress import CurriculumProgress
+from bombus.errors import Code, Refused
 from bombus.sdk.types import Task
 
 
@@ -32,17 +34,21 @@ class CurriculumFigures(NamedTuple):
 
 
 class Curriculum:
-    """Says which task comes next. `record_result` is the only thing that changes it.
+    """Says which task comes next. `record_result` is the only thing that changes it. Threads may share it.
 
     With a `path`, what is recorded is kept in that file, and is there again when the file is opened again. Raises
-    `Refused` where another process has the file open.
+    `Refused` where another process has the file open, and where the plan does not have the tier that the file is at.
     """
 
     def __init__(self, plan: CurriculumPlan, path: Path | str | None = None) -> None:
         self.progress = CurriculumProgress(plan)
+        self._lock = threading.Lock()  # of what is decided, written and folded: a decision holds only for its state
         self._journal = CurriculumJournal(Path(path)) if path is not None else None
         if self._journal is not None:
             self.progress.fold(self._journal.events)
+            if self.progress.unknown_tier:
+                self._journal.close()
+                raise Refused(Code.BAD_CONFIG, _tier_is_missing(self.progress, self._journal.path))
 
     def record_result(
         self, task: Task | str, achieved: bool, reward: float, *, group: str = ""
@@ -53,40 +59,57 @@ class Curriculum:
         `Refused` for a task that the curriculum does not have.
         """
         name = task.task_id if isinstance(task, Task) else task
-        events = decide(RecordResult(task=name, achieved=achieved, reward=reward, group=group), self.progress)
-        if events and self._journal is not None:
-            self._journal.append(events)
-        self.progress.fold(events)
+        command = RecordResult(task=name, achieved=achieved, reward=reward, group=group)
+        with self._lock:
+            events = decide(command, self.progress)
+            if events and self._journal is not None:
+                self._journal.append(events)
+            self.progress.fold(events)
         return events
 
     def choose(self, seed: int, draw: int, taken: Collection[str] = ()) -> str | None:
         """Return the id of the task that comes next, None if all that may come are taken. Changes nothing."""
-        return choosing.choose(self.progress, seed, draw, taken)
+        with self._lock:
+            return choosing.choose(self.progress, seed, draw, taken)
 
     def open_tasks(self) -> list[str]:
         """Return the ids of all tasks that may come next."""
-        return list(choosing.open_tasks(self.progress))
+        with self._lock:
+            return list(choosing.open_tasks(self.progress))
 
     def figures(self) -> CurriculumFigures:
-        progress = self.progress
-        known = [progress.of(task) for task in progress.tier_of]
-        return CurriculumFigures(
-            tier=progress.tier.name,
-            tier_results=progress.tier_results,
-            tier_rate=progress.tier_rate(),
-            results=progress.results,
-            tried=sum(task.results > 0 for task in known),
-            graduated=sum(task.has_graduated for task in known),
-            tasks=len(known),
-        )
+        with self._lock:
+            return _figures(self.progress)
 
     def close(self) -> None:
         """Let another process open the file. Closing again does nothing."""
         if self._journal is not None:
-            self._journal.close()
+            with self._lock:
+                self._journal.close()
 
     def __enter__(self) -> "Curriculum":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _figures(progress: CurriculumProgress) -> CurriculumFigures:
+    known = [progress.of(task) for task in progress.tier_of]
+    return CurriculumFigures(
+        tier=progress.tier.name,
+        tier_results=progress.tier_results,
+        tier_rate=progress.tier_rate(),
+        results=progress.results,
+        tried=sum(task.results > 0 for task in known),
+        graduated=sum(task.has_graduated for task in known),
+        tasks=len(known),
+    )
+
+
+def _tier_is_missing(progress: CurriculumProgress, path: Path) -> str:
+    names = ", ".join(tier.name for tier in progress.plan.tiers)
+    return (
+        f"{path} is at the tier {progress.unknown_tier!r}, and the plan has only {names}: give the tier its name "
+        "again, or begin another file"
+    )

@@ -40,6 +40,7 @@ class CurriculumProgress:
         self.tasks: dict[str, TaskProgress] = {}
         self.results = 0
         self.tier_index = 0
+        self.unknown_tier = ""  # the tier that was reached last, where the plan does not have it
         self.tier_results = 0  # of tasks of the current tier, since it was reached
         self.tier_recent: tuple[bool, ...] = ()
         self.groups: dict[str, None] = {}
@@ -78,6 +79,7 @@ class CurriculumProgress:
                 task.has_graduated, task.has_returned = False, True
                 task.interval = task.due = 0
             case TierReached():
+                self.unknown_tier = "" if event.tier in self._index_of else event.tier
                 self.tier_index = self._index_of.get(event.tier, self.tier_index)
                 self.tier_results, self.tier_recent = 0, ()
 

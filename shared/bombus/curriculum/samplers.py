@@ -1,6 +1,8 @@
 """Endless iterators of tasks for `run_group` and `begin_episodes`: by a curriculum, or each task equally often."""
 
+import math
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -45,8 +47,9 @@ class UniformSampler:
 class CurriculumSampler:
     """Gives the tasks that a curriculum chooses.
 
-    The same seed and the same results in the same order give the same tasks. A task whose group still runs is not given
-    again as long as there is another one that may come: two groups of one task would be taken for one.
+    The same seed and the same results in the same order give the same tasks, also after a restart unless there were
+    groups then that ran or that came to nothing. A task whose group still runs is not given again as long as there is
+    another one that may come: two groups of one task would be taken for one. Threads may share a sampler.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class CurriculumSampler:
         self._reward_of_success = reward_of_success
         self._draws = curriculum.progress.results  # so that a restart does not repeat the lots of the beginning
         self._running: dict[str, None] = {}  # the task that was given first, first
+        self._lock = threading.Lock()  # of what is chosen and noted as running
         missing = curriculum.progress.tier_of.keys() - self._tasks.keys()
         if missing:
             raise ValueError(f"the curriculum has the task {min(missing)!r}, which is not among the tasks given")
@@ -66,25 +70,27 @@ class CurriculumSampler:
         return self
 
     def __next__(self) -> Task:
-        chosen = self.curriculum.choose(self._seed, self._draws, self._running)
-        if chosen is None:  # all of them run: the one that was given longest ago
-            free = set(self.curriculum.open_tasks())
-            chosen = next(task for task in self._running if task in free)
-        self._draws += 1
-        self._running.pop(chosen, None)
-        self._running[chosen] = None
+        with self._lock:
+            chosen = self.curriculum.choose(self._seed, self._draws, self._running)
+            if chosen is None:  # all of them run: the one that was given longest ago
+                free = set(self.curriculum.open_tasks())
+                chosen = next(task for task in self._running if task in free)
+            self._draws += 1
+            self._running.pop(chosen, None)
+            self._running[chosen] = None
         return self._tasks[chosen]
 
     def record(self, task: Task, outputs: Sequence[WorkflowOutput | None], *, group: str = "") -> None:
         """Record a group's result. A group of which no episode was scored says nothing of its task."""
-        self._running.pop(task.task_id, None)
+        self.give_back(task)
         result = result_of_group(outputs, self._reward_of_success)
         if result is not None:
             self.curriculum.record_result(task, *result, group=group)
 
     def give_back(self, task: Task) -> None:
         """Let a task be given again whose group came to nothing."""
-        self._running.pop(task.task_id, None)
+        with self._lock:
+            self._running.pop(task.task_id, None)
 
 
 def result_of_group(
@@ -92,7 +98,8 @@ def result_of_group(
 ) -> tuple[bool, float] | None:
     """Return whether at least half of a group's episodes succeeded, and their mean reward.
 
-    An episode without a reward does not count; None is returned where no episode has one. An episode succeeded if its
+    An episode without a reward, or whose reward is not a finite number, does not count; None is returned where no
+    episode has one. An episode succeeded if its
     output says so, or, where that says nothing, if its reward is `reward_of_success` or more. Of rewards for single
     calls, their mean counts.
     """
@@ -106,6 +113,11 @@ def result_of_group(
 
 
 def _reward(output: WorkflowOutput) -> float | None:
+    reward = _mean_reward(output)
+    return reward if reward is not None and math.isfinite(reward) else None
+
+
+def _mean_reward(output: WorkflowOutput) -> float | None:
     match output.reward:
         case list() as by_call:
             return sum(by_call) / len(by_call) if by_call else None

@@ -6,13 +6,13 @@ import re
 import ssl
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import msgspec
 
 from bombus.environments.kinds import MessageDict, ToolCall, ToolSchema
-from bombus.errors import FOREIGN_TEXT_MAX, in_one_line
+from bombus.errors import FOREIGN_TEXT_MAX, Code, in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.transport import is_loopback
 
@@ -33,11 +33,15 @@ class NoModelAnswer(InfraError):
 
 
 class ModelRefused(InfraError):
-    """The server refused a request. `is_too_long`: because the prompt is longer than the model or the job takes."""
+    """The server refused a request.
 
-    def __init__(self, why: str, is_too_long: bool = False) -> None:
+    `is_too_long`: because the prompt is longer than the model or the job takes. `is_over`: because the episode is over.
+    """
+
+    def __init__(self, why: str, is_too_long: bool = False, is_over: bool = False) -> None:
         super().__init__(why)
         self.is_too_long = is_too_long
+        self.is_over = is_over
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,22 +62,36 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return self.finish == "length"
 
 
+class CallWatch(Protocol):
+    """Hears how the calls of many episodes fare at a server."""
+
+    def answered(self) -> None:
+        """Take note that a call was answered."""
+        ...
+
+    def asked_again(self, why: str) -> None:
+        """Take note that a call failed and will be asked again. Raises `NoModelAnswer` to give it up."""
+        ...
+
+
 class ChatModel:
     """A model of a server. Used with `async with`, in one event loop.
 
-    `sampling` are fields of every request, such as `temperature`. `transport` is for tests.
+    `sampling` are fields of every request, such as `temperature`. `watch` hears of each call. `transport` is for tests.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a server, and what its requests have
         self,
         base_url: str,
         api_key: str,
         model: str,
         *,
         sampling: Mapping[str, Any] | None = None,
+        watch: CallWatch | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.model = model
+        self._watch = watch
         self.versions: set[int] = set()  # of the policies that have sampled the answers so far, where a hive says so
         self._sampling = dict(sampling or {})
         url = httpx.URL(base_url)
@@ -137,14 +155,18 @@ class ChatModel:
                 last[0] = f"{self._http.base_url}: {in_one_line(error)}"
             else:
                 if response.status_code < 400:
+                    if self._watch is not None:
+                        self._watch.answered()
                     answer = answer_of(response.content)
                     self.versions.update(answer.versions)
                     return answer
-                why = _why(response)
+                refusal = _refusal(response)
                 if response.status_code not in RETRIED:
-                    raise ModelRefused(*why)
-                last[0] = why[0]
+                    raise refusal
+                last[0] = str(refusal)
                 at_least_s = _retry_after_s(response)
+            if self._watch is not None:
+                self._watch.asked_again(last[0])
             pause = min(BACKOFF_FIRST_S * 2 ** min(attempt, 10), BACKOFF_MAX_S)
             await asyncio.sleep(max(pause, at_least_s) * (1 + random.random() / 2))
             attempt += 1
@@ -229,8 +251,7 @@ def _text(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
 
 
-def _why(response: httpx.Response) -> tuple[str, bool]:
-    """Return what a refusal says, and whether the prompt was too long."""
+def _refusal(response: httpx.Response) -> ModelRefused:
     message, code = response.text[:FOREIGN_TEXT_MAX], ""
     try:
         error = msgspec.json.decode(response.content, type=dict[str, Any]).get("error")
@@ -241,7 +262,8 @@ def _why(response: httpx.Response) -> tuple[str, bool]:
     is_too_long = response.status_code in (400, 413) and (
         code in TOO_LONG_CODES or any(words in message for words in TOO_LONG_WORDS)
     )
-    return f"the server answered {response.status_code}: {' '.join(message.split())}", is_too_long
+    why = f"the server answered {response.status_code}: {' '.join(message.split())}"
+    return ModelRefused(why, is_too_long, is_over=code == Code.EPISODE_OVER)
 
 
 def _retry_after_s(response: httpx.Response) -> float:

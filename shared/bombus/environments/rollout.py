@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.chat_model import ChatAnswer, ChatModel, ModelRefused
+from bombus.environments.chat_model import CallWatch, ChatAnswer, ChatModel, ModelRefused
 from bombus.environments.kinds import (
     AgentEnvironment,
     EnvironmentLost,
@@ -109,7 +109,7 @@ class Rollout:
 
     `environment` is a plain class, or a function (perhaps `async`) that makes an instance of one or any other
     `AgentEnvironment`: each episode has one of its own. `sampling` are fields of every request, such as `temperature`.
-    Raises `WrongClass` for a class that is not an environment. `transport` is for tests.
+    `watch` hears of all calls. Raises `WrongClass` for a class that is not an environment. `transport` is for tests.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Rollout:
         budgets: RolloutBudgets | None = None,
         *,
         sampling: Mapping[str, Any] | None = None,
+        watch: CallWatch | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if not callable(environment):
@@ -130,6 +131,7 @@ class Rollout:
         self.budgets = budgets or RolloutBudgets()
         self._make = environment
         self._sampling = sampling
+        self._watch = watch
         self._transport = transport
 
     async def __call__(self, task: Task, credentials: Credentials) -> WorkflowOutput:
@@ -213,6 +215,7 @@ class Rollout:
             credentials.api_key,
             credentials.model,
             sampling=self._sampling,
+            watch=self._watch,
             transport=self._transport,
         )
 

@@ -3,16 +3,18 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
 
+from bombus.environments.chat_model import ModelRefused
 from bombus.environments.kinds import RolloutStatus
 from bombus.environments.rollout import Rollout
 from bombus.errors import in_one_line
 from bombus.sdk.aio import AsyncSwarmClient
-from bombus.sdk.errors import EpisodeGone, SwarmError
+from bombus.sdk.errors import EpisodeGone, InfraError, SwarmError
 from bombus.sdk.types import Credentials, Task
 from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, EpisodeScore, ServerFailed, score_of_rollout
 
@@ -20,6 +22,7 @@ log = logging.getLogger("bombus")
 
 ABORT_S = 15.0  # for the hive to take note of episodes that are given up
 LOOK_S = 1.0  # between two looks for a new version
+NOT_BEGUN = "the hive had closed it before its turn came"
 EPISODE_S_MAX = 86_400.0  # of an episode that waits for its turn; the hive ends the wait where it closes a batch
 
 
@@ -53,8 +56,11 @@ class Evaluation:
 
     Episodes that are claimed together, `claim` of them, play one version in a synchronous run: the hive's next batch
     waits for them. So `versions`, those of the claims, has one unless the engine goes on between two claims. In an
-    asynchronous run nothing waits, and each score names what has sampled it. Raises the client's errors, and
-    `ServerFailed` where nothing works.
+    asynchronous run nothing waits, and each score names what has sampled it.
+
+    What the hive closes before it has ended has no reward, and `cut_off` counts it. A data set of which too many
+    episodes in a row fail is given up. Raises the client's errors, and `ServerFailed` for data sets that were given up,
+    once the others are played.
     """
 
     def __init__(
@@ -65,19 +71,34 @@ class Evaluation:
         self._slots = asyncio.Semaphore(at_once)
         self._claim = claim
         self._open: set[str] = set()
-        self._failed = 0
+        self._over: set[str] = set()  # those that the hive has closed
+        self._failed: Counter[str] = Counter()  # episodes in a row, by data set
+        self._given_up: dict[str, str] = {}  # with the reason, by data set
+        self._unplayed: Counter[str] = Counter()
         self.versions: list[int] = []
+        self.cut_off = 0
 
     async def play(self, data_sets: Sequence[EvalSet], repeat: int = 1) -> None:
-        episodes = list(_episodes(data_sets, repeat))
-        for first in range(0, len(episodes), self._claim):
-            together = episodes[first : first + self._claim]
+        waiting = list(_episodes(data_sets, repeat))
+        while waiting := self._without_given_up(waiting):
+            together, waiting = waiting[: self._claim], waiting[self._claim :]
             claimed = await self._client.begin_episodes(
                 len(together), episode_type="eval", max_episode_time=EPISODE_S_MAX
             )
             self._note_version(_version_of(claimed[0]))
             async with self._nothing_left_open(claimed):
                 await self._play(together, claimed)
+        if self._given_up:
+            raise ServerFailed("; ".join(self._why_given_up(name) for name in self._given_up))
+
+    def _without_given_up(self, episodes: Sequence[_EvalEpisode]) -> list[_EvalEpisode]:
+        left = [each for each in episodes if each.task.data_set not in self._given_up]
+        self._unplayed.update(each.task.data_set for each in episodes if each.task.data_set in self._given_up)
+        return left
+
+    def _why_given_up(self, name: str) -> str:
+        why = f"{FAILURES_IN_A_ROW_MAX} episodes of {name} in a row failed, the last one with: {self._given_up[name]}"
+        return why + (f"; {self._unplayed[name]} more of it were not played" if self._unplayed[name] else "")
 
     def _note_version(self, version: int) -> None:
         if version not in self.versions:
@@ -93,12 +114,21 @@ class Evaluation:
 
     async def _episode(self, episode: _EvalEpisode, credentials: Credentials) -> None:
         async with self._slots:
-            score = await self._scored(episode, credentials)
-            self._open.discard(credentials.episode_uuid)
+            name, uuid = episode.task.data_set, credentials.episode_uuid
+            if name in self._given_up:
+                self._unplayed[name] += 1  # and it is aborted with what is left open
+                return
+            score = _not_begun(episode, credentials) if uuid in self._over else await self._scored(episode, credentials)
+            self._open.discard(uuid)
             self._told(score)
-            self._failed = self._failed + 1 if score.reward is None else 0
-            if self._failed >= FAILURES_IN_A_ROW_MAX:
-                raise ServerFailed(f"{self._failed} episodes in a row failed, the last one with: {score.error}")
+            if uuid in self._over:
+                self.cut_off += 1
+            elif score.reward is not None:
+                self._failed[name] = 0
+            else:
+                self._failed[name] += 1
+                if self._failed[name] >= FAILURES_IN_A_ROW_MAX:
+                    self._given_up.setdefault(name, score.error)
 
     async def _scored(self, episode: _EvalEpisode, credentials: Credentials) -> EvalScore:
         began = time.monotonic()
@@ -108,16 +138,24 @@ class Evaluation:
             score_of_rollout(task.data_set, task, episode.number, result, time.monotonic() - began),
             result.versions or (_version_of(credentials),),
         )
+        if isinstance(result.error, ModelRefused) and result.error.is_over:
+            return await self._closed_by_the_hive(score, credentials, result.error)
         if result.error is not None:
             await self._client.abort_episode(credentials.episode_uuid, infra=True, detail=score.error)
-            return score
+            return _without_reward(score, credentials, result.error)
         try:
             await self._client.end_episodes([(task, credentials.episode_uuid, result.output())])
         except EpisodeGone as error:  # such as one that its batch did not wait for any longer
-            return msgspec.structs.replace(
-                score, status=RolloutStatus.ABORTED, reward=None, is_success=None, error=in_one_line(error)
-            )
+            return await self._closed_by_the_hive(score, credentials, error)
         return score
+
+    async def _closed_by_the_hive(
+        self, score: EvalScore, credentials: Credentials, error: InfraError | SwarmError
+    ) -> EvalScore:
+        """Find out which others were closed with it, so that none of them is begun."""
+        self._over.add(credentials.episode_uuid)
+        self._over.update(await self._client.touch_episodes(list(self._open)))
+        return _without_reward(score, credentials, error)
 
     @asynccontextmanager
     async def _nothing_left_open(self, claimed: Sequence[Credentials]) -> AsyncIterator[None]:
@@ -159,17 +197,20 @@ class EvalSchedule:
         return skipped
 
 
-async def wait_until_due(client: AsyncSwarmClient, schedule: EvalSchedule) -> int | None:
-    """Wait for a version that is to be evaluated, and return its run; None when the engine does not run any longer."""
+async def wait_until_due(client: AsyncSwarmClient, schedule: EvalSchedule) -> tuple[int, int] | None:
+    """Wait for a version that is to be evaluated, and return its run and itself.
+
+    None is returned when the engine does not run any longer.
+    """
     while True:
         _, status = await client.get_engine_status()
         if "policy_version" not in status:
             raise SwarmError(f"the hive does not answer: {status.get('engine_status_detail', '')}")
         if status["engine_status"] == "ENGINE.OFFLINE":
             return None
-        run = int(status["run"])
-        if schedule.is_due(run, int(status["policy_version"])):
-            return run
+        run, version = int(status["run"]), int(status["policy_version"])
+        if schedule.is_due(run, version):
+            return run, version
         await asyncio.sleep(LOOK_S)
 
 
@@ -185,6 +226,23 @@ def _version_of(credentials: Credentials) -> int:
     if credentials.policy_version is None:
         raise SwarmError("the server does not say which policy version a claim is of: is it a hive of bombus?")
     return credentials.policy_version
+
+
+def _not_begun(episode: _EvalEpisode, credentials: Credentials) -> EvalScore:
+    score = EpisodeScore(
+        tasks=episode.task.data_set,
+        task_id=episode.task.task_id,
+        number=episode.number,
+        status=RolloutStatus.ABORTED,
+        error=NOT_BEGUN,
+    )
+    return _of_versions(score, (_version_of(credentials),))
+
+
+def _without_reward(score: EvalScore, credentials: Credentials, error: Exception) -> EvalScore:
+    """Return the score of an episode that was aborted. Its reason does not name it, so that equal ones are counted."""
+    why = in_one_line(error).replace(f"Episode {credentials.episode}", "the episode")
+    return msgspec.structs.replace(score, status=RolloutStatus.ABORTED, reward=None, is_success=None, error=why)
 
 
 def _of_versions(score: EpisodeScore, versions: tuple[int, ...]) -> EvalScore:

@@ -78,7 +78,8 @@ class TaskFamily(msgspec.Struct, frozen=True, kw_only=True):
     """Sets of tasks that come from one source.
 
     `package` is what has to be importable, "" for nothing, and `extra` brings it. `names` lists the sets, of which
-    there is one without a name unless the family `has_names`. `open` opens one by its name and its options.
+    there is one without a name unless the family `has_names`. `open` opens one by its name and its options, which are
+    among `options`.
     """
 
     name: str
@@ -88,6 +89,7 @@ class TaskFamily(msgspec.Struct, frozen=True, kw_only=True):
     names: Callable[[], Sequence[TaskName]] = tuple
     package: str = ""
     extra: str = ""
+    options: frozenset[str] = frozenset()
 
 
 class TasksNotInstalled(BombusError):

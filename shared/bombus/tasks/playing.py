@@ -9,11 +9,14 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.environments.chat_model import NoModelAnswer
 from bombus.environments.kinds import RolloutStatus
 from bombus.environments.rollout import Rollout, RolloutResult
 from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.sdk.types import Credentials, Task
 
+UNANSWERED_S = 60.0  # for a server to answer its first call: one that is still starting takes some time
+REASONS_TOLD_MAX = 3
 FAILURES_IN_A_ROW_MAX = 16  # a server that has failed so often does not recover by itself
 
 
@@ -152,20 +155,65 @@ class ScoreFile:
         self._file.close()
 
 
-class TaskRun:
-    """Plays each task of a set so many times. Episodes run side by side, `at_once` of them.
+class ServerPatience:
+    """Tells why calls have to be asked again, and gives up a server that has answered none for `within_s`.
 
-    `told` hears of each episode that is over. Raises `ServerFailed` where nothing works.
+    It is the `watch` of a rollout. `told` hears the first few reasons.
     """
 
     def __init__(
-        self, name: str, rollout: Rollout, credentials: Credentials, told: Callable[[EpisodeScore], None], at_once: int
+        self,
+        told: Callable[[str], None],
+        within_s: float = UNANSWERED_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.gave_up = ""  # with the reason, once it has
+        self._told = told
+        self._within_s = within_s
+        self._clock = clock
+        self._reasons: set[str] = set()
+        self._has_answered = False
+        self._since: float | None = None
+
+    def answered(self) -> None:
+        self._has_answered = True
+
+    def asked_again(self, why: str) -> None:
+        if why not in self._reasons and len(self._reasons) < REASONS_TOLD_MAX:
+            self._reasons.add(why)
+            self._told(f"{why}; it is asked again")
+        if self._has_answered:
+            return
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        if now - self._since >= self._within_s:
+            self.gave_up = f"the server has answered nothing for {self._within_s:g} s: {why}"
+            raise NoModelAnswer(self.gave_up)
+
+
+class TaskRun:
+    """Plays each task of a set so many times. Episodes run side by side, `at_once` of them.
+
+    `told` hears of each episode that is over. Raises `ServerFailed` where nothing works, or the rollout's `patience`
+    has come to its end.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a run consists of
+        self,
+        name: str,
+        rollout: Rollout,
+        credentials: Credentials,
+        told: Callable[[EpisodeScore], None],
+        at_once: int,
+        patience: ServerPatience | None = None,
     ) -> None:
         self._name = name
         self._rollout = rollout
         self._credentials = credentials
         self._told = told
         self._slots = asyncio.Semaphore(at_once)
+        self._patience = patience
         self._failed = 0
 
     async def run(self, tasks: Sequence[Task], repeat: int = 1) -> None:
@@ -184,6 +232,8 @@ class TaskRun:
             result = await self._rollout.play(task, self._credentials)
             score = score_of_rollout(self._name, task, number, result, time.monotonic() - began)
             self._told(score)
+            if self._patience is not None and self._patience.gave_up:
+                raise ServerFailed(self._patience.gave_up)
             self._failed = self._failed + 1 if score.reward is None else 0
             if self._failed >= FAILURES_IN_A_ROW_MAX:
                 raise ServerFailed(f"{self._failed} episodes in a row failed, the last one with: {score.error}")

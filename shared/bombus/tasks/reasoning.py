@@ -3,7 +3,6 @@
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -13,11 +12,11 @@ from bombus.environments.kinds import Transcript
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.types import Task
-from bombus.tasks.kinds import SIZE_MAX, TaskDraw, TaskFamily, TaskName, TasksNotInstalled, TaskSplit, options_of
+from bombus.tasks.entries import dataset_of, entry_of
+from bombus.tasks.kinds import TaskDraw, TaskFamily, TaskName, TasksNotInstalled, TaskSplit, options_of
 
 SEEDS_OF_A_DRAW = 1_000_000  # a generator makes its task i from seed + i, and no two draws may meet
 EVAL_SEEDS = 1_000_000_000  # seeds of evaluation tasks begin here, so that no task is in both splits
-TIMES_DRAWN_MAX = 8  # how many generators are kept
 INSTRUCTION = (
     "Solve the task. You may think first. Then write your final answer, and nothing else, between <answer> and "
     "</answer>."
@@ -26,10 +25,14 @@ ABOUT = "puzzles, arithmetic, logic and algorithms from reasoning-gym, each with
 
 # Their own gold answers score 0, or 0.01, in reasoning-gym 0.1.25.
 GOLD_SCORES_NOTHING = frozenset({"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"})
+FLAWS = {
+    **dict.fromkeys(GOLD_SCORES_NOTHING, "its own gold answers score 0"),
+    "game_of_life_halting": "its verifier takes any answer for True",
+}
 NOT_A_GENERATOR = frozenset({"composite"})  # it mixes others, and has no tasks of its own
 
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
-_making = threading.Lock()  # generators of some kinds read files that others write
+_verifying = threading.Lock()  # generators of some kinds read files that others write when they are made
 
 
 class ReasoningOptions(BaseModel):
@@ -109,13 +112,6 @@ class ReasoningPuzzle:
         return self.score(transcript) >= 1.0
 
 
-def entry_of(generator: str, seed: int, index: int) -> dict[str, Any]:
-    """Return an entry as the generator makes it: JSON would lose tuples and sets that the verifier compares."""
-    with _making:
-        found: dict[str, Any] = _dataset(generator, seed)[index]
-        return found
-
-
 def answer_in(text: str) -> str:
     """Return the last answer in tags; without any, all of the text."""
     found = _ANSWER.findall(text)
@@ -123,11 +119,16 @@ def answer_in(text: str) -> str:
 
 
 def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
-    """Return the verifier's score, from 0 to 1."""
-    with _making:
-        dataset = _dataset(generator, 0)
+    """Return the verifier's score, from 0 to 1.
+
+    An answer that has the whole question in it is wrong: some verifiers find what they look for in the question.
+    """
+    if entry["question"].strip() in answer:
+        return 0.0
+    with _verifying:
+        verifier = dataset_of(generator, seed=0, size=1)  # it does not depend on either
     try:
-        score = float(dataset.score_answer(answer, entry))
+        score = float(verifier.score_answer(answer, entry))
     except Exception:  # the verifier's own code: an answer that it cannot read is wrong
         return 0.0
     return min(1.0, max(0.0, score))
@@ -138,13 +139,6 @@ def _last_text(transcript: Transcript) -> str:
     return replies[-1] if replies and isinstance(replies[-1], str) else ""
 
 
-@lru_cache(TIMES_DRAWN_MAX)
-def _dataset(generator: str, seed: int) -> Any:
-    from reasoning_gym import create_dataset
-
-    return create_dataset(generator, size=SIZE_MAX, seed=seed)
-
-
 def _names() -> Sequence[TaskName]:
     try:
         from reasoning_gym.factory import DATASETS
@@ -152,11 +146,7 @@ def _names() -> Sequence[TaskName]:
         raise TasksNotInstalled(
             f"reasoning-gym cannot be imported ({in_one_line(error)}): pip install 'bombus[reasoning]'"
         ) from error
-    return [
-        TaskName(name=name, flaw="its own gold answers score 0" if name in GOLD_SCORES_NOTHING else "")
-        for name in sorted(DATASETS)
-        if name not in NOT_A_GENERATOR
-    ]
+    return [TaskName(name=name, flaw=FLAWS.get(name, "")) for name in sorted(DATASETS) if name not in NOT_A_GENERATOR]
 
 
 def _open(name: str, given: Mapping[str, str]) -> ReasoningTasks:

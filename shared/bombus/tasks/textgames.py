@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.kinds import ResetFailed
+from bombus.environments.kinds import EnvironmentLost, ResetFailed
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.environments.plain.play import AgentCall, PlayAgents
 from bombus.errors import Code, Refused, in_one_line
@@ -28,11 +28,12 @@ MORE_PLAYERS = {"MarketEntryGame-v0": 2, "PublicGoodsGame-v0": 2, "QuantumTicTac
 INSTRUCTION = "You play a game. Reply with your move in square brackets, as the rules of the game say."
 
 # What keeps games of textarena 0.7.4 from being played here, where nothing is downloaded.
-_WORDS, _KEY, _SYNTAX, _OTHER = (
+_WORDS, _KEY, _SYNTAX, _OTHER, _ARGUMENTS = (
     "needs word lists that NLTK downloads",
     "needs a key of OpenRouter for its own model",
     "is not valid Python 3.11",
     "needs packages or files that textarena does not bring",
+    "passes wrong arguments to textarena, and fails in the middle of a match",
 )
 FLAWS = {
     **dict.fromkeys(
@@ -43,7 +44,8 @@ FLAWS = {
     **dict.fromkeys(
         ("Checkers", "Chess", "IteratedStagHunt", "Klondike", "ReverseTicTacToe", "UltimateTexasHoldem"), _SYNTAX
     ),
-    **dict.fromkeys(("BabyAiText", "ScorableGames", "Sokoban", "SpellingBee", "UsedCarNegotiation"), _OTHER),
+    **dict.fromkeys(("BabyAiText", "ScorableGames", "Sokoban", "SpellingBee", "UsedCar", "UsedCarNegotiation"), _OTHER),
+    **dict.fromkeys(("CharacterConclave", "Countdown", "Cryptarithm", "Slitherlink", "ThreeCardMonte"), _ARGUMENTS),
 }
 
 ResultT = TypeVar("ResultT")
@@ -112,15 +114,21 @@ class ArenaMatch:
         talks: dict[int, list[dict[str, Any]]] = {}
         over = False
         while not over:
-            player, seen = await self._in_turn(game.get_observation)
+            player, seen = await self._goes_on(known["game"], game.get_observation)
             talk = talks.setdefault(player, [{"role": "system", "content": INSTRUCTION}])
             talk.append({"role": "user", "content": _told(player, seen)})
             answer = await agents[_role(player)].ask(talk)
             talk.append(answer.message)
-            over, _ = await self._in_turn(partial(game.step, answer.text))
-        rewards, about = await self._in_turn(game.close)
-        self._rewards = {player: float(value) for player, value in (rewards or {}).items()}
-        self._invalid = sum(bool(each.get("invalid_move")) for each in (about or {}).values())
+            over, _ = await self._goes_on(known["game"], partial(game.step, answer.text))
+        self._rewards, about = await self._goes_on(known["game"], lambda: _ended(game))
+        self._invalid = sum(bool(each.get("invalid_move")) for each in about.values())
+
+    async def _goes_on(self, name: str, step: Callable[[], ResultT]) -> ResultT:
+        """Do a step of the game. Raises `EnvironmentLost` where the game itself fails."""
+        try:
+            return await self._in_turn(step)
+        except Exception as error:  # the game's own code
+            raise EnvironmentLost(f"{name} failed in the middle of a match: {in_one_line(error)}") from error
 
     async def _in_turn(self, step: Callable[[], ResultT]) -> ResultT:
         """Do a step of the game in a thread, with this match's own chance in place of the one that all share."""
@@ -159,10 +167,18 @@ class ArenaMatch:
         return float(self._invalid)
 
 
+def _ended(game: Any) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
+    """Return what each player has got, and what the game says of each."""
+    rewards, about = game.close()
+    return {player: float(value) for player, value in (rewards or {}).items()}, about or {}
+
+
 @lru_cache(128)
 def fewest_players(game: str) -> int:
-    """Return the fewest players that a game can be played by. Raises `Refused` for a game that cannot be set up."""
+    """Return the fewest players that a game can be played by. Raises `Refused` for a game that cannot be played."""
     why = ""
+    if FLAWS.get(_plain(game)) == _ARGUMENTS:
+        raise Refused(Code.BAD_CONFIG, f"{game} {_ARGUMENTS}")
     with _chance, redirect_stdout(StringIO()):
         others = random.getstate()
         try:
@@ -244,4 +260,5 @@ FAMILY = TaskFamily(
     names=_names,
     package="textarena",
     extra="textarena",
+    options=frozenset(ArenaOptions.model_fields),
 )

@@ -8,7 +8,6 @@ from bombus.tasks.search.answers import (
     action_of,
     information,
     is_match,
-    normal,
     worth,
 )
 from bombus.tasks.search.corpus import SearchDocument
@@ -32,6 +31,10 @@ WRONG = SearchAction(ActionKind.ANSWER, "Thames")
         ("<search>" + "x" * 600, SearchAction(ActionKind.SEARCH, "x" * 500)),
         ("<search> </search>", INVALID),
         ("<search>a</answer>", SearchAction(ActionKind.SEARCH, "a</answer>")),
+        ("I need no <search> here. <answer>Paris</answer>", SearchAction(ActionKind.ANSWER, "Paris")),
+        ("It goes into <answer> tags later. <search>q</search>", SearchAction(ActionKind.SEARCH, "q")),
+        ("Not <answer> yet. <answer>Paris</answer>", SearchAction(ActionKind.ANSWER, "Paris")),
+        ("I need no <search> here. <answer>Paris", SearchAction(ActionKind.ANSWER, "Paris")),
         ("Paris", INVALID),
         ("", INVALID),
     ],
@@ -56,10 +59,36 @@ def test_what_replies_are_worth(actions: list[SearchAction], value: float) -> No
     assert worth(actions, ["Seine", "River Seine"], 0.2) == value
 
 
-def test_answers_match_but_for_case_articles_punctuation_and_spaces() -> None:
-    assert normal("  The  Chao-Phraya!") == "chao phraya"
-    assert is_match("the chao phraya.", ["Chao Phraya"])
-    assert not is_match("Chao", ["Chao Phraya"])
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("  the chao-phraya! ", "Chao Phraya"),
+        ("1000", "1,000"),
+        ("10 000", "10,000"),
+        ("US", "U.S."),
+        ("USA", "U.S.A."),
+        ("OBrien", "O'Brien"),
+        ("O'Brien", "O’Brien"),
+        ("Jean Luc", "Jean-Luc"),
+        ("JeanLuc", "Jean-Luc"),
+        ("Washington DC", "Washington, D.C."),
+        ("ACDC", "AC/DC"),
+        ("STRASSE", "Straße"),
+        ("viii", "ⅷ"),
+        ("A", "a."),
+    ],
+)
+def test_answers_match_but_for_case_articles_punctuation_and_spaces(answer: str, gold: str) -> None:
+    assert is_match(answer, ["something else", gold])
+    assert is_match(gold, [answer])
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [("Chao", "Chao Phraya"), ("U.S.", "U.S.A."), ("the", "A"), ("...", "A"), ("", "x")],
+)
+def test_other_answers_do_not_match(answer: str, gold: str) -> None:
+    assert not is_match(answer, [gold])
 
 
 def test_documents_are_shown_with_number_and_title() -> None:

@@ -23,7 +23,7 @@ class Recording:
         self.go_on = asyncio.Event()
         self.go_on.set()
 
-    async def search(self, queries: Sequence[str], count: int) -> list[list[SearchDocument]]:
+    async def search(self, queries: Sequence[str], count: int) -> list[list[SearchDocument] | SearchFailed]:
         self.batches.append(list(queries))
         self.running += len(queries)
         self.most = max(self.most, self.running)
@@ -76,6 +76,29 @@ async def test_no_more_than_so_many_queries_are_answered_at_a_time() -> None:
     assert len(await searching) == 300
     assert backend.most <= 100
     assert max(map(len, backend.batches)) <= BATCH_MAX
+
+
+@pytest.mark.parametrize("at_once", [1, 5])
+async def test_a_batch_is_never_larger_than_what_may_be_answered_at_a_time(at_once: int) -> None:
+    backend = Recording()
+    engine = SearchEngine(backend, count=3, at_once=at_once)
+    found = await asyncio.gather(*(engine.search(str(number)) for number in range(12)))
+    assert [each[0].title for each in found] == [str(number) for number in range(12)]
+    assert max(map(len, backend.batches)) <= at_once
+
+
+async def test_a_query_that_is_under_way_is_not_asked_again() -> None:
+    backend = Recording()
+    engine = SearchEngine(backend, count=3, at_once=256)
+    backend.go_on.clear()
+    first = asyncio.create_task(engine.search("a"))
+    while not backend.batches:
+        await asyncio.sleep(0)
+    second = asyncio.create_task(engine.search("a"))
+    await asyncio.sleep(0)
+    backend.go_on.set()
+    assert await first == await second
+    assert backend.batches == [["a"]]
 
 
 async def test_a_failure_reaches_those_who_asked_and_is_not_remembered() -> None:
@@ -140,6 +163,30 @@ async def test_google_is_asked_for_each_query() -> None:
     found = await GoogleBackend(httpx.MockTransport(answer)).search(["a", "nothing"], 3)
     assert found == [[SearchDocument("T", "S")], []]
     assert asked[0] == {"key": "k-secret", "cx": "engine", "q": "a", "num": "3"}
+    await GoogleBackend(httpx.MockTransport(answer)).search(["a"], 100)
+    assert asked[-1]["num"] == "10"  # which is all that Google gives
+
+
+@pytest.mark.usefixtures("login")
+async def test_a_query_that_google_refuses_is_the_only_one_that_fails() -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.params["q"])
+        if request.url.params["q"] == "bad":
+            return httpx.Response(400)
+        return httpx.Response(200, json={"items": [{"title": request.url.params["q"], "snippet": "S"}]})
+
+    engine = SearchEngine(GoogleBackend(httpx.MockTransport(answer)), count=3, at_once=256)
+    queries = [f"q{number}" for number in range(31)] + ["bad"] + [f"q{number}" for number in range(31, 63)]
+    found = await asyncio.gather(*(engine.search(query) for query in queries), return_exceptions=True)
+    assert engine.batches == 1
+    assert [query for query, each in zip(queries, found) if isinstance(each, SearchFailed)] == ["bad"]
+    assert await engine.search("q62") == (SearchDocument("q62", "S"),)
+    assert len(asked) == 64
+    with pytest.raises(SearchFailed, match="Google answered 400"):  # which is not remembered
+        await engine.search("bad")
+    assert len(asked) == 65
 
 
 @pytest.mark.usefixtures("login")
@@ -152,9 +199,9 @@ async def test_a_failure_of_google_is_infrastructure_and_shows_no_key(response: 
             raise response
         return response
 
-    with pytest.raises(SearchFailed) as failed:
-        await GoogleBackend(httpx.MockTransport(answer)).search(["a"], 3)
-    assert "k-secret" not in str(failed.value)
+    (failed,) = await GoogleBackend(httpx.MockTransport(answer)).search(["a"], 3)
+    assert isinstance(failed, SearchFailed)
+    assert "k-secret" not in str(failed)
 
 
 def test_google_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

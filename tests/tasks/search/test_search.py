@@ -62,6 +62,46 @@ def test_a_reply_that_is_no_action_gets_a_hint_and_costs_a_turn(words: list[str]
     assert seen[1] == HINT
 
 
+def test_an_option_is_for_the_tasks_that_have_it(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = [*words, "--task", "reasoning_gym:leg_counting", "-n", "2", "--set", "max_turns=3"]
+    with model_server(lambda messages: "<search>bees</search>") as url:
+        assert main([*both, "--engine", url]) == 0
+        assert [score["turns"] for score in records(tmp_path)] == [3, 3, 1, 1]
+        (tmp_path / "out.jsonl").unlink()
+        assert main([*both, "--engine", url, "--set", "colour=red"]) == 2
+    assert "search has no option 'colour': it takes max_turns, topk" in capsys.readouterr().err
+
+
+def test_a_run_says_when_there_are_fewer_tasks_than_were_asked_for(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with model_server(lambda messages: "<answer>Ada</answer>") as url:
+        assert main([*words, "--engine", url, "-n", "7"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "search: 6 tasks are played, and there are no more of them"
+
+
+def test_a_wrong_answer_in_the_right_form_is_worth_02_and_is_no_success(words: list[str], tmp_path: Path) -> None:
+    with model_server(lambda messages: "<answer>Eve</answer>") as url:
+        assert main([*words, "--engine", url, "-n", "1"]) == 0
+    (score,) = records(tmp_path)
+    assert (score["reward"], score["is_success"]) == (0.2, False)
+
+
+@pytest.mark.parametrize(("topk", "shown"), [("1", ["1"]), ("2", ["1", "2"])])
+def test_a_search_shows_as_many_documents_as_are_asked_for(words: list[str], topk: str, shown: list[str]) -> None:
+    seen = []
+
+    def looks(messages: Conversation) -> str:
+        seen.append(re.findall(r"Doc (\d+)\(", messages[-1]["content"]))
+        return "<search>queen</search>" if len(messages) == 1 else "<answer>Ada</answer>"
+
+    with model_server(looks) as url:
+        assert main([*words, "--engine", url, "-n", "1", "--set", f"topk={topk}"]) == 0
+    assert seen == [[], shown]
+
+
 def test_who_only_searches_until_the_turns_are_over_gets_nothing(words: list[str], tmp_path: Path) -> None:
     with model_server(lambda messages: "<search>bees</search>") as url:
         assert main([*words, "--engine", url, "-n", "1", "--set", "max_turns=3"]) == 0
@@ -86,6 +126,10 @@ def test_no_question_is_in_both_splits() -> None:
         ({"search_backend": "bing"}, "the option search_backend=bing of search is refused"),
         ({"k": "3"}, "search has no option 'k': it takes max_turns, topk"),
         ({"documents": "/nowhere"}, "/nowhere cannot be read"),
+        (
+            {"documents": "d", "search_backend": "google"},
+            "documents are for the local index, and",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(option: dict[str, str], said: str) -> None:

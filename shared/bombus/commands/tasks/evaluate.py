@@ -16,12 +16,12 @@ from bombus.environments.rollout import Rollout
 from bombus.errors import BombusError, Code, Refused
 from bombus.host.process import is_heeded
 from bombus.sdk.aio import AsyncSwarmClient
-from bombus.sdk.errors import EngineOffline
+from bombus.sdk.errors import BadRequest, EngineOffline, SwarmError, Unauthorized
 from bombus.sdk.transport import address
 from bombus.tasks.evaluating import EvalSchedule, EvalScore, EvalSet, Evaluation, wait_until_due
 from bombus.tasks.files import SUFFIX, FileTasks
-from bombus.tasks.kinds import TaskDraw, TaskSet, TaskSplit
-from bombus.tasks.playing import EpisodeSummary, ScoreFile, table
+from bombus.tasks.kinds import TaskSet, TaskSplit
+from bombus.tasks.playing import EpisodeSummary, ScoreFile, ServerFailed, table
 from bombus.tasks.registry import open_tasks
 from bombus.terminal import complain, say
 
@@ -99,16 +99,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _opened(options: EvalOptions, name: str) -> TaskSet:
+    chosen = options.options_for(name)
     if name.endswith(SUFFIX):
         return FileTasks(Path(name), options.env)
-    tasks = open_tasks(name, options.options)
+    tasks = open_tasks(name, chosen)
     if flaw := flaw_of(name):
         complain(f"bombus eval: {name}: {flaw}")
     return tasks
 
 
 def _eval_set(options: EvalOptions, tasks: TaskSet) -> EvalSet:
-    drawn = tasks.draw(TaskDraw(size=options.n, seed=options.seed, split=options.split))
+    drawn = options.draw(tasks)
     rollout = Rollout(tasks.environment, options.budgets(tasks), sampling=options.sampling)
     return EvalSet(name=tasks.name, tasks=drawn, rollout=rollout)
 
@@ -124,7 +125,9 @@ async def _evaluate(options: EvalOptions, opened: Sequence[TaskSet]) -> int:
     try:
         async with AsyncSwarmClient(options.engine, verbose=False) as client:
             if options.every is None:
-                return 0 if (await _pass(options, client, data_sets, scores)).has_rewards else 1
+                board = EvalBoard(options, client, scores)
+                await board.play(data_sets)
+                return 0 if board.has_rewards else 1
             return await _follow(options, options.every, client, data_sets, scores)
     finally:
         if scores is not None:
@@ -134,29 +137,24 @@ async def _evaluate(options: EvalOptions, opened: Sequence[TaskSet]) -> int:
 async def _follow(
     options: EvalOptions, every: int, client: AsyncSwarmClient, data_sets: Sequence[EvalSet], scores: ScoreFile | None
 ) -> int:
-    """Evaluate again and again, until the engine does not run any longer."""
+    """Evaluate again and again, until the engine does not run any longer. A pass that fails is not the last one."""
     schedule = EvalSchedule(every)
     has_rewards = False
-    while (run := await wait_until_due(client, schedule)) is not None:
-        board = await _pass(options, client, data_sets, scores)
+    while (due := await wait_until_due(client, schedule)) is not None:
+        run, version = due
+        board = EvalBoard(options, client, scores)
+        try:
+            await board.play(data_sets)
+        except (BadRequest, Unauthorized):
+            raise  # the next pass would be refused, too
+        except (ServerFailed, SwarmError) as error:
+            complain(f"bombus eval: version {version}: {error}", "The next version is evaluated all the same.")
         has_rewards |= board.has_rewards
-        if skipped := schedule.played(run, board.evaluation.versions[0]):
+        if skipped := schedule.played(run, next(iter(board.evaluation.versions), version)):
             names = ", ".join(map(str, skipped[:8])) + (" and more" if len(skipped) > 8 else "")
             say(f"skipped, because evaluation is slower than training: version {names}", flush=True)
     say("the engine does not run any longer")
     return 0 if has_rewards else 1
-
-
-async def _pass(
-    options: EvalOptions, client: AsyncSwarmClient, data_sets: Sequence[EvalSet], scores: ScoreFile | None
-) -> "EvalBoard":
-    """Play all data sets once, and print what became of them, also when that is interrupted."""
-    board = EvalBoard(options, client, scores)
-    try:
-        await board.evaluation.play(data_sets, options.repeat)
-    finally:
-        board.close()
-    return board
 
 
 class EvalBoard:
@@ -164,6 +162,7 @@ class EvalBoard:
 
     def __init__(self, options: EvalOptions, client: AsyncSwarmClient, scores: ScoreFile | None) -> None:
         self.evaluation = Evaluation(client, self._told, at_once=options.at_once, claim=options.claim)
+        self._repeat = options.repeat
         self._scores = scores
         self._summaries: dict[tuple[str, int, int], EpisodeSummary] = {}
         self._began = time.monotonic()
@@ -171,6 +170,13 @@ class EvalBoard:
     @property
     def has_rewards(self) -> bool:
         return any(summary.rewards for summary in self._summaries.values())
+
+    async def play(self, data_sets: Sequence[EvalSet]) -> None:
+        """Play all data sets once, and print what became of them, also when that is interrupted."""
+        try:
+            await self.evaluation.play(data_sets, self._repeat)
+        finally:
+            self._close()
 
     def _told(self, score: EvalScore) -> None:
         oldest, newest = score.versions[0], score.versions[-1]
@@ -183,7 +189,7 @@ class EvalBoard:
             self._scores.add(score)
         say(score.line(), flush=True)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Write the table, of what there is."""
         if not self._summaries:
             return
@@ -194,6 +200,11 @@ class EvalBoard:
         say("", f"{played}: {count} episodes in {time.monotonic() - self._began:.1f} s", *table(summaries))
         for summary in summaries:
             say(*summary.notes())
+        if self.evaluation.cut_off:
+            say(
+                f"{self.evaluation.cut_off} episodes have no reward because the hive closed them: a batch waits for "
+                "collection.drain_s at most; with a larger --at-once, or a smaller -n, more of them end in time"
+            )
         if len(versions) > 1:
             say(
                 "the policy changed meanwhile, and each row is of what one version has sampled, or of what several have"

@@ -8,8 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bombus.config.flags import Flag
 from bombus.environments.budgets import RolloutBudgets
-from bombus.tasks.kinds import SIZE_MAX, TaskSet
+from bombus.errors import Code, Refused
+from bombus.sdk.types import Task
+from bombus.tasks.files import SUFFIX
+from bombus.tasks.kinds import SIZE_MAX, TaskDraw, TaskSet, TaskSplit
 from bombus.tasks.registry import family_of
+from bombus.terminal import say
 
 
 class PlayOptions(BaseModel):
@@ -19,6 +23,7 @@ class PlayOptions(BaseModel):
 
     task: Annotated[tuple[str, ...], Flag(declared_elsewhere=True)]
     engine: Annotated[str, Flag(declared_elsewhere=True)]
+    split: TaskSplit
     n: Annotated[int, Flag(declared_elsewhere=True)] = Field(default=8, ge=1, le=SIZE_MAX)
     repeat: Annotated[int, Flag(metavar="N")] = Field(
         default=1, ge=1, le=4096, description="how many episodes of each task"
@@ -37,7 +42,7 @@ class PlayOptions(BaseModel):
         default=8, ge=1, le=1024, description="episodes that run at the same time"
     )
     option: Annotated[tuple[str, ...], Flag(name="--set", metavar="NAME=VALUE")] = Field(
-        default=(), description="an option of the tasks; may be given several times"
+        default=(), description="an option of those tasks that have it; may be given several times"
     )
     out: Annotated[Path | None, Flag(metavar="FILE")] = Field(
         default=None, description="write a JSON line for each episode to this new file"
@@ -58,9 +63,27 @@ class PlayOptions(BaseModel):
             raise ValueError(f"--engine {given!r} is not the address of a server, such as http://127.0.0.1:8000/v1")
         return given
 
-    @property
-    def options(self) -> dict[str, str]:
-        return dict(each.split("=", 1) for each in self.option)
+    def options_for(self, name: str) -> dict[str, str]:
+        """Return the options for one of the sets: those that it has, and those that none has, which it will refuse.
+
+        Raises `Refused` for any option where all tasks are files, which have none.
+        """
+        given = dict(each.split("=", 1) for each in self.option)
+        families = [family_of(each) for each in self.task if not each.endswith(SUFFIX)]
+        if given and not families:
+            raise Refused(Code.BAD_CONFIG, f"--set {min(given)} is refused: the tasks of a file have no options")
+        if name.endswith(SUFFIX):
+            return {}
+        known = frozenset().union(*(family.options for family in families))
+        own = family_of(name).options
+        return {option: value for option, value in given.items() if option in own or option not in known}
+
+    def draw(self, tasks: TaskSet) -> list[Task]:
+        """Return the tasks of a set that are played, and say so where there are not as many as were asked for."""
+        drawn = tasks.draw(TaskDraw(size=self.n, seed=self.seed, split=self.split))
+        if len(drawn) < self.n:
+            say(f"{tasks.name}: {len(drawn)} tasks are played, and there are no more of them", flush=True)
+        return drawn
 
     @property
     def sampling(self) -> dict[str, float]:

@@ -20,8 +20,8 @@ from bombus.errors import BombusError, Refused, in_one_line
 from bombus.host.process import is_heeded
 from bombus.sdk.transport import is_loopback
 from bombus.sdk.types import Credentials, Task
-from bombus.tasks.kinds import TaskDraw, TaskSet, TaskSplit
-from bombus.tasks.playing import EpisodeScore, EpisodeSummary, ScoreFile, TaskRun, table
+from bombus.tasks.kinds import TaskSet, TaskSplit
+from bombus.tasks.playing import EpisodeScore, EpisodeSummary, ScoreFile, ServerPatience, TaskRun, table
 from bombus.tasks.registry import open_tasks
 from bombus.terminal import complain, escaped, say
 
@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     opened: list[TaskSet] = []
     try:
         for name in dict.fromkeys(options.task):
-            opened.append(open_tasks(name, options.options))
-        drawn = {one.name: one.draw(TaskDraw(size=options.n, seed=options.seed, split=options.split)) for one in opened}
+            opened.append(open_tasks(name, options.options_for(name)))
+        drawn = {one.name: options.draw(one) for one in opened}
         return asyncio.run(_play(options, opened, drawn))
     except Refused:
         raise
@@ -96,11 +96,12 @@ async def _play(options: RunOptions, opened: list[TaskSet], drawn: Mapping[str, 
         if flaw := flaw_of(one.name):
             complain(f"bombus run: {one.name}: {flaw}")
     scores = ScoreFile(options.out) if options.out is not None else None
+    patience = ServerPatience(lambda why: complain(f"bombus run: {why}"))
     board = RunBoard(scores, sum(map(len, drawn.values())) * options.repeat)
     try:
         for one in opened:
-            rollout = Rollout(one.environment, options.budgets(one), sampling=options.sampling)
-            play = TaskRun(one.name, rollout, credentials, board.told, options.at_once)
+            rollout = Rollout(one.environment, options.budgets(one), sampling=options.sampling, watch=patience)
+            play = TaskRun(one.name, rollout, credentials, board.told, options.at_once, patience)
             board.begin(one)
             await play.run(drawn[one.name], options.repeat)
     finally:

@@ -17,9 +17,9 @@ HINT = (
     "<answer>the answer</answer>, with nothing but the answer between the tags. Try again."
 )
 
-_ACTION = re.compile(r"<(search|answer)>(.*?)(?:</\1>|\Z)", re.DOTALL)
-_ARTICLE = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = {ord(char): " " for char in string.punctuation}
+_CLOSED = re.compile(r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL)
+_OPEN = re.compile(r"<(search|answer)>((?:(?!<(?:search|answer)>).)*)\Z", re.DOTALL)
+_ARTICLE = re.compile(r"(?<!\S)(a|an|the)(?!\S)")
 
 
 class ActionKind(StrEnum):
@@ -40,9 +40,10 @@ class SearchAction(msgspec.Struct, frozen=True):
 def action_of(reply: str) -> SearchAction:
     """Return the first search or answer of a reply; what comes after it was not asked for.
 
-    A tag that is not closed ends with the reply, since servers may stop before the closing one.
+    A tag that is not closed is a mention of it where there is a closed one. Where there is none, the last tag ends with
+    the reply, since servers may stop before the closing one.
     """
-    found = _ACTION.search(reply)
+    found = _CLOSED.search(reply) or _OPEN.search(reply)
     if found is None or not found[2].strip():
         return SearchAction(ActionKind.INVALID)
     text = found[2].strip()
@@ -59,12 +60,26 @@ def information(documents: Sequence[SearchDocument]) -> str:
 
 def is_match(answer: str, golds: Sequence[str]) -> bool:
     """Return whether an answer is one of those that are right, but for case, articles, punctuation and spaces."""
-    return normal(answer) in {normal(gold) for gold in golds}
+    given = plain_forms(answer)
+    return any(given & plain_forms(gold) for gold in golds)
 
 
-def normal(text: str) -> str:
-    plain = unicodedata.normalize("NFKC", text).casefold().translate(_PUNCTUATION)
-    return " ".join(_ARTICLE.sub(" ", plain).split())
+def plain_forms(text: str) -> set[str]:
+    """Return a text without case, articles and punctuation, which is left out ("U.S.") or a space ("Jean-Luc")."""
+    known = unicodedata.normalize("NFKC", text).casefold()
+    left_out = _without_articles("".join("" if _is_punctuation(char) else char for char in known))
+    spaced = _without_articles(known)
+    return {left_out, " ".join("".join(" " if _is_punctuation(char) else char for char in spaced).split())} - {""}
+
+
+def _without_articles(text: str) -> str:
+    """Return the words that are not articles; all of them where there are only articles."""
+    words = " ".join(text.split())
+    return " ".join(_ARTICLE.sub(" ", words).split()) or words
+
+
+def _is_punctuation(char: str) -> bool:
+    return char in string.punctuation or unicodedata.category(char).startswith("P")
 
 
 def worth(actions: Sequence[SearchAction], golds: Sequence[str], format_score: float) -> float:

@@ -24,8 +24,11 @@ class SearchFailed(InfraError):
 
 
 class SearchBackend(Protocol):
-    async def search(self, queries: Sequence[str], count: int) -> list[list[SearchDocument]]:
-        """Return the documents for each query, the best first. Raises `SearchFailed`."""
+    async def search(self, queries: Sequence[str], count: int) -> Sequence[list[SearchDocument] | SearchFailed]:
+        """Return the documents for each query, the best first, or why there are none for it.
+
+        Raises `SearchFailed` where there are none for any of them.
+        """
         ...
 
 
@@ -51,9 +54,15 @@ class GoogleBackend:
         self._login = {"key": os.environ[GOOGLE_KEY], "cx": os.environ[GOOGLE_ENGINE]}
         self._transport = transport
 
-    async def search(self, queries: Sequence[str], count: int) -> list[list[SearchDocument]]:
+    async def search(self, queries: Sequence[str], count: int) -> list[list[SearchDocument] | SearchFailed]:
         async with httpx.AsyncClient(transport=self._transport, timeout=GOOGLE_S) as client:
-            return list(await asyncio.gather(*(self._one(client, query, count) for query in queries)))
+            return list(await asyncio.gather(*(self._result(client, query, count) for query in queries)))
+
+    async def _result(self, client: httpx.AsyncClient, query: str, count: int) -> list[SearchDocument] | SearchFailed:
+        try:
+            return await self._one(client, query, count)
+        except SearchFailed as error:
+            return error
 
     async def _one(self, client: httpx.AsyncClient, query: str, count: int) -> list[SearchDocument]:
         asked = {**self._login, "q": query, "num": str(min(count, GOOGLE_COUNT_MAX))}

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
-from bombus.tasks.search.backends import SearchBackend
+from bombus.tasks.search.backends import SearchBackend, SearchFailed
 from bombus.tasks.search.corpus import SearchDocument
 
 CACHE_MAX = 10_000
@@ -73,6 +73,7 @@ class SearchEngine:
         self._backend = backend
         self._count = count
         self._at_once = at_once
+        self._batch = min(BATCH_MAX, at_once)
         self._lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = WeakKeyDictionary()
 
     async def search(self, query: str) -> Documents:
@@ -106,7 +107,7 @@ class SearchEngine:
         await asyncio.sleep(0)
         async with asyncio.TaskGroup() as group:
             while lane.waiting:
-                batch = {query: lane.waiting.pop(query) for query in list(lane.waiting)[:BATCH_MAX]}
+                batch = {query: lane.waiting.pop(query) for query in list(lane.waiting)[: self._batch]}
                 lane.running |= batch
                 group.create_task(self._send(lane, batch))
 
@@ -120,17 +121,24 @@ class SearchEngine:
             self.batches += 1
             found = await self._backend.search(list(batch), self._count)
             for (query, future), documents in zip(batch.items(), found, strict=True):
+                if isinstance(documents, SearchFailed):
+                    _fail(future, documents)
+                    continue
                 self.cache.put(query, tuple(documents))
                 if not future.done():
                     future.set_result(tuple(documents))
         except Exception as error:  # whatever it is, those who asked raise it
             for future in batch.values():
-                if not future.done():
-                    future.set_exception(error)
-                    future.exception()  # who asked may have given up
+                _fail(future, error)
         finally:
             for query, future in batch.items():
                 lane.running.pop(query, None)
                 future.cancel()  # nothing, unless this was cancelled itself
             for _ in range(taken):
                 lane.slots.release()
+
+
+def _fail(future: asyncio.Future[Documents], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # who asked may have given up

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bombus.environments.budgets import RolloutBudgets
 from bombus.errors import Code, Refused
@@ -33,7 +33,7 @@ class SearchOptions(BaseModel):
 
     max_turns: int = Field(default=2, ge=1, le=64, description="replies of the model")
     topk: int = Field(default=3, ge=1, le=100, description="documents of a search")
-    search_concurrency: int = Field(default=256, ge=64, le=4096, description="queries that are answered at a time")
+    search_concurrency: int = Field(default=256, ge=1, le=4096, description="queries that are answered at a time")
     search_backend: Literal["local", "google"] = Field(default="local", description="what answers queries")
     format_score: float = Field(
         default=0.2, ge=0.0, le=1.0, description="what a wrong answer in the right form is worth"
@@ -42,6 +42,12 @@ class SearchOptions(BaseModel):
         default=None, description="a file of documents to index, in place of the bundled ones"
     )
     questions: Path | None = Field(default=None, description="a file of questions, in place of the bundled ones")
+
+    @model_validator(mode="after")
+    def _indexes_what_it_is_given(self) -> "SearchOptions":
+        if self.documents is not None and self.search_backend == "google":
+            raise ValueError("documents are for the local index, and search_backend=google has none: give one of them")
+        return self
 
 
 class SearchTasks:
@@ -100,4 +106,5 @@ FAMILY = TaskFamily(
     about="questions that are answered by searching a small index of documents, one of your own, or Google",
     open=_open,
     has_names=False,
+    options=frozenset(SearchOptions.model_fields),
 )

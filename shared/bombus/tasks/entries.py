@@ -1,0 +1,127 @@
+"""Entries of reasoning-gym, made in a process of their own that salts hashes alike everywhere.
+
+Some generators choose from a set in its order, which Python salts anew for each process. In this one the same seed and
+index are the same entry, whichever program asks.
+"""
+
+import atexit
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from functools import lru_cache
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from bombus.environments.kinds import ResetFailed
+from bombus.errors import in_one_line
+from bombus.tasks.kinds import SIZE_MAX
+
+ENTRY_S = 120.0  # the slowest generator takes 6 s
+END_S = 10.0
+DATASETS_KEPT = 8
+ENTRIES_KEPT = 4096
+HASH_SEED = "0"
+
+
+class EntryMaker:
+    """Makes entries in a process that is started with the first of them, and ends with this one.
+
+    Threads may share it.
+    """
+
+    def __init__(self) -> None:
+        self._one = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def pickled_entry(self, generator: str, seed: int, index: int) -> bytes:
+        """Return an entry as pickle: JSON would lose tuples and sets that verifiers compare. Raises `ResetFailed`."""
+        what = f"entry {index} of reasoning_gym:{generator}"
+        with self._one:
+            try:
+                connection = self._running()
+                connection.send((generator, seed, index))
+                if not connection.poll(ENTRY_S):
+                    raise TimeoutError(f"it took longer than {ENTRY_S:g} s")
+                entry, failure = connection.recv()
+            except BaseException as error:  # an interrupt, too: the answer would be taken for that of the next question
+                self._end()
+                if isinstance(error, OSError | EOFError):
+                    raise ResetFailed(f"{what} could not be made: {in_one_line(error)}") from error
+                raise
+        if failure:
+            raise ResetFailed(f"{what} could not be made: {failure}")
+        return bytes(entry)
+
+    def close(self) -> None:
+        """End the process. Another entry starts a new one."""
+        with self._one:
+            self._end()
+
+    def _running(self) -> Connection:
+        if self._connection is None:
+            self._connection, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "bombus.tasks.entries", str(theirs.fileno())],
+                    env={**os.environ, "PYTHONHASHSEED": HASH_SEED},
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the program, which ends this process
+                )
+        return self._connection
+
+    def _end(self) -> None:
+        connection, self._connection = self._connection, None
+        process, self._process = self._process, None
+        if connection is not None:
+            connection.close()
+        if process is not None:
+            process.kill()
+            process.wait(END_S)
+
+
+@lru_cache(DATASETS_KEPT)
+def dataset_of(generator: str, seed: int, size: int = SIZE_MAX) -> Any:
+    """Return a data set of reasoning-gym. Some make all of their entries at once, which takes seconds for many."""
+    from reasoning_gym import create_dataset
+
+    return create_dataset(generator, size=size, seed=seed)
+
+
+@lru_cache(ENTRIES_KEPT)
+def _kept(generator: str, seed: int, index: int) -> bytes:
+    return _maker.pickled_entry(generator, seed, index)
+
+
+def entry_of(generator: str, seed: int, index: int) -> dict[str, Any]:
+    """Return an entry, which is the same in every process. Raises `ResetFailed` where it cannot be made."""
+    entry: dict[str, Any] = pickle.loads(_kept(generator, seed, index))  # from a process of our own
+    return entry
+
+
+def _answered(generator: str, seed: int, index: int) -> tuple[bytes, str]:
+    try:
+        return pickle.dumps(dataset_of(generator, seed)[index]), ""
+    except Exception as error:  # the generator's own code, whose failure is told to who asked
+        return b"", in_one_line(error) or type(error).__name__
+
+
+def _serve(connection: Connection) -> None:
+    """Answer until the program that asks has ended."""
+    while True:
+        try:
+            asked = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        connection.send(_answered(*asked))
+
+
+_maker = EntryMaker()
+atexit.register(_maker.close)
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
