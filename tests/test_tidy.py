@@ -103,6 +103,7 @@ def test_the_client_alone_needs_httpx_msgspec_and_pydantic() -> None:
         ("fastapi", "gateway"),
         ("uvicorn", "gateway"),
         ("websockets", "environments"),
+        ("h11", "environments"),
         ("protobuf", "gateway"),
         ("torch", "trainer"),
         ("torch", "inference"),

@@ -156,7 +156,7 @@ class World:
         self.batched |= set(episodes)
         assert batch.step == engine.step + 1
         check_in_time(batch, engine)
-        check_as_asked(batch, engine.collection)
+        check_as_asked(batch, engine)
 
     def check_nothing_lost(self) -> None:
         """Check that every ended training episode is in the pool, in one batch, or gone for a reason on the log."""
@@ -478,8 +478,9 @@ def check_in_time(batch: ev.BatchReady, engine: EngineState) -> None:
             assert age <= rules.max_staleness, f"{episode.episode} is {age} versions old"
 
 
-def check_as_asked(batch: ev.BatchReady, rules: Collection) -> None:
-    """Check that a batch holds exactly what its method requires."""
+def check_as_asked(batch: ev.BatchReady, engine: EngineState) -> None:
+    """Check that a batch, whose episodes are in the pool, holds exactly what its method requires."""
+    rules = engine.collection
     sizes = [len(group.episodes) for group in batch.groups]
     match rules.method:
         case Method.ENOUGH_EPISODES:
@@ -488,4 +489,6 @@ def check_as_asked(batch: ev.BatchReady, rules: Collection) -> None:
             assert sizes == [rules.num_repeat] * rules.batch_size
             assert len({group.task for group in batch.groups}) == rules.batch_size
     if rules.method == Method.ENOUGH_NON_DUMMY_TASKS:
-        assert all(len({episode.reward for episode in group.episodes}) > 1 for group in batch.groups)
+        for group in batch.groups:
+            waited = [engine.pool[episode.episode] for episode in group.episodes]
+            assert len({(each.reward, each.call_rewards) for each in waited}) > 1

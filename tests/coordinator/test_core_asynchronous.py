@@ -159,20 +159,36 @@ def test_evaluation_is_not_paced_and_overtakes_waiting_training_claims() -> None
     assert harness.engine.evals[0].episodes == 1
 
 
-def test_an_evaluation_whose_version_was_replaced_meanwhile_says_so() -> None:
+def test_an_evaluation_counts_for_the_version_that_has_sampled_it_and_in_no_mean_where_several_have() -> None:
     harness = rolling()
-    kept, changed = harness.claim("evaluates", count=2, type=EpisodeType.EVAL)
+    kept, changed, later, silent = harness.claim("evaluates", count=4, type=EpisodeType.EVAL)
     harness.call(kept)
     harness.call(changed)
     group(harness, "a")
     harness.train()
     harness.call(changed)
-    for episode in (kept, changed):
-        harness.end(episode, "held-out", 1.0, "evaluates", data_set="legs")
-    assert list(harness.engine.evals) == [0], "the version of the claim"
-    counted = harness.engine.evals[0].data_sets["legs"]
-    assert (counted.episodes, counted.newer) == (2, 1)
-    assert "1.000  legs (2 episodes, 1 of them partly by a later version)" in render_status(harness.core.hive)
+    harness.call(later)
+    for episode, reward in ((kept, 1.0), (changed, 0.25), (later, 0.5), (silent, 0.0)):
+        harness.end(episode, "held-out", reward, "evaluates", data_set="legs")
+    for figures in (harness.engine.evals[0], harness.engine.evals[0].data_sets["legs"]):
+        assert (figures.episodes, figures.mean) == (2, 0.5), "the one without a call is of its claim's version"
+        assert (figures.mixed.episodes, figures.mixed.mean) == (1, 0.25)
+    of_the_later = harness.engine.evals[1].data_sets["legs"]
+    assert (of_the_later.episodes, of_the_later.mean, of_the_later.mixed.episodes) == (1, 0.5, 0)
+    text = render_status(harness.core.hive)
+    assert "0.500  legs (2 episodes; 1 partly by a later version: 0.250)" in text
+    assert "0.500  legs (1 episodes)" in text
+
+
+def test_a_version_of_which_no_evaluation_is_whole_has_no_mean() -> None:
+    harness = rolling()
+    (changed,) = harness.claim("evaluates", type=EpisodeType.EVAL)
+    harness.call(changed)
+    group(harness, "a")
+    harness.train()
+    harness.call(changed)
+    harness.end(changed, "held-out", 0.75, "evaluates")
+    assert "    0  -      (0 episodes; 1 partly by a later version: 0.750)" in render_status(harness.core.hive)
 
 
 def test_no_training_claim_overtakes_the_one_that_is_next() -> None:

@@ -16,6 +16,7 @@ from bombus.hive.events import AbortReason, EpisodeType
 from bombus.hive.inbox import Done, EpisodeResult, Granted, JointGranted, Refusal
 from bombus.hive.records import CallRef
 from bombus.hive.state import FOLD, Hive, Phase, engine_of, evolve
+from bombus.hive.status import hive_status, render_status
 from bombus_coordinator.core import Core
 from bombus_coordinator.rules.joint import claims
 from tests.coordinator.joint_in_memory import BIG, SMALL, THIRD, Joint, JointHarness, told
@@ -543,6 +544,40 @@ def test_what_frees_room_on_several_engines_lets_others_in_at_once() -> None:
             harness.send(singles[-1])
     harness.end_jointly(joint)
     assert all(harness.was_granted(single) for single in singles)
+
+
+# ---- what an operator sees ----
+
+
+def test_a_joint_claim_has_one_line_with_the_sums_over_its_engines() -> None:
+    harness = JointHarness(BIG, SMALL, THIRD)
+    first, second = harness.claim_jointly(BIG, SMALL, client="c1", count=2, discard_timeout_s=60.0)
+    harness.claim_jointly(SMALL, THIRD, client="c2", discard_timeout_s=90.0)
+    (single,) = harness.claim_on(BIG, "c3")
+    began_ns = harness.now_ns
+    for engine, episode in ((BIG, first[BIG]), (SMALL, second[SMALL]), (SMALL, second[SMALL])):
+        with harness.on(engine):
+            harness.now_ns = began_ns + 7_000_000_000
+            harness.call(episode)
+    hive, now_ns = harness.core.hive, began_ns + 10_000_000_000
+    both, other = sorted(hive_status(hive, now_ns).joint, key=lambda row: row.client)
+    assert both.engines == (BIG, SMALL)
+    assert both.episodes == ((first[BIG], first[SMALL]), (second[BIG], second[SMALL]))
+    assert (both.calls, both.completion_tokens) == (3, 9)
+    assert (both.idle_s, other.idle_s) == (3.0, 10.0), "a call of one engine keeps all parts from going idle"
+    text = render_status(hive, now_ns=now_ns)
+    lines = text.splitlines()
+    assert "3 joint episodes of 2 claims:" in lines
+    assert [line.split() for line in lines[-2:]] == [
+        ["small", "+", "third", "c2", "train", "1", "0", "10.0", "90"],
+        ["big", "+", "small", "c1", "train", "2", "3", "3.0", "60"],
+    ]
+    assert text.count(single) == 1
+    assert first[BIG] not in text
+    assert "  2 of them are parts of joint episodes, which are listed below" in lines
+    assert render_status(hive, THIRD, now_ns).splitlines()[-2].split()[0] == "engines", "those of this engine alone"
+    harness.end_jointly(first, second)
+    assert [row.client for row in hive_status(harness.core.hive).joint] == ["c2"]
 
 
 # ---- leaders and snapshots ----

@@ -52,6 +52,32 @@ async def test_a_tool_is_called_with_arguments_that_were_checked() -> None:
     await environment.close()
 
 
+class Named:
+    """Has a tool whose arguments are named like much else."""
+
+    def reset(self, task: Task) -> str:
+        return "Name it."
+
+    def put(
+        self, name: str, together: bool, schema: str, copy: int, json: str, model_config: str, func: int = 0
+    ) -> str:
+        """Say what was given."""
+        return f"{name} {together} {schema} {copy} {json} {model_config} {func}"
+
+    @reward
+    def always(self) -> float:
+        return 1.0
+
+
+async def test_the_arguments_of_a_tool_may_have_any_name() -> None:
+    environment = PlainEnvironment(Named)
+    await environment.open(TASK)
+    given = '{"name": "a", "together": true, "schema": "b", "copy": 3, "json": "c", "model_config": "d", "func": 4}'
+    outcome = await environment.call(call("put", given))
+    assert (outcome.text, outcome.failed) == ("a True b 3 c d 4", False)
+    await environment.close()
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "why"),
     [

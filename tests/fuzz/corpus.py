@@ -242,6 +242,7 @@ SWARM: dict[str, list[Tree]] = {
     "/end_episode": [
         {"client_uuid": CLIENT, **END, "declare_client_active": True},
         {"client_uuid": CLIENT, **END, "workflow_output": {**OUTPUT, "reward": [0.5, 1.0]}},
+        {"client_uuid": CLIENT, **END, "workflow_output": {**OUTPUT, "reward": {"0" * 32: 0.5, "1" * 32: 1.0}}},
     ],
     "/abort_episode": [{"client_uuid": CLIENT, "episode_uuid": "@other@"}],
     "/can_continue_episode": [{"client_uuid": CLIENT, "episode_uuid": "@episode@"}],
@@ -263,7 +264,10 @@ SWARM: dict[str, list[Tree]] = {
         },
         {"client_uuid": CLIENT, "claim_id": "d", "wait_s": 0.0, "sampler": "tinker://s-fuzz:train:0/sampler_weights/a"},
     ],
-    "/end_episodes": [{"client_uuid": CLIENT, "episodes": [END, {**END, "episode_uuid": "@other@"}]}],
+    "/end_episodes": [
+        {"client_uuid": CLIENT, "episodes": [END, {**END, "episode_uuid": "@other@"}]},
+        {"client_uuid": CLIENT, "episodes": [{**END, "workflow_output": {**OUTPUT, "reward": {"0" * 32: 0.5}}}]},
+    ],
     "/abort_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES, "infra": True, "detail": "d"}],
     "/touch_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
     "/claim_joint_episodes": [

@@ -317,7 +317,14 @@ def _environments() -> list[Decoder]:
         {"type": "state"},
         {"type": "close"},
     ]
-    return [Decoder("environment message", _plain(openenv.decode), (openenv.NotAMessage,), messages, to_json)]
+    requests: list[Tree] = [
+        {**call, "params": {"name": "add", "session_id": "s", "arguments": {}}},
+        {"jsonrpc": "2.0", "id": "a", "method": "openenv/session/create"},
+    ]
+    return [
+        Decoder("environment message", _plain(openenv.decode), (openenv.NotAMessage,), messages, to_json),
+        Decoder("environment request", _plain(openenv.decode_rpc), (openenv.NotARequest,), requests, to_json),
+    ]
 
 
 def _inflated(body: bytes) -> object:

@@ -157,7 +157,8 @@ class FuzzedHive:
             headers={"authorization": f"Bearer {credentials.api_key}"},
         )
         if answer.status_code == 200:
-            output = WorkflowOutput(reward=reward)
+            call = answer.json()["id"].removeprefix("chatcmpl-")
+            output = WorkflowOutput(reward={call: reward} if task.endswith("1") else reward)
             await client.end_episode(Task(task_id=task, main_query=""), credentials.episode_uuid, output)
 
     # ---- its health ----

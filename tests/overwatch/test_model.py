@@ -14,6 +14,7 @@ from bombus_overwatch.describe import GROUPS, EventGroup
 from bombus_overwatch.model import TAIL_KEPT, HiveView, fold
 from bombus_overwatch.screen import Screen, StageState, screen_data
 from bombus_overwatch.timeline import Timeline, replicate
+from tests.coordinator.joint_in_memory import BIG, SMALL, THIRD, JointHarness
 from tests.coordinator.steady_clients import Steady
 from tests.overwatch.story import ENGINE, SECOND, Story, chaos, failed, operating, rolling
 
@@ -183,6 +184,24 @@ def test_each_engine_is_shown_alone_with_the_events_of_the_hive() -> None:
     assert screen.engines == ("one", "two")
     assert screen.tail[0].text == "epoch 1 opened by coordinator-a"
     assert len(screen.tail) == len(other.events)
+
+
+def test_a_claim_of_joint_episodes_is_one_row_on_each_of_its_engines() -> None:
+    harness = JointHarness(BIG, SMALL, THIRD)
+    first, _ = harness.claim_jointly(BIG, SMALL, count=2, discard_timeout_s=60.0)
+    (single,) = harness.claim_on(BIG, "c2", discard_timeout_s=60.0)
+    harness.now_ns += 50 * SECOND
+    with harness.on(SMALL):
+        harness.call(first[SMALL])
+    view = folded(harness.log)
+    for engine, alone in ((BIG, [single]), (SMALL, []), (THIRD, [])):
+        rows = screen_data(view, harness.now_ns, engine).episodes
+        joint = [("2 on big+small", 2, 1)] if engine != THIRD else []
+        assert sorted((row.episode.episode, row.count, row.episode.calls) for row in rows) == sorted(
+            joint + [(name, 1, 0) for name in alone]
+        )
+    (row,) = screen_data(view, harness.now_ns, SMALL).episodes
+    assert row.near, "of its two joint episodes one has been idle all the time"
 
 
 def test_an_empty_log_can_be_shown() -> None:

@@ -80,6 +80,7 @@ class Client(Caller):
         self._mood = mood
         self._rewards = pick.choice(((0.0, 1.0), (0.0, 1.0, 0.5), (0.0, 1.0, float("nan"))))
         self._pace = pick.choice((2.0, 8.0))
+        self._by_call = random.Random(hash(pick.getstate()))  # nothing of `pick`: histories stay those of their seeds
 
     async def main(self) -> None:
         while True:
@@ -108,12 +109,14 @@ class Client(Caller):
         task = pick.choice(TASKS)
         results = []
         for episode in granted.episodes:
-            alive = await self._run_episode(episode, granted.run)
+            answered: list[str] = []
+            alive = await self._run_episode(episode, granted.run, answered)
             roll = pick.random()
             if not alive or roll < 0.05:
                 await self._abort(episode, infra=not alive)
             elif roll > 0.07 or not self._mood.meddling:  # otherwise it is forgotten and becomes idle
-                results.append(EpisodeResult(episode=episode, task=task, reward=pick.choice(self._rewards)))
+                reward = pick.choice(self._rewards)
+                results.append(self._result(EpisodeResult(episode=episode, task=task, reward=reward), answered))
         if pick.random() < 0.5:
             await self._end(results, granted.run)
         else:
@@ -123,25 +126,32 @@ class Client(Caller):
             vote = inbox.AgreeSync(id=self.fresh("vote"), engine=ENGINE, client=self.name)
             await self.request_until_answered("a vote", lambda gateway: gateway.command(vote))
 
+    def _result(self, result: EpisodeResult, answered: list[str]) -> EpisodeResult:
+        """Return the result, in which perhaps each answered call has a reward of its own."""
+        if not answered or self._by_call.random() < 0.7:
+            return result
+        rewards = {call: self._by_call.choice(self._rewards) for call in self._by_call.sample(answered, len(answered))}
+        return msgspec.structs.replace(result, reward=None, rewards_by_call=rewards)
+
     def _claim_id(self) -> str:
         """Return a new id, or one of a few that clash with the client's earlier claims."""
         if self._pick.random() < 0.15:
             return f"{self.name}-claim-again-{self._pick.randint(1, 8)}"
         return f"{self.fresh('claim')}-{self.lives}"
 
-    async def _run_episode(self, episode: str, run: int) -> bool:
-        """Make a few calls. Return False when one failed."""
+    async def _run_episode(self, episode: str, run: int, answered: list[str]) -> bool:
+        """Make a few calls, and add those that are answered. Return False when one failed."""
         pick = self._pick
         for _ in range(pick.choice((0, 1, 1, 2, 3))):
-            if not await self._call(episode, run):
+            if not await self._call(episode, run, answered):
                 return False
         if pick.random() < 0.1:
-            self.spawn(self._call(episode, run))  # still running when the episode ends
+            self.spawn(self._call(episode, run, answered))  # still running when the episode ends
         if pick.random() < 0.1:
             await self.request_until_answered("a heartbeat", lambda gateway: _touched(gateway, episode))
         return True
 
-    async def _call(self, episode: str, run: int) -> bool:
+    async def _call(self, episode: str, run: int, answered: list[str]) -> bool:
         request = self.fresh("request")
         cut_off = self._pick.random() < 0.05
         for attempt in range(CALL_ATTEMPTS):
@@ -155,6 +165,7 @@ class Client(Caller):
                 pass
             else:
                 if not cut_off:
+                    answered.append(call)
                     self._referee.acknowledged_call(episode, call)
                 return True
             await self.sleep(self._pick.random() * 0.3)
@@ -168,7 +179,8 @@ class Client(Caller):
         command = inbox.End(id=self.fresh("end"), engine=ENGINE, client=self.name, results=tuple(results))
         answer = await self.request_until_answered(f"{command.id}", lambda gateway: gateway.command(command))
         if isinstance(answer, Refused) and answer.code == Code.BAD_REWARD:
-            await self._end([msgspec.structs.replace(result, reward=0.0) for result in results], run)
+            plain = [msgspec.structs.replace(result, reward=0.0, rewards_by_call=None) for result in results]
+            await self._end(plain, run)
             return
         if not isinstance(answer, Done):
             return
@@ -179,7 +191,7 @@ class Client(Caller):
             same_run = self._referee.hive.engine(ENGINE).run == run
             assert isinstance(again, Done) or not same_run, f"{command.id} was accepted; when repeated: {again}"
         if self._pick.random() < 0.05:
-            await self._call(results[0].episode, run)  # too late
+            await self._call(results[0].episode, run, [])  # too late
 
     async def _abort(self, episode: str, infra: bool) -> None:
         command = inbox.Abort(id=self.fresh("abort"), engine=ENGINE, client=self.name, episodes=(episode,), infra=infra)

@@ -77,6 +77,7 @@ class Referee:
         self.saved: list[ev.StepCompleted] = []  # the run's newest two steps with a checkpoint, oldest first
         self.lacking: list[ev.BatchReady] = []  # what the older of them lacks, or the model as loaded
         self.ended: dict[str, bytes] = {}  # episode: digest of the outcome that is on the log
+        self.rewards_by_call: dict[bytes, dict[str, float]] = {}  # by the digests of the reports that gave them
         self.training: set[str] = set()  # ended training episodes
         self.batched: set[str] = set()
         self.gone: set[str] = set()  # dropped from the pool, or with their run
@@ -251,9 +252,15 @@ class Referee:
         for outcome in event.outcomes:
             assert outcome.episode in engine.open, "only an open episode ends"
             assert outcome.episode not in self.ended
-            calls = {ref.id for ref in ended_calls(outcome, engine.open[outcome.episode])}
-            missing = self.sealed.get(outcome.episode, frozenset()) - calls
+            calls = [ref.id for ref in ended_calls(outcome, engine.open[outcome.episode])]
+            missing = self.sealed.get(outcome.episode, frozenset()).difference(calls)
             assert not missing, f"acknowledged calls {sorted(missing)} are not in episode {outcome.episode}"
+            if given := self.rewards_by_call.get(outcome.digest):
+                rewards = tuple(given[call] for call in calls)
+                assert outcome.call_rewards == rewards, (
+                    f"{outcome.episode} has not the rewards of its calls in their order"
+                )
+                self.seen["rewarded by call"] += len(calls) > 1
             self.ended[outcome.episode] = outcome.digest
             if event.type == EpisodeType.TRAIN:
                 self.training.add(outcome.episode)
@@ -268,7 +275,7 @@ class Referee:
         self.batched |= set(episodes)
         self.batches[batch.run, batch.step] = batch
         self.lacking.append(batch)
-        check_as_asked(batch, engine.collection)
+        check_as_asked(batch, engine)
         self._check_ages(batch, engine)
 
     def _check_ages(self, batch: ev.BatchReady, engine: EngineState) -> None:
@@ -369,6 +376,8 @@ class Referee:
     def ends(self, result: inbox.EpisodeResult) -> None:
         """Note that a client is about to send this: every call acknowledged before belongs to the episode."""
         self.sealed.setdefault(result.episode, frozenset(self.acknowledged_calls.get(result.episode, ())))
+        if result.rewards_by_call is not None:
+            self.rewards_by_call[outcome_digest(result)] = result.rewards_by_call
 
     def acknowledged_end(self, result: inbox.EpisodeResult) -> None:
         outcome = outcome_digest(result)

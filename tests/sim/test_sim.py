@@ -20,6 +20,7 @@ OPERATING_SEEDS = range(OPERATING - 1, 100 * OPERATING, OPERATING)  # those of h
 JOINT_SEEDS = range(JOINT, 100 * OPERATING, OPERATING)  # those of hives with joint episodes
 # Fault rates that find a variant which the usual ones find only in one of thousands of seeds.
 RATES = {
+    Variant.STEPS_PURGED: {Fault.LOST_CHECKPOINT: 0.3, Fault.KILL: 0.3},
     Variant.SWEPT_ALL: {Fault.SLOW: 0.2, Fault.ZOMBIE: 0.3},
     Variant.OLD_EXECUTOR: {Fault.ZOMBIE: 0.3, Fault.BROKEN_STEP: 0.3, Fault.LATE: 0.1, Fault.STOP: 0.3},
 }
@@ -50,6 +51,7 @@ def test_a_thousand_hives_keep_every_guarantee_through_crashes_partitions_and_cl
     assert seen["answered again"] > SEEDS / 2
     assert seen["calls acknowledged"] > 10 * SEEDS
     assert seen["ends acknowledged"] > 5 * SEEDS
+    assert seen["rewarded by call"] > SEEDS / 2, "episodes of several calls"
     assert seen["calls purged"] > SEEDS / 2
     assert seen["steps made again to the bytes on the log"] > SEEDS / 10, "some checkpoints are some steps apart"
     assert seen["checkpoints passed over"] > 0

@@ -14,13 +14,13 @@ from bombus.bus import Bus
 from bombus.cli import main
 from bombus.environments.rollout import Rollout
 from bombus.hive.events import AbortReason
-from bombus.hive.generation import Generate
+from bombus.hive.generation import Finished, Generate
 from bombus.hive.state import Phase
 from bombus.hive.status import render_status
 from bombus.sdk.errors import SwarmError
 from bombus.tasks.evaluating import EvalSchedule, EvalScore, EvalSet, Evaluation, wait_until_due
 from tests.environments.worlds import Counter
-from tests.gateway.openai_hive import GatewayHive, Send, gateway_hive, says
+from tests.gateway.openai_hive import GatewayHive, Send, frame_of, gateway_hive, says, tokens_of
 from tests.rollout.test_cli import bombus, ended
 from tests.rollout.test_rollout import train
 
@@ -54,7 +54,7 @@ class Echo:
 @pytest.fixture
 async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
     async with gateway_hive(bus, JOB) as served:
-        served.replica.otherwise = says("done")
+        served.replica.otherwise = newest(served)
         yield served
 
 
@@ -78,13 +78,30 @@ def counting(name: str, goals: int = 2) -> EvalSet:
     return EvalSet(name=name, tasks=tasks, rollout=Rollout(Counter))
 
 
+def newest(served: GatewayHive) -> Callable[[Generate, Send], Any]:
+    """Return a script that answers with the engine's newest policy version."""
+
+    async def script(request: Generate, send: Send) -> None:
+        await says("done", version=served.engine.version)(request, send)
+
+    return script
+
+
+async def changes_meanwhile(request: Generate, send: Send) -> None:
+    """Answer as a replica does that loads version 1 in the middle of an answer."""
+    first, *rest = tokens_of("done")
+    await send(frame_of([first], version=0))
+    await send(frame_of(rest, version=1))
+    await send(Finished(choice=0, reason="stop"))
+
+
 def held(asked: asyncio.Event, go: asyncio.Event) -> Callable[[Generate, Send], Any]:
     """Return a script that says that it was asked, and answers when it may."""
 
     async def script(request: Generate, send: Send) -> None:
         asked.set()
         await go.wait()
-        await says("done")(request, send)
+        await says("done")(request, send)  # of version 0
 
     return script
 
@@ -142,6 +159,30 @@ async def test_episodes_that_are_claimed_together_play_one_version_and_the_next_
     assert evaluation.versions == list(counted)
     await served.until(lambda engine: {version: each.episodes for version, each in engine.evals.items()} == counted)
     assert [score.version for score in told] == [version for version in counted for _ in range(counted[version])]
+
+
+async def test_an_episode_that_several_versions_have_sampled_is_in_the_mean_of_none(
+    served: GatewayHive, client: AsyncSwarmClient, folder: Path
+) -> None:
+    told: list[EvalScore] = []
+    served.replica.scripts += [says("done", version=0), changes_meanwhile, says("done", version=1)]
+    await Evaluation(client, told.append, at_once=1).play([counting("one", goals=3)])
+    assert [(score.version, score.versions, score.reward) for score in told] == [
+        (0, (0,), 1.5),
+        (None, (0, 1), -0.5),
+        (1, (1,), -0.5),
+    ]
+    await served.until(lambda engine: sorted(engine.evals) == [0, 1] and engine.evals[1].episodes == 1)
+    counted = served.engine.evals[0].data_sets["one"]
+    assert (counted.episodes, counted.mean, counted.mixed.episodes, counted.mixed.mean) == (1, 1.5, 1, -0.5)
+    served.replica.scripts += [says("done", version=0), changes_meanwhile]
+    code, printed, errors = await ended(await bombus(folder, *typed(served, "--at-once", "1")))
+    assert code == 0, errors
+    rows = [line.split() for line in printed.splitlines() if line.startswith("held_out, version")]
+    assert [row[1:-6] for row in rows] == [
+        ["version", "0", "1", "2.000"],
+        ["versions", "0", "to", "1", "together", "1", "4.000"],
+    ]
 
 
 async def test_what_the_environment_has_lost_is_aborted_as_infrastructure_and_has_no_reward(

@@ -7,7 +7,16 @@ from enum import StrEnum
 from bombus.hive.describe import line_of
 from bombus.hive.events import HIVE, RunKind
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.status import EngineStatus, ModelStatus, OpenEpisode, engine_status, one_line, seconds_between
+from bombus.hive.status import (
+    EngineStatus,
+    JointClaimStatus,
+    ModelStatus,
+    OpenEpisode,
+    engine_status,
+    joint_claims,
+    one_line,
+    seconds_between,
+)
 from bombus.hive.tenants.state import mean_loss
 from bombus_overwatch.describe import EventGroup, tone_of
 from bombus_overwatch.model import SECOND, EngineHistory, HiveView, LoggedEvent, ModelHistory, SecondCounts
@@ -42,8 +51,11 @@ class StageRow:
 
 @dataclass(frozen=True)
 class EpisodeRow:
+    """An open episode, or a claim of joint ones: then `episode` has the sums over their engines, which it names."""
+
     episode: OpenEpisode
     used: float  # of its idle limit: 1.0 is the limit
+    count: int = 1  # of the engine's episodes
 
     @property
     def near(self) -> bool:
@@ -173,7 +185,7 @@ def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup
         engine=chosen,
         status=status if chosen else None,
         stages=_stages(state, history, now_ns),
-        episodes=tuple(_episode_row(episode) for episode in status.open_episodes),
+        episodes=_episodes(view, status, now_ns),
         models=_models(status, history, now_ns),
         rewards=_rewards(state, history),
         training=_training(state, status, history, now_ns),
@@ -185,8 +197,32 @@ def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup
     )
 
 
-def _episode_row(episode: OpenEpisode) -> EpisodeRow:
-    return EpisodeRow(episode, episode.idle_s / episode.limit_s if episode.limit_s > 0 else 0.0)
+def _episodes(view: HiveView, status: EngineStatus, now_ns: int) -> tuple[EpisodeRow, ...]:
+    """Return a row for each open episode of an engine, and one for each claim of joint ones, the longest idle first."""
+    rows = [_episode_row(episode) for episode in status.open_episodes if not episode.partners]
+    claims = joint_claims(view.hive, now_ns) if len(rows) < len(status.open_episodes) else ()
+    rows += [_joint_row(claim) for claim in claims if status.engine in claim.engines]
+    return tuple(sorted(rows, key=lambda row: (-row.episode.idle_s, row.episode.episode)))
+
+
+def _joint_row(claim: JointClaimStatus) -> EpisodeRow:
+    episode = OpenEpisode(
+        episode=f"{len(claim.episodes)} on {'+'.join(claim.engines)}",
+        client=claim.client,
+        type=claim.type,
+        task=claim.task,
+        version=-1,  # each engine has its own
+        calls=claim.calls,
+        completion_tokens=claim.completion_tokens,
+        idle_s=claim.idle_s,
+        limit_s=claim.limit_s,
+        owner=claim.owner,
+    )
+    return _episode_row(episode, len(claim.episodes))
+
+
+def _episode_row(episode: OpenEpisode, count: int = 1) -> EpisodeRow:
+    return EpisodeRow(episode, episode.idle_s / episode.limit_s if episode.limit_s > 0 else 0.0, count)
 
 
 def _stages(engine: EngineState, history: EngineHistory, now_ns: int) -> tuple[StageRow, ...]:
@@ -210,14 +246,15 @@ def _rewards(engine: EngineState, history: EngineHistory) -> RewardCurves:
     current = history.samplers_seen if by_sampler else engine.version
     now = history.rewards.get(current)
     done = ((version, stats.mean) for version, stats in history.rewards.items() if version < current)
-    newest = engine.evals[max(engine.evals)].data_sets if engine.evals else {}
+    held_out = {version: stats for version, stats in sorted(engine.evals.items()) if stats.episodes}
+    newest = held_out[max(held_out)].data_sets if held_out else {}
     return RewardCurves(
         train=tuple(sorted(done)),
-        held_out=tuple((version, stats.mean) for version, stats in sorted(engine.evals.items())),
+        held_out=tuple((version, stats.mean) for version, stats in held_out.items()),
         now_mean=now.mean if now else None,
         now_episodes=now.episodes if now else 0,
         by_sampler=by_sampler,
-        data_sets=tuple((one_line(name), stats.mean) for name, stats in sorted(newest.items())),
+        data_sets=tuple((one_line(name), stats.mean) for name, stats in sorted(newest.items()) if stats.episodes),
     )
 
 

@@ -229,8 +229,8 @@ class EpisodesPanel(Panel):
     """Shows running episodes, the longest idle first."""
 
     def retitle(self, screen: Screen) -> None:
-        near = sum(row.near for row in screen.episodes)
-        self.border_title = f"Running episodes {len(screen.episodes):,}"
+        near = sum(row.count for row in screen.episodes if row.near)
+        self.border_title = f"Running episodes {sum(row.count for row in screen.episodes):,}"
         self.border_subtitle = f"{near} near their idle limit" if near else ""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
@@ -241,7 +241,8 @@ class EpisodesPanel(Panel):
         fits = height - 1 if len(screen.episodes) < height else height - 2
         rows += [self._row(row, columns) for row in screen.episodes[:fits]]
         if len(screen.episodes) > fits:
-            rows.append(Text(f"  and {len(screen.episodes) - fits:,} more", pal.QUIET))
+            left = sum(row.count for row in screen.episodes[fits:])
+            rows.append(Text(f"  and {left:,} more", pal.QUIET))
         return rows
 
     def _row(self, row: EpisodeRow, columns: "_Columns") -> Text:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import ssl
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -23,6 +24,7 @@ TOO_LONG_WORDS = ("maximum context length", "context length is")  # of servers t
 ROLE_HEADER = "x-bombus-role"
 TOTAL_TOKENS_HEADER = "x-bombus-total-tokens"
 RETRY_HEADER = "x-stainless-retry-count"  # by which a hive knows a retry, and repeats the answer that it has recorded
+POLICY_VERSIONS = re.compile(r"bombus-(\d{1,9})(?:-(\d{1,9}))?")
 ECHOED = ("role", "content", "tool_calls", "reasoning_content", "reasoning")
 
 
@@ -48,6 +50,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     call: str
+    versions: tuple[int, ...] = ()  # the oldest and the newest policy version that sampled it, where a hive says so
 
     @property
     def is_cut(self) -> bool:
@@ -71,6 +74,7 @@ class ChatModel:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.model = model
+        self.versions: set[int] = set()  # of the policies that have sampled the answers so far, where a hive says so
         self._sampling = dict(sampling or {})
         url = httpx.URL(base_url)
         self._http = httpx.AsyncClient(
@@ -133,7 +137,9 @@ class ChatModel:
                 last[0] = f"{self._http.base_url}: {in_one_line(error)}"
             else:
                 if response.status_code < 400:
-                    return answer_of(response.content)
+                    answer = answer_of(response.content)
+                    self.versions.update(answer.versions)
+                    return answer
                 why = _why(response)
                 if response.status_code not in RETRIED:
                     raise ModelRefused(*why)
@@ -164,6 +170,7 @@ class _Body(msgspec.Struct):
     choices: list[_Choice]
     id: str = ""
     usage: _Usage | None = None
+    system_fingerprint: str | None = None
 
 
 def answer_of(body: bytes) -> ChatAnswer:
@@ -192,7 +199,14 @@ def answer_of(body: bytes) -> ChatAnswer:
         prompt_tokens=found.usage.prompt_tokens,
         completion_tokens=found.usage.completion_tokens,
         call=found.id.removeprefix("chatcmpl-"),
+        versions=_versions(found.system_fingerprint or ""),
     )
+
+
+def _versions(fingerprint: str) -> tuple[int, ...]:
+    """Return the policy versions that a hive names, none for what other servers say of themselves."""
+    named = POLICY_VERSIONS.fullmatch(fingerprint)
+    return tuple(int(number) for number in named.groups() if number) if named else ()
 
 
 def _tool_calls(message: MessageDict) -> tuple[ToolCall, ...]:

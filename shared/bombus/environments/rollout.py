@@ -54,12 +54,14 @@ class RolloutResult(msgspec.Struct, kw_only=True):
     """How a rollout went. One that was aborted has an `error` and no scores.
 
     `calls` has the reward of each call where the class has agents of its own, in the order of their answers.
+    `versions` are the policy versions that have sampled the answers, oldest first, where a hive says so.
     """
 
     transcript: Transcript
     scores: RolloutScores | None = None
     error: InfraError | None = None
     calls: tuple[RewardedCall, ...] = ()
+    versions: tuple[int, ...] = ()
 
     @property
     def status(self) -> RolloutStatus:
@@ -145,20 +147,23 @@ class Rollout:
         self, task: Task, credentials: Credentials, environment: AgentEnvironment | None = None
     ) -> RolloutResult:
         """Play one episode, and return all that is known of it. An `environment` that is given is not closed."""
-        return await self._played(task, environment, credentials, {})
+        model = self._model(credentials)
+        result = await self._played(task, environment, model, {})
+        return msgspec.structs.replace(result, versions=tuple(sorted(model.versions)))
 
     async def _played(
         self,
         task: Task,
         environment: AgentEnvironment | None,
-        credentials: Credentials | None,
+        model: ChatModel | None,
         roles: Mapping[str, Credentials],
     ) -> RolloutResult:
         transcript = Transcript()
         try:
             async with AsyncExitStack() as stack:
+                if model is not None:
+                    await stack.enter_async_context(model)
                 world = await stack.enter_async_context(self._environment(environment))
-                model = await stack.enter_async_context(self._model(credentials)) if credentials is not None else None
                 models = {role: await stack.enter_async_context(self._model(one)) for role, one in roles.items()}
                 if isinstance(world, PlainEnvironment) and world.world.has_play:
                     return await self._play(world, lambda role: models.get(role, model), task, transcript)

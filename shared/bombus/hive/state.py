@@ -21,7 +21,7 @@ from bombus.hive.tenants.state import Tenants
 from bombus.hive.trajectories import state as scored
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 7  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 8  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -135,16 +135,19 @@ class RewardStats(msgspec.Struct):
         self.successes += bool(outcome.is_success)
 
 
-class DataSetStats(RewardStats):
-    """Those of one data set. Some tokens of `newer` episodes are of a later version than that of their claim."""
+class EvalFigures(RewardStats):
+    """Evaluation episodes of which one policy version has sampled every token.
 
-    newer: int = 0
+    `mixed` has those that were claimed at that version and have tokens of several: no mean is over both.
+    """
+
+    mixed: RewardStats = msgspec.field(default_factory=RewardStats)
 
 
-class EvalStats(RewardStats):
-    """Evaluation episodes that were claimed at one policy version, in all and by the data set that they name."""
+class EvalStats(EvalFigures):
+    """The evaluation of one policy version, in all and by the data sets that its episodes name."""
 
-    data_sets: dict[str, DataSetStats] = {}
+    data_sets: dict[str, EvalFigures] = {}
 
 
 class Counters(msgspec.Struct):
@@ -690,10 +693,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
     for outcome in event.outcomes:
         episode = _close(engine, outcome.episode, Closed(event.client, outcome.digest))
         if is_eval and (episode is None or episode.sampler is None):
-            stats = engine.evals.setdefault(event.version, EvalStats())
-            stats.add(outcome)
-            _count_in_data_set(stats, event.version, outcome, episode)
-            trim(engine.evals, EVALS_KEPT)
+            _count_evaluation(engine, event.version, outcome, episode)
         if is_eval:
             continue
         before = _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
@@ -717,15 +717,22 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
         engine.pool_bytes += size
 
 
-def _count_in_data_set(stats: EvalStats, version: int, outcome: ev.Outcome, episode: Episode | None) -> None:
-    """Count an evaluation episode for its data set. Those of too many data sets are in the sum of all alone."""
-    name = outcome.data_set
-    if not name or (name not in stats.data_sets and len(stats.data_sets) >= DATA_SETS_MAX):
-        return
-    counted = stats.data_sets.setdefault(name, DataSetStats())
-    counted.add(outcome)
+def _count_evaluation(engine: EngineState, claimed: int, outcome: ev.Outcome, episode: Episode | None) -> None:
+    """Count an evaluation episode for the version that has sampled it, one without calls for that of its claim.
+
+    Those of too many data sets are in the sums of their version alone.
+    """
     calls = () if episode is None else episode.complete_calls()
-    counted.newer += any(call.newest > version for call in calls)
+    oldest = min((call.oldest for call in calls), default=claimed)
+    is_mixed = any(call.newest > oldest for call in calls)
+    stats = engine.evals.setdefault(claimed if is_mixed else oldest, EvalStats())
+    counted: list[EvalFigures] = [stats]
+    name = outcome.data_set
+    if name and (name in stats.data_sets or len(stats.data_sets) < DATA_SETS_MAX):
+        counted.append(stats.data_sets.setdefault(name, EvalFigures()))
+    for figures in counted:
+        (figures.mixed if is_mixed else figures).add(outcome)
+    trim(engine.evals, EVALS_KEPT)
 
 
 def _note_reward(engine: EngineState, client: str, at_ns: int) -> None:

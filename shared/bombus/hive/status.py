@@ -11,7 +11,7 @@ from bombus.hive.checkpoints import where_begun
 from bombus.hive.collection import Measure, measures
 from bombus.hive.events import AdapterShape, ConversationFormat, EpisodeType, Method, RunKind, TrainerStalled
 from bombus.hive.pacing import Pace, last_chances, pace
-from bombus.hive.state import EngineState, Episode, EvalStats, Hive, Phase, Replica
+from bombus.hive.state import EngineState, Episode, EvalStats, Hive, Phase, Replica, engine_of
 from bombus.hive.tenants.state import TenantModel, mean_loss
 from bombus.hive.trajectories.status import ScoredStatus, scored_lines, scored_status
 
@@ -36,6 +36,26 @@ class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     limit_s: float
     owner: str = ""  # the name of its client's key
+    partners: tuple[str, ...] = ()  # the other episodes of its joint episode, on other engines
+
+
+class JointClaimStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A claim of joint episodes, those that are open: `episodes` has the names of each, in the order of `engines`.
+
+    The figures are those of all their engines. `idle_s` is that of the joint episode that is idle longest, and counts
+    from the last recorded call of any of its parts: activity of one is activity of all.
+    """
+
+    engines: tuple[str, ...]
+    episodes: tuple[tuple[str, ...], ...]
+    client: str
+    type: EpisodeType
+    task: str
+    calls: int
+    completion_tokens: int
+    idle_s: float
+    limit_s: float
+    owner: str = ""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,22 +95,29 @@ class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DataSetStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """`newer` episodes have tokens of a later version than that of their claim."""
+    """Evaluation on one data set. `mixed` episodes are in none of the other figures: see `EvalStatus`."""
 
     data_set: str
     episodes: int
     mean_reward: float
     success_rate: float
-    newer: int
+    mixed: int
+    mixed_mean_reward: float
 
 
 class EvalStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Evaluation at one policy version. `data_sets` are those that clients have named, which need not be all."""
+    """Evaluation of one policy version, which has sampled every token of `episodes`.
+
+    `mixed` episodes were claimed at this version, and have tokens of later ones too. `data_sets` are those that
+    clients have named, which need not be all.
+    """
 
     version: int
     episodes: int
     mean_reward: float
     success_rate: float
+    mixed: int = 0
+    mixed_mean_reward: float = 0.0
     data_sets: tuple[DataSetStatus, ...] = ()
 
 
@@ -162,6 +189,7 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     now_ns: int
     engines: tuple[EngineStatus, ...]
+    joint: tuple[JointClaimStatus, ...] = ()  # the longest idle first
     refusing: str = ""  # why no new work is taken
     set_aside: tuple[str, ...] = ()  # the newest messages that could not be decided: a fault of bombus
     uncompacted: str = ""  # why the log is longer than it should be
@@ -282,6 +310,38 @@ def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
         idle_s=seconds_between(max(episode.claimed_ns, episode.last_call_ns), now_ns),
         limit_s=episode.discard_timeout_s,
         owner=episode.owner,
+        partners=tuple(name for _, name in sorted(episode.partners.items())),
+    )
+
+
+def joint_claims(hive: Hive, now_ns: int) -> tuple[JointClaimStatus, ...]:
+    """Return the claims of open joint episodes, the longest idle first."""
+    found: dict[tuple[str, tuple[str, ...]], list[list[Episode]]] = {}
+    for name, engine in sorted(hive.engines.items()):
+        for episode in engine.open.values():
+            if episode.partners and name < min(episode.partners):  # each is found once, at its first engine
+                parts = [episode, *sorted(hive.partners(episode), key=lambda part: engine_of(part.id))]
+                engines = tuple(engine_of(part.id) for part in parts)
+                found.setdefault((episode.claim, engines), []).append(parts)
+    rows = (_joint_claim(engines, episodes, now_ns) for (_, engines), episodes in found.items())
+    return tuple(sorted(rows, key=lambda row: (-row.idle_s, row.episodes)))
+
+
+def _joint_claim(engines: tuple[str, ...], episodes: list[list[Episode]], now_ns: int) -> JointClaimStatus:
+    first = episodes[0][0]
+    active_ns = [max(max(part.claimed_ns, part.last_call_ns) for part in parts) for parts in episodes]
+    calls = [call for parts in episodes for part in parts for call in part.calls]
+    return JointClaimStatus(
+        engines=engines,
+        episodes=tuple(tuple(part.id for part in parts) for parts in episodes),
+        client=first.client,
+        type=first.type,
+        task=first.task_hint,
+        calls=len(calls),
+        completion_tokens=sum(call.completion_tokens for call in calls),
+        idle_s=seconds_between(min(active_ns), now_ns),
+        limit_s=first.discard_timeout_s,
+        owner=first.owner,
     )
 
 
@@ -405,6 +465,8 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
                 episodes=stats.episodes,
                 mean_reward=stats.mean,
                 success_rate=stats.success_rate,
+                mixed=stats.mixed.episodes,
+                mixed_mean_reward=stats.mixed.mean,
                 data_sets=_data_sets(stats),
             )
             for version, stats in sorted(engine.evals.items())
@@ -428,6 +490,7 @@ def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
         epoch=hive.epoch,
         now_ns=now_ns,
         engines=tuple(engines),
+        joint=joint_claims(hive, now_ns),
         refusing=hive.refusing_groups,
         set_aside=aside,
         uncompacted=hive.uncompacted,
@@ -491,10 +554,14 @@ def _pace_lines(now: Pace | None) -> list[str]:
     return [f"  ahead of training: {ahead}{', new episodes wait' if now.waits else ''}"]
 
 
-def _episode_lines(episodes: tuple[OpenEpisode, ...]) -> list[str]:
+def _episode_lines(running: tuple[OpenEpisode, ...]) -> list[str]:
+    """Return a line for each episode but those of joint ones, which have one for all of their engines."""
+    episodes = [row for row in running if not row.partners]
+    joint = len(running) - len(episodes)
+    lines = [f"  {joint} of them are parts of joint episodes, which are listed below"] if joint else []
     if not episodes:
-        return []
-    lines = [f"  {'episode':<20} {'client':<16} {'type':<5} {'calls':>5} {'idle s':>8} {'limit s':>8}"]
+        return lines
+    lines.append(f"  {'episode':<20} {'client':<16} {'type':<5} {'calls':>5} {'idle s':>8} {'limit s':>8}")
     for row in episodes[:EPISODES_SHOWN]:
         lines.append(
             f"  {one_line(row.episode):<20} {one_line(row.owner or row.client)[:16]:<16} {row.type:<5} {row.calls:>5} "
@@ -502,6 +569,24 @@ def _episode_lines(episodes: tuple[OpenEpisode, ...]) -> list[str]:
         )
     if len(episodes) > EPISODES_SHOWN:
         lines.append(f"  and {len(episodes) - EPISODES_SHOWN} more")
+    return lines
+
+
+def _joint_lines(claims: Sequence[JointClaimStatus]) -> list[str]:
+    """Return a line for each claim of joint episodes."""
+    if not claims:
+        return []
+    count = _counted(sum(len(row.episodes) for row in claims), "joint episode")
+    lines = [f"{count} of {_counted(len(claims), 'claim')}:"]
+    head = f"{'engines':<20} {'client':<16} {'type':<5} {'joint':>5} {'calls':>5} {'idle s':>8} {'limit s':>8}"
+    lines.append(f"  {head}")
+    for row in claims[:EPISODES_SHOWN]:
+        lines.append(
+            f"  {' + '.join(row.engines):<20} {one_line(row.owner or row.client)[:16]:<16} {row.type:<5} "
+            f"{len(row.episodes):>5} {row.calls:>5} {row.idle_s:>8.1f} {row.limit_s:>8.0f}"
+        )
+    if len(claims) > EPISODES_SHOWN:
+        lines.append(f"  and {len(claims) - EPISODES_SHOWN} more claims")
     return lines
 
 
@@ -609,8 +694,8 @@ def _training_lines(status: EngineStatus, now_ns: int) -> list[str]:
     if status.evals:
         lines.append("held-out reward by policy version:")
         for row in status.evals[-EVALS_SHOWN:]:
-            lines.append(f"  {row.version:>5}  {row.mean_reward:.3f}  ({row.episodes} episodes)")
-            lines += [f"         {_data_set_line(each)}" for each in row.data_sets]
+            lines.append(f"  {row.version:>5}  {_eval_figures(row)}")
+            lines += [f"         {_eval_figures(each, one_line(each.data_set))}" for each in row.data_sets]
     return lines
 
 
@@ -621,15 +706,19 @@ def _data_sets(stats: EvalStats) -> tuple[DataSetStatus, ...]:
             episodes=each.episodes,
             mean_reward=each.mean,
             success_rate=each.success_rate,
-            newer=each.newer,
+            mixed=each.mixed.episodes,
+            mixed_mean_reward=each.mixed.mean,
         )
         for name, each in sorted(stats.data_sets.items())
     )
 
 
-def _data_set_line(row: DataSetStatus) -> str:
-    newer = f", {row.newer} of them partly by a later version" if row.newer else ""
-    return f"{row.mean_reward:.3f}  {one_line(row.data_set)} ({row.episodes} episodes{newer})"
+def _eval_figures(row: EvalStatus | DataSetStatus, name: str = "") -> str:
+    """Return the mean of what one version has sampled alone, and beside it that of what several have."""
+    mean = f"{row.mean_reward:.3f}" if row.episodes else "-"
+    mixed = f"; {row.mixed} partly by a later version: {row.mixed_mean_reward:.3f}" if row.mixed else ""
+    named = f"{name} " if name else ""
+    return f"{mean:<5}  {named}({row.episodes} episodes{mixed})"
 
 
 def _indented_line(text: str) -> str:
@@ -662,4 +751,7 @@ def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> st
     ]
     if status.uncompacted:
         alarms.append(f"warning: the log could not be compacted: {one_line(status.uncompacted)}\n")
-    return "\n\n".join(_engine_text(row, status.now_ns) for row in chosen) + "\n" + "".join(alarms)
+    parts = [_engine_text(row, status.now_ns) for row in chosen]
+    if joint := _joint_lines([row for row in status.joint if engine in ("", *row.engines)]):
+        parts.append("\n".join(joint))
+    return "\n\n".join(parts) + "\n" + "".join(alarms)

@@ -24,9 +24,14 @@ EPISODE_S_MAX = 86_400.0  # of an episode that waits for its turn; the hive ends
 
 
 class EvalScore(EpisodeScore, frozen=True, kw_only=True):
-    """How an evaluation episode went. `version` is the policy version at its claim."""
+    """How an evaluation episode went.
 
-    version: int
+    `version` is the policy version that has sampled all of it, None where `versions` are several. For an episode
+    without an answer it is that of its claim.
+    """
+
+    version: int | None
+    versions: tuple[int, ...]
 
 
 class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,9 +51,10 @@ class _EvalEpisode(msgspec.Struct, frozen=True):
 class Evaluation:
     """Plays data sets once. `told` hears of each episode that is over.
 
-    Episodes that are claimed together, `claim` of them, play one version: the hive's next batch waits for them. So
-    `versions` has one, unless the engine goes on between two claims. Raises the client's errors, and `ServerFailed`
-    where nothing works.
+    Episodes that are claimed together, `claim` of them, play one version in a synchronous run: the hive's next batch
+    waits for them. So `versions`, those of the claims, has one unless the engine goes on between two claims. In an
+    asynchronous run nothing waits, and each score names what has sampled it. Raises the client's errors, and
+    `ServerFailed` where nothing works.
     """
 
     def __init__(
@@ -98,9 +104,9 @@ class Evaluation:
         began = time.monotonic()
         task = episode.task
         result = await episode.rollout.play(task, credentials)
-        score = _of_version(
+        score = _of_versions(
             score_of_rollout(task.data_set, task, episode.number, result, time.monotonic() - began),
-            _version_of(credentials),
+            result.versions or (_version_of(credentials),),
         )
         if result.error is not None:
             await self._client.abort_episode(credentials.episode_uuid, infra=True, detail=score.error)
@@ -181,5 +187,6 @@ def _version_of(credentials: Credentials) -> int:
     return credentials.policy_version
 
 
-def _of_version(score: EpisodeScore, version: int) -> EvalScore:
-    return EvalScore(**msgspec.structs.asdict(score), version=version)
+def _of_versions(score: EpisodeScore, versions: tuple[int, ...]) -> EvalScore:
+    version = versions[0] if len(versions) == 1 else None
+    return EvalScore(**msgspec.structs.asdict(score), version=version, versions=versions)

@@ -1,14 +1,16 @@
-"""MiniStack as the backend of worlds: eight simulators of AWS beside each other."""
+"""MiniStack as the backend of worlds: simulators of AWS beside each other, and their server with OpenEnv's client."""
 
 import asyncio
 
 import httpx
 import pytest
+from openenv.core.generic_client import GenericEnvClient
 
 from bombus.environments.backends.kinds import Backend
 from bombus.environments.backends.pool import BackendPool
 from bombus.environments.backends.process import ministack
 from bombus.environments.kinds import EnvironmentsBusy
+from tests.environments.serving.served import ServerProcess
 
 
 async def buckets(backend: Backend) -> str:
@@ -36,3 +38,26 @@ async def test_eight_sessions_plant_the_same_bucket_and_do_not_meet() -> None:
             await pool.take("ninth")
         await pool.give_back("s3")
         assert "same-bucket" not in await buckets(await pool.take("ninth"))
+
+
+async def test_openenvs_client_plays_in_an_account_of_its_own_at_a_server_of_ours() -> None:
+    bucket = "tests.environments.outside.buckets:Bucket"
+    async with ServerProcess("--backend", "ministack", "--slots", "2", path=bucket) as server:
+
+        async def play(name: str) -> None:
+            async with GenericEnvClient(base_url=server.url) as client:
+                for _ in range(2):
+                    await client.reset(task={"metadata": {"name": name}})
+                    put = await client.step({"tool": "put", "arguments": {"name": f"other-{name}", "text": "x"}})
+                    assert put.observation["text"].count("<Key>") == 1, "nothing of another session or episode"
+                    await client.step({"tool": "put", "arguments": {"name": name, "text": "x"}})
+                    ended = await client.step({"message": "It is there."})
+                    assert (ended.done, ended.reward) == (True, 1.0)
+
+        await asyncio.gather(play("one"), play("two"))
+        held = [GenericEnvClient(base_url=server.url) for _ in range(2)]
+        await asyncio.gather(*(client.connect() for client in held))
+        with pytest.raises(ConnectionError, match="503"):
+            await GenericEnvClient(base_url=server.url).connect()
+        await asyncio.gather(*(client.close() for client in held))
+        await server.until_leased(0)

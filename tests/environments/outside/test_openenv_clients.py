@@ -4,8 +4,11 @@ import asyncio
 
 import pytest
 from openenv.core.generic_client import GenericEnvClient
+from openenv.core.mcp_client import CallToolAction, MCPToolClient
+from pydantic import BaseModel
 
 from tests.environments.serving.served import ServerProcess, served
+from tests.environments.worlds import Counter as PlainCounter
 from tests.patience import until
 
 TASK = {"main_query": "three", "task_id": "t1"}
@@ -110,3 +113,70 @@ async def test_fault_5_a_client_that_was_idle_too_long_does_not_step_in_a_world_
         with pytest.raises(Exception, match=r"send a reset first|lapsed"):
             await client.step({"tool": "add"})
         await client.close()
+
+
+class FinalAnswer(BaseModel):
+    message: str
+
+
+async def test_a_client_of_tools_lists_and_calls_them_in_the_world_that_it_resets_and_steps_in() -> None:
+    async with served(PlainCounter) as (server, url):
+        async with MCPToolClient(base_url=url) as client:
+            assert server.counts()["leased"] == 1
+            assert [tool.name for tool in await client.list_tools()] == ["add", "where", "fail"]
+            assert (await client.get_tool("add")).input_schema["required"] == ["amount"]
+            with pytest.raises(RuntimeError, match="the world has no task yet: send a reset first"):
+                await client.call_tool("add", amount=1)
+            opened = await client.reset(task={"metadata": {"goal": 3}})
+            assert [tool.name for tool in opened.observation.tools] == ["add", "where", "fail"]
+            assert await client.call_tool("add", amount=1) == '{"count":1}'
+            with pytest.raises(RuntimeError, match="Tool 'fail' failed: "):
+                await client.call_tool("fail")
+            with pytest.raises(RuntimeError, match="amount"):
+                await client.call_tool("add", amount="many")
+            stepped = await client.step(CallToolAction(tool_name="add", arguments={"amount": 2}))
+            assert (stepped.observation.result, stepped.done) == ('{"count":3}', False)
+            ended = await client.step(FinalAnswer(message="It is 3."))
+            assert (ended.done, ended.reward) == (True, 1.5)
+            assert (await client.state()).step_count == 5
+        await until(lambda: len(server.table.free) == 1)
+
+
+async def test_eight_clients_of_tools_have_a_world_each_and_the_ninth_is_told_that_there_is_none() -> None:
+    async with served(PlainCounter, slots=8) as (server, url):
+        clients = [MCPToolClient(base_url=url) for _ in range(8)]
+        await asyncio.gather(*(client.connect() for client in clients))
+        await asyncio.gather(*(client.reset(task={"metadata": {"goal": 3}}) for client in clients))
+        for number, client in enumerate(clients):
+            assert await client.call_tool("add", amount=number) == f'{{"count":{number}}}'
+        with pytest.raises(RuntimeError, match="Environment pool exhausted: all 8 slots are taken"):
+            await MCPToolClient(base_url=url).connect()
+        await asyncio.gather(*(client.close() for client in clients))
+        await until(lambda: len(server.table.free) == 8)
+
+
+async def test_a_client_of_tools_that_vanishes_gives_its_slot_back_and_never_finds_another_world() -> None:
+    async with served(PlainCounter, ttl_s=1) as (server, url):
+        client = MCPToolClient(base_url=url)
+        await client.connect()
+        await client.reset(task={"metadata": {"goal": 3}})
+        client._ws.transport.abort()
+        await until(lambda: len(server.table.free) == 1)
+        with pytest.raises(RuntimeError, match="is over, or never was"):
+            await client.call_tool("add", amount=1)
+        with pytest.raises(ConnectionError, match="410"):
+            await client.reset()
+        alone = MCPToolClient(base_url=url)
+        assert len(await alone.list_tools()) == 3, "without a connection"
+        await until(lambda: len(server.table.free) == 1)
+
+
+async def test_a_client_of_tools_without_a_loop_of_its_own_plays_too() -> None:
+    async with served(PlainCounter) as (_, url):
+
+        def play() -> str:
+            with MCPToolClient(base_url=url).sync() as client:
+                client.reset(task={"metadata": {"goal": 3}})
+                return str(client.call_tool("add", amount=3))
+
+        assert await asyncio.to_thread(play) == '{"count":3}'

@@ -78,6 +78,11 @@ class Completion:
         return bool(self.finish)
 
     @property
+    def versions(self) -> set[int]:
+        """The policy versions that have sampled it so far."""
+        return {span.version for span in self._spans}
+
+    @property
     def stop(self) -> str:
         """The stop string that ended the completion; empty when something else did."""
         return self._stream.stop

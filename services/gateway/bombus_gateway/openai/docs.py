@@ -160,7 +160,8 @@ def _completion_of(kind: str, choice: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the answer of a model call, with its choices."""
     choices = array_of(object_of({"index": INTEGER, "finish_reason": _FINISH, **choice}))
     head = {"id": STRING, "object": one_of(kind), "created": INTEGER, "model": STRING}
-    return object_of({**head, "choices": choices, "usage": _USAGE})
+    sampled_by = {**or_null(STRING), "description": "bombus-V, or bombus-V-W where policy versions V to W sampled it"}
+    return object_of({**head, "choices": choices, "usage": _USAGE, "system_fingerprint": sampled_by})
 
 
 _MODEL = object_of({"id": STRING, "object": one_of("model"), "created": INTEGER, "owned_by": STRING})

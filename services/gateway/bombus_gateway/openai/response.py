@@ -39,7 +39,9 @@ class OpenAIEncoder:
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes:
         body = self._body("chat.completion" if self._chat else "text_completion")
-        return encode({**body, "choices": [self._choice(each) for each in completions], "usage": _usage_body(usage)})
+        choices = [self._choice(each) for each in completions]
+        sampled_by = _fingerprint(completions)
+        return encode({**body, "choices": choices, "usage": _usage_body(usage), "system_fingerprint": sampled_by})
 
     def opening(self) -> bytes:
         """The first chunks of a chat's stream have the role of the message."""
@@ -132,6 +134,12 @@ class OpenAIEncoder:
         tokenizer = self._head.tokenizer
         name = tokenizer.specials.get(token)
         return name.encode() if name is not None else tokenizer.bytes_of((token,))
+
+
+def _fingerprint(completions: Sequence[Completion]) -> str | None:
+    """Return the oldest and the newest policy version that have sampled an answer, one number where they are one."""
+    versions = set[int]().union(*(completion.versions for completion in completions))
+    return "-".join(["bombus", *map(str, sorted({min(versions), max(versions)}))]) if versions else None
 
 
 def _usage_body(usage: Usage) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class EvalBoard:
     def __init__(self, options: EvalOptions, client: AsyncSwarmClient, scores: ScoreFile | None) -> None:
         self.evaluation = Evaluation(client, self._told, at_once=options.at_once, claim=options.claim)
         self._scores = scores
-        self._summaries: dict[tuple[str, int], EpisodeSummary] = {}
+        self._summaries: dict[tuple[str, int, int], EpisodeSummary] = {}
         self._began = time.monotonic()
 
     @property
@@ -173,9 +173,11 @@ class EvalBoard:
         return any(summary.rewards for summary in self._summaries.values())
 
     def _told(self, score: EvalScore) -> None:
-        key = (score.tasks, score.version)
+        oldest, newest = score.versions[0], score.versions[-1]
+        key = (score.tasks, oldest, newest)
         if key not in self._summaries:
-            self._summaries[key] = EpisodeSummary(f"{score.tasks}, version {score.version}")
+            sampled_by = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest} together"
+            self._summaries[key] = EpisodeSummary(f"{score.tasks}, {sampled_by}")
         self._summaries[key].add(score)
         if self._scores is not None:
             self._scores.add(score)
@@ -186,12 +188,16 @@ class EvalBoard:
         if not self._summaries:
             return
         summaries = list(self._summaries.values())
-        versions = self.evaluation.versions
+        versions = sorted({version for _, *sampled_by in self._summaries for version in sampled_by})
         count = sum(len(each.rewards) + each.aborted.total() for each in summaries)
         played = f"policy version {', '.join(map(str, versions))}"
         say("", f"{played}: {count} episodes in {time.monotonic() - self._began:.1f} s", *table(summaries))
         for summary in summaries:
             say(*summary.notes())
         if len(versions) > 1:
-            say("the policy changed meanwhile; with a larger --claim, more episodes play the same version")
+            say(
+                "the policy changed meanwhile, and each row is of what one version has sampled, or of what several have"
+            )
+        if len(self.evaluation.versions) > 1:
+            say("with a larger --claim, more episodes play the same version")
         say("", flush=True)

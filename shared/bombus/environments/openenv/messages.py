@@ -37,9 +37,18 @@ class Rpc(StrEnum):
     SCORE = "bombus/score"
 
 
+class SessionRpc(StrEnum):
+    """The methods of `POST /mcp` by which a client opens and closes a session."""
+
+    CREATE = "openenv/session/create"
+    CLOSE = "openenv/session/close"
+
+
 class RpcError:
     """The codes of JSON-RPC that are used here."""
 
+    PARSE = -32700
+    SERVER = -32000
     INVALID_REQUEST = -32600
     METHOD_NOT_FOUND = -32601
     INVALID_PARAMS = -32602
@@ -69,6 +78,22 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
 
 
+class RpcRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of JSON-RPC. `id` is what its answer repeats."""
+
+    id: str | int | float | None = None
+    method: str
+    params: dict[str, Any] = {}
+
+
+class NotARequest(ValueError):
+    """Raised for bytes that are no request of JSON-RPC; `code` is that of the answer."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
 class NotAMessage(ValueError):
     """Raised for bytes that are no message; `code` is that of the answer."""
 
@@ -92,6 +117,19 @@ def decode(text: str | bytes) -> WireMessage:
     except msgspec.ValidationError as error:
         why = f'a message is an object with "type" and, for most types, "data": {error}'
         raise NotAMessage(WireError.VALIDATION_ERROR, why) from error
+
+
+def decode_rpc(body: bytes) -> RpcRequest:
+    """Return a request of JSON-RPC. Raises `NotARequest`."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise NotARequest(RpcError.PARSE, f"the body is not JSON: {error}") from error
+    try:
+        return msgspec.convert(found, RpcRequest)
+    except msgspec.ValidationError as error:
+        why = f'the body is one request {{"jsonrpc": "2.0", "id", "method", "params": {{...}}}}: {error}'
+        raise NotARequest(RpcError.INVALID_REQUEST, why) from error
 
 
 def error_message(code: WireError, why: str) -> WireMessage:

@@ -81,7 +81,7 @@ class PlainWorld:
         if self._lost or self._closed:
             raise EnvironmentLost(self._lost or "the environment was closed, and is used again")
 
-    async def call(self, name: str, *, together: bool = False, **arguments: Any) -> Any:
+    async def call(self, name: str, arguments: Mapping[str, Any], *, together: bool = False) -> Any:
         """Call a method by its name, and return what it returns, or raise what it raises."""
         self.check_alive()
         method = getattr(self._instance, name)
@@ -101,7 +101,7 @@ class PlainWorld:
             if "state" in method.names:
                 values = {**values, "state": self._state(method)}
             named_values: dict[str, Any] = {name: values[name] for name in method.names}
-            return await self.call(method.name, **named_values)
+            return await self.call(method.name, named_values)
         except InfraError:
             raise
         except Exception as error:  # the class's own code: an episode that cannot be judged has no reward
@@ -142,7 +142,7 @@ class PlainWorld:
             return
         try:
             if self._instance is not None and self.description.has_close and not self._lost:
-                await self.call("close")
+                await self.call("close", {})
         except Exception as error:  # the class's own code: the episode is over, and its reward is known
             log.warning("%s.close failed: %s", self.description.name, in_one_line(error))
         finally:
@@ -163,7 +163,7 @@ class PlainEnvironment:
         self._task = task
         description = self.world.description
         try:
-            first = await self.world.call("reset", task=task)
+            first = await self.world.call("reset", {"task": task})
         except InfraError:
             raise
         except Exception as error:  # the class's own code: a world that is not new is never played
@@ -182,7 +182,7 @@ class PlainEnvironment:
         except BadArguments as error:
             return ToolOutcome(text=f"the arguments are wrong: {error}", failed=True)
         try:
-            result = await self.world.call(tool.name, together=description.tools_run_together, **arguments)
+            result = await self.world.call(tool.name, arguments, together=description.tools_run_together)
         except InfraError:
             raise
         except Exception as error:  # the tool's own code: the model is told, and goes on

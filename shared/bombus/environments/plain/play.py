@@ -126,8 +126,8 @@ class Play:
         try:
             async with asyncio.timeout(self._budgets.episode_s) as limit:
                 if self._world.description.has_reset:
-                    await self._world.call("reset", task=self._task)
-                await self._world.call("play", task=self._task, agents=PlayAgents(counted))
+                    await self._world.call("reset", {"task": self._task})
+                await self._world.call("play", {"task": self._task, "agents": PlayAgents(counted)})
         except (InfraError, BudgetSpent, ExceptionGroup, TimeoutError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 return RolloutStatus.TRUNCATED

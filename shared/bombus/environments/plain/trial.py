@@ -70,7 +70,7 @@ async def tried(environment: PlainEnvironment, task: Task, *, gold: bool) -> Tri
     description = environment.world.description
     solution = GoldSolution()
     if gold:
-        solution = solution_of(await environment.world.call("gold", task=task), description.name)
+        solution = solution_of(await environment.world.call("gold", {"task": task}), description.name)
     return await carried_out(environment, opening.messages, solution)
 
 
@@ -102,7 +102,7 @@ async def tried_play(environment: PlainEnvironment, task: Task, *, gold: bool) -
     answers: list[str] = []
     if gold:
         await environment.world.make()
-        found = await environment.world.call("gold", task=task)
+        found = await environment.world.call("gold", {"task": task})
         if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
             raise WrongGold(f"{environment.world.description.name}.gold returns a list of answers, in their order")
         answers = list(found)

@@ -57,6 +57,11 @@ def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
         raise NotLetIn(HTTPStatus.FORBIDDEN, Code.UNKNOWN_HOST, "pages of other sites may not use this server")
 
 
+def session_of(query: str) -> str | None:
+    """Return the session that a client connects to (`?session_id=`), None for one of its own."""
+    return parse_qs(query).get("session_id", [None])[-1]
+
+
 def wait_s_of(query: str) -> float:
     """Return for how long a client wants to wait for a slot (`?wait_s=`). Raises `NotLetIn`."""
     text = parse_qs(query).get("wait_s", ["0"])[-1]

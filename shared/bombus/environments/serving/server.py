@@ -6,17 +6,17 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from bombus.environments.kinds import AgentEnvironment
+from bombus.environments.kinds import AgentEnvironment, ToolSchema
 from bombus.environments.openenv.messages import (
     MESSAGE_BYTES_MAX,
     SESSION_HEADER,
@@ -28,7 +28,9 @@ from bombus.environments.openenv.messages import (
     encode,
     error_message,
 )
-from bombus.environments.serving.doors import NotLetIn, check_caller, json_response, response, wait_s_of
+from bombus.environments.serving.doors import NotLetIn, check_caller, json_response, response, session_of, wait_s_of
+from bombus.environments.serving.mcp import answer_post
+from bombus.environments.serving.posts import ClientGone, PostingConnection
 from bombus.environments.serving.settings import WAIT_S_MAX, ServingSettings
 from bombus.environments.serving.slots import (
     SECOND,
@@ -60,6 +62,7 @@ TICK_S_MAX = 0.5
 HANDSHAKE_S = 10.0
 CLOSE_HANDSHAKE_S = 2.0
 MESSAGES_WAITING_MAX = 4
+POSTS_MAX = 32  # calls of one session that are under way by POST
 
 ENDED: Mapping[LeaseEnd, tuple[int, str]] = {
     LeaseEnd.RELEASED: (1000, ""),
@@ -90,6 +93,10 @@ class WorldSource(Protocol):
         """Take back what the session's world stood on. Doing it again does nothing."""
         ...
 
+    def tools(self) -> Sequence[ToolSchema]:
+        """Return the tools that are known before a reset."""
+        ...
+
     def schema(self) -> dict[str, object]:
         """Return the JSON schemas of actions, observations and states."""
         ...
@@ -98,13 +105,16 @@ class WorldSource(Protocol):
 class _Seat:
     """A session that has a slot, or waits for one."""
 
-    def __init__(self, connection: ServerConnection) -> None:
-        self.connection = connection
+    def __init__(self, connection: ServerConnection | None = None) -> None:
+        self.connection = connection  # of a session that was opened by POST there is none, until one is made to it
+        self.worlds: WorldSession | None = None
+        self.turn = asyncio.Lock()  # for one message at a time
+        self.posts = 0  # calls that are under way
         self.granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.making: asyncio.Task[AgentEnvironment] | None = None
         self.step: asyncio.Task[WireMessage] | None = None
         self.beating: asyncio.Task[None] | None = None
-        self.gone: asyncio.Future[None] | None = None
+        self.gone: ClientGone | None = None
 
     def made(self) -> AgentEnvironment | None:
         """Return the world, None when there is none (yet)."""
@@ -116,18 +126,6 @@ class _Seat:
     @property
     def is_at_work(self) -> bool:
         return self.step is not None and not self.step.done()
-
-
-class SilenceLimited(ServerConnection):  # type: ignore[misc]  # websockets is not there for every check
-    """A connection that is cut when no request comes on it in time."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.loop.call_later(HANDSHAKE_S, self._cut_when_silent)
-
-    def _cut_when_silent(self) -> None:
-        if self.request is None:
-            self.transport.abort()
 
 
 class EnvironmentServer:
@@ -172,30 +170,57 @@ class EnvironmentServer:
             kind, body = self._pages[url.path]
             return response(HTTPStatus.OK, kind, body)
         if url.path != "/ws":
-            why = "there is nothing here: sessions are at /ws, and there are /health and /schema"
+            why = "there is nothing to get here: sessions are at /ws, and there are /health, /schema and POST /mcp"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, why)
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise NotLetIn(HTTPStatus.UPGRADE_REQUIRED, Code.MALFORMED, "/ws speaks WebSocket: connect to ws://")
-        if self._closing:
-            raise NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: come again later")
-        await self._take_slot(connection, wait_s_of(url.query))
+        if (session := session_of(url.query)) is not None:
+            self._attach(connection, session)
+            return None
+        session, seat = secrets.token_hex(8), _Seat(connection)
+        self._seats[session] = seat
+        await self._take_slot(session, seat, wait_s_of(url.query), self._held_by(connection, session, seat))
+        self._sessions[connection] = session
+        await self._make_world(session, seat)
         return None
 
-    async def _take_slot(self, connection: ServerConnection, wait_s: float) -> None:
-        session = secrets.token_hex(8)
-        seat = self._seats[session] = _Seat(connection)
+    def _held_by(self, connection: ServerConnection, session: str, seat: _Seat) -> ClientGone:
+        """Let a session end with its connection. Returns what is done then."""
+        gone: ClientGone = asyncio.ensure_future(connection.wait_closed())
+        gone.add_done_callback(lambda _: self._do(Release(session)))
+        seat.gone = gone
+        return gone
+
+    def _attach(self, connection: ServerConnection, session: str) -> None:
+        """Let a connection hold a session that was opened by POST. Raises `NotLetIn`."""
+        seat = self._live(session)
+        if seat.connection is not None:
+            raise NotLetIn(HTTPStatus.CONFLICT, WireError.SESSION_ERROR, "the session has a connection already")
+        seat.connection = connection
+        self._sessions[connection] = session
+        self._held_by(connection, session, seat)
+        self._do(Beat(session, self._clock(), worked=True))
+
+    def _live(self, session: str) -> _Seat:
+        """Return the seat of a session that has its slot and its world. Raises `NotLetIn`."""
+        seat = self._seats.get(session)
+        if seat is None or seat.worlds is None or session not in self.table.leases:
+            why = f"session {session[:64]!r} is over, or never was: open another one, and reset it"
+            raise NotLetIn(HTTPStatus.GONE, WireError.SESSION_ERROR, why)
+        return seat
+
+    async def _take_slot(self, session: str, seat: _Seat, wait_s: float, gone: ClientGone) -> None:
+        if self._closing:
+            self._seats.pop(session, None)
+            raise NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: come again later")
         now = self._clock()
         self._do(Acquire(session, now, now + round(wait_s * SECOND)))
-        gone = seat.gone = asyncio.ensure_future(connection.wait_closed())
-        gone.add_done_callback(lambda _: self._do(Release(session)))
         await asyncio.wait({seat.granted, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             self._do(Release(session))
         if session not in self.table.leases:
             self._seats.pop(session, None)
             raise NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, WireError.CAPACITY_REACHED, self._busy(wait_s))
-        self._sessions[connection] = session
-        await self._make_world(session, seat)
 
     async def _make_world(self, session: str, seat: _Seat) -> None:
         """Make a session's world. Meanwhile the client, which waits for this server, cannot be asked for a sign."""
@@ -207,7 +232,13 @@ class EnvironmentServer:
         try:
             if not making.done() or making.cancelled():
                 raise InfraError(f"no world could be made within {HANDSHAKE_S:.0f} s")
-            making.result()
+            seat.worlds = WorldSession(
+                making.result(),
+                session,
+                partial(self._source.renew, session),
+                partial(self._source.check, session),
+                self._source.tools(),
+            )
         except Exception as error:  # the code of a world is its author's: whatever it raises is told to the client
             self._do(Release(session, LeaseEnd.BROKEN))
             log.warning("no world could be made for session %s: %s", session, in_one_line(error))
@@ -228,36 +259,41 @@ class EnvironmentServer:
         """Answer the messages of a session until it ends."""
         session = self._sessions[connection]
         seat = self._seats.get(session)
-        world = None if seat is None else seat.made()
-        if seat is None or world is None:  # its lease ended during the handshake
+        if seat is None or seat.worlds is None:  # its lease ended during the handshake
             return
-        seat.beating = asyncio.create_task(self._beat(session, seat))
-        worlds = WorldSession(
-            world, session, partial(self._source.renew, session), partial(self._source.check, session)
-        )
+        seat.beating = asyncio.create_task(self._beat(session, connection, seat))
         with contextlib.suppress(ConnectionClosed):
             async for text in connection:
                 if session not in self.table.leases:
                     return
                 self._do(Beat(session, self._clock(), worked=True))
-                answer = await self._answer(seat, worlds, text)
+                answer = await self._answer(session, seat, seat.worlds, text)
                 if answer is None:
                     break
                 self._do(Beat(session, self._clock(), worked=True))
                 await connection.send(encode(answer))
-                if answer.data.get("code") == WireError.SESSION_ERROR and answer.type == "error":
-                    self._do(Release(session, LeaseEnd.BROKEN))
+                self._end_if_broken(session, answer)
         self._do(Release(session))
 
-    async def _answer(self, seat: _Seat, worlds: WorldSession, text: str | bytes) -> WireMessage | None:
+    async def _answer(self, session: str, seat: _Seat, worlds: WorldSession, text: str | bytes) -> WireMessage | None:
         """Return the answer to a message, None where there is none to give."""
         try:
             message = decode(text)
         except NotAMessage as error:
             return error_message(error.code, str(error))
-        if message.type == "close":
-            return None
-        seat.step = step = asyncio.create_task(worlds.answer(message))
+        return None if message.type == "close" else await self._carry_out(session, seat, worlds, message)
+
+    async def _carry_out(
+        self, session: str, seat: _Seat, worlds: WorldSession, message: WireMessage, is_posted: bool = False
+    ) -> WireMessage | None:
+        """Carry out a message once those before it are done. Returns None where the session has ended meanwhile."""
+        async with seat.turn:
+            return await self._done(seat, worlds, message, is_posted) if session in self.table.leases else None
+
+    async def _done(
+        self, seat: _Seat, worlds: WorldSession, message: WireMessage, is_posted: bool
+    ) -> WireMessage | None:
+        seat.step = step = asyncio.create_task(worlds.answer(message, is_posted))
         done, _ = await asyncio.wait({step}, timeout=self.settings.step_s)
         if not done:
             step.cancel()
@@ -270,13 +306,76 @@ class EnvironmentServer:
         except InfraError as error:
             return error_message(WireError.SESSION_ERROR, f"the world broke, and the session is over: {error}")
 
-    async def _beat(self, session: str, seat: _Seat) -> None:
+    async def _beat(self, session: str, connection: ServerConnection, seat: _Seat) -> None:
         """Ask the client whether it is there, again and again, and note each time that it says so."""
         with contextlib.suppress(ConnectionClosed):
             while True:
-                await asyncio.shield(await seat.connection.ping())
+                await asyncio.shield(await connection.ping())
                 self._do(Beat(session, self._clock(), worked=seat.is_at_work))
                 await asyncio.sleep(self.settings.ttl_s / BEATS_PER_TTL)
+
+    # ---- POST ---------------------------------------------------------------------------------------------------
+
+    async def post(self, request: Request, body: bytes, gone: ClientGone) -> Response:
+        """Answer a POST. `gone` is done once its client has left."""
+        try:
+            check_caller(request, self.settings.key, self._names)
+            return await answer_post(self, request, body, gone)
+        except NotLetIn as refused:
+            return refused.response()
+
+    async def open_by_post(self, wait_s: float, gone: ClientGone) -> str:
+        """Open a session that no connection holds, and return its name. Raises `NotLetIn`.
+
+        Without a connection it lives from each of its calls for no longer than the time to live of a lease.
+        """
+        session, seat = secrets.token_hex(16), _Seat()
+        self._seats[session] = seat
+        await self._take_slot(session, seat, wait_s, gone)
+        await self._make_world(session, seat)
+        if gone.done():
+            self._do(Release(session))
+        return session
+
+    async def call_by_post(self, session: str, data: dict[str, Any], gone: ClientGone) -> WireMessage:
+        """Carry out a request of JSON-RPC in a session. Raises `NotLetIn`.
+
+        A client that leaves in the middle leaves its session in doubt, which ends then.
+        """
+        seat = self._live(session)
+        assert seat.worlds is not None
+        if seat.posts >= POSTS_MAX:
+            why = f"{POSTS_MAX} calls of this session are under way: send another one when one of them is answered"
+            raise NotLetIn(HTTPStatus.TOO_MANY_REQUESTS, Code.OVERLOADED, why)
+        message = WireMessage(type="mcp", data=data)
+        work = asyncio.create_task(self._carry_out(session, seat, seat.worlds, message, is_posted=True))
+        seat.posts += 1
+        until = self._clock() + round(WAIT_S_MAX * SECOND)
+        self._do(Beat(session, self._clock(), worked=True))
+        while not (work.done() or gone.done() or self._clock() > until):
+            if seat.connection is None:  # one that has a connection shows by pongs that it is there
+                self._do(Beat(session, self._clock(), worked=True))
+            await asyncio.wait(
+                {work, gone}, timeout=self.settings.ttl_s / BEATS_PER_TTL, return_when=asyncio.FIRST_COMPLETED
+            )
+        seat.posts -= 1
+        answer = work.result() if work.done() else None
+        if answer is None:
+            work.cancel()
+            self._do(Release(session, LeaseEnd.BROKEN))
+            why = "the session ended before the call did: open another one, and reset it"
+            raise NotLetIn(HTTPStatus.GONE, WireError.SESSION_ERROR, why)
+        self._do(Beat(session, self._clock(), worked=True))
+        self._end_if_broken(session, answer)
+        return answer
+
+    def close_by_post(self, session: str) -> None:
+        """End a session. One that has ended stays as it is."""
+        self._do(Release(session))
+
+    def _end_if_broken(self, session: str, answer: WireMessage) -> None:
+        if answer.type == "error" and answer.data.get("code") == WireError.SESSION_ERROR:
+            self._do(Release(session, LeaseEnd.BROKEN))
 
     # ---- slots --------------------------------------------------------------------------------------------------
 
@@ -304,8 +403,9 @@ class EnvironmentServer:
     async def _clean(self, session: str, slot: int, reason: LeaseEnd) -> None:
         """End what a session left, and make its slot free. Each part has its time, so the slot is never lost."""
         seat = self._seats.pop(session)
-        self._sessions.pop(seat.connection, None)
-        self._spawn(seat.connection.close(*ENDED[reason]))  # it is cut if the client does not answer
+        if seat.connection is not None:
+            self._sessions.pop(seat.connection, None)
+            self._spawn(seat.connection.close(*ENDED[reason]))  # it is cut if the client does not answer
         for task in (seat.beating, seat.step):
             if task is not None:
                 task.cancel()
@@ -362,7 +462,7 @@ async def environment_server(server: EnvironmentServer, bound: socket.socket) ->
         open_timeout=WAIT_S_MAX + 2 * HANDSHAKE_S,
         close_timeout=CLOSE_HANDSHAKE_S,
         ping_interval=None,
-        create_connection=SilenceLimited,
+        create_connection=partial(PostingConnection, answer=server.post),
         max_size=MESSAGE_BYTES_MAX,
         max_queue=MESSAGES_WAITING_MAX,
         compression=None,

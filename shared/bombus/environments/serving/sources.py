@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,10 @@ class ClassSource:
     async def clean(self, session: str) -> None:
         if self._backends is not None:
             await self._backends.give_back(session)
+
+    def tools(self) -> Sequence[ToolSchema]:
+        """Return the tools that are known before a reset: those of a plain class."""
+        return self._tools
 
     def schema(self) -> dict[str, object]:
         """Return what actions, observations and states look like.

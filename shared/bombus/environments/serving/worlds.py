@@ -1,13 +1,21 @@
 """One session at its world: OpenEnv's messages become calls of an `AgentEnvironment`, and answers. Knows no socket."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 from pydantic import ValidationError
 
-from bombus.environments.kinds import AgentEnvironment, Opening, ResetFailed, ToolCall, ToolOutcome, Transcript
+from bombus.environments.kinds import (
+    AgentEnvironment,
+    Opening,
+    ResetFailed,
+    ToolCall,
+    ToolOutcome,
+    ToolSchema,
+    Transcript,
+)
 from bombus.environments.openenv.messages import (
     Rpc,
     RpcError,
@@ -46,8 +54,9 @@ class WorldSession:
         session: str,
         renew: Callable[[], Awaitable[None]],
         check: Callable[[], Awaitable[None]],
+        tools: Sequence[ToolSchema] = (),
     ) -> None:
-        """`renew` makes what the world stands on like new, before each reset.
+        """`renew` makes what the world stands on like new, before each reset. `tools` are those known before one.
 
         `check` raises `InfraError` when that is broken. It is asked after a failure and before a score, so that a
         dead backend is never taken for the model's fault.
@@ -55,6 +64,7 @@ class WorldSession:
         self.world = world
         self._renew = renew
         self._check = check
+        self._known_tools = tools
         self.session = session
         self.opening: Opening | None = None
         self.transcript = Transcript()
@@ -62,8 +72,11 @@ class WorldSession:
         self.episode = ""
         self._is_over = False
 
-    async def answer(self, message: WireMessage) -> WireMessage:
-        """Carry out a message other than `close`. Raises `InfraError`."""
+    async def answer(self, message: WireMessage, is_posted: bool = False) -> WireMessage:
+        """Carry out a message other than `close`. Raises `InfraError`.
+
+        A client that posts its calls of tools does not send their transcript, so they are noted in the one here.
+        """
         try:
             match message.type:
                 case "reset":
@@ -73,7 +86,7 @@ class WorldSession:
                 case "state":
                     return WireMessage(type="state", data=self.state())
                 case "mcp":
-                    return await self._rpc(message.data)
+                    return await self._rpc(message.data, is_posted)
         except (BadRequestMessage, ValidationError, msgspec.ValidationError) as error:
             return error_message(WireError.VALIDATION_ERROR, str(error))
         except ResetFailed as error:
@@ -103,24 +116,14 @@ class WorldSession:
         return StepResult(observation={"messages": opening.messages, "tools": tools})
 
     async def _step(self, data: dict[str, Any]) -> StepResult:
-        opening = self._opened()
         if data.get("type") == "list_tools":
-            return StepResult(observation={"tools": _mcp_tools(opening)})
-        if self._is_over:
-            raise BadRequestMessage("the episode is over: send a reset for another one")
-        if len(self.transcript.messages) + 2 > TRANSCRIPT_MESSAGES_MAX:
-            raise BadRequestMessage(f"an episode has at most {TRANSCRIPT_MESSAGES_MAX} messages: send a reset")
+            return StepResult(observation={"tools": _mcp_tools(self._tools())})
+        self._check_goes_on()
         if isinstance(text := data.get("message"), str):
             self._said({"role": "assistant", "content": text})
             return await self._ended({})
         call = self._call_of(data)
-        made = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        outcome = await self._outcome(call)
-        self._said({"role": "assistant", "content": None, "tool_calls": [made]})
-        self.transcript.messages.append({"role": "tool", "tool_call_id": call.id, "content": outcome.text})
-        self.transcript.tool_calls += 1
-        self.transcript.tool_failures += outcome.failed
-        seen = _seen(data, call, outcome)
+        seen = _seen(data, call, await self._noted_outcome(call))
         if await self.world.is_over(self.transcript):
             return await self._ended(seen)
         return StepResult(observation=seen)
@@ -131,6 +134,24 @@ class WorldSession:
         scores = await self.world.score(self.transcript)
         found = msgspec.to_builtins(scores)
         return StepResult(observation=seen, reward=scores.reward, done=True, metadata={"scores": found})
+
+    def _check_goes_on(self) -> None:
+        """Raise `BadRequestMessage` where no further step may follow."""
+        self._opened()
+        if self._is_over:
+            raise BadRequestMessage("the episode is over: send a reset for another one")
+        if len(self.transcript.messages) + 2 > TRANSCRIPT_MESSAGES_MAX:
+            raise BadRequestMessage(f"an episode has at most {TRANSCRIPT_MESSAGES_MAX} messages: send a reset")
+
+    async def _noted_outcome(self, call: ToolCall) -> ToolOutcome:
+        """Carry out a call, and note it in the transcript."""
+        made = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        outcome = await self._outcome(call)
+        self._said({"role": "assistant", "content": None, "tool_calls": [made]})
+        self.transcript.messages.append({"role": "tool", "tool_call_id": call.id, "content": outcome.text})
+        self.transcript.tool_calls += 1
+        self.transcript.tool_failures += outcome.failed
+        return outcome
 
     async def _outcome(self, call: ToolCall) -> ToolOutcome:
         outcome = await self.world.call(call)
@@ -150,6 +171,9 @@ class WorldSession:
             raise BadRequestMessage('a step is {"tool": name, "arguments": {...}}, or {"message": text} to end with')
         return _call(name, data.get("arguments", {}), str(data.get("id") or f"call_{self.steps}"))
 
+    def _tools(self) -> Sequence[ToolSchema]:
+        return self._known_tools if self.opening is None and self._known_tools else self._opened().tools
+
     def _opened(self) -> Opening:
         if self.opening is None:
             raise BadRequestMessage(NOT_RESET)
@@ -157,7 +181,7 @@ class WorldSession:
 
     # ---- mcp ------------------------------------------------------------------------------------------------------
 
-    async def _rpc(self, data: dict[str, Any]) -> WireMessage:
+    async def _rpc(self, data: dict[str, Any], is_posted: bool) -> WireMessage:
         number, method, params = data.get("id"), data.get("method"), data.get("params") or {}
         if not isinstance(method, str) or not isinstance(params, dict):
             why = 'a request is {"jsonrpc": "2.0", "id", "method", "params": {...}}'
@@ -165,9 +189,9 @@ class WorldSession:
         try:
             match method:
                 case Rpc.LIST_TOOLS:
-                    return rpc_result(number, {"tools": _mcp_tools(self._opened())})
+                    return rpc_result(number, {"tools": _mcp_tools(self._tools())})
                 case Rpc.CALL_TOOL:
-                    return rpc_result(number, await self._mcp_call(params))
+                    return rpc_result(number, await self._mcp_call(params, is_posted))
                 case Rpc.IS_OVER:
                     return rpc_result(number, {"is_over": await self.world.is_over(self._told(params))})
                 case Rpc.SCORE:
@@ -177,13 +201,18 @@ class WorldSession:
             return rpc_error(number, RpcError.INVALID_PARAMS, str(error))
         return rpc_error(number, RpcError.METHOD_NOT_FOUND, f"{method[:100]!r} is not a method: {', '.join(Rpc)}")
 
-    async def _mcp_call(self, params: dict[str, Any]) -> dict[str, Any]:
+    async def _mcp_call(self, params: dict[str, Any], is_posted: bool) -> dict[str, Any]:
         self._opened()
         name = params.get("name")
         if not isinstance(name, str):
             raise BadRequestMessage('the params of tools/call are {"name", "arguments"}')
-        outcome = await self._outcome(_call(name, params.get("arguments", {}), str(params.get("id") or "call")))
-        self.steps += 1
+        call = _call(name, params.get("arguments", {}), str(params.get("id") or f"call_{self.steps}"))
+        if is_posted:
+            self._check_goes_on()
+            outcome = await self._noted_outcome(call)
+        else:
+            outcome = await self._outcome(call)
+            self.steps += 1
         return {"content": [{"type": "text", "text": outcome.text}], "isError": outcome.failed}
 
     def _told(self, params: dict[str, Any]) -> Transcript:
@@ -218,7 +247,5 @@ def _seen(data: dict[str, Any], call: ToolCall, outcome: ToolOutcome) -> dict[st
     return {"tool_name": call.name, "result": None if outcome.failed else outcome.text, "error": error}
 
 
-def _mcp_tools(opening: Opening) -> list[dict[str, Any]]:
-    return [
-        {"name": tool.name, "description": tool.description, "inputSchema": tool.parameters} for tool in opening.tools
-    ]
+def _mcp_tools(tools: Sequence[ToolSchema]) -> list[dict[str, Any]]:
+    return [{"name": tool.name, "description": tool.description, "inputSchema": tool.parameters} for tool in tools]

@@ -1,0 +1,120 @@
+"""POST requests at the port of an environment server. Its library reads GET and WebSockets alone."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from websockets.asyncio.server import ServerConnection
+from websockets.datastructures import Headers
+from websockets.http11 import Request, Response
+
+from bombus.environments.openenv.messages import MESSAGE_BYTES_MAX
+from bombus.environments.serving.doors import NotLetIn
+from bombus.errors import Code
+
+POST = b"POST "
+REQUEST_S = 10.0  # for a whole request to come
+
+ClientGone = asyncio.Future[Any]  # done once the client has left
+PostAnswerer = Callable[[Request, bytes, ClientGone], Awaitable[Response]]
+
+
+class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets is not there for every check
+    """A connection that begins with a POST is answered once and closed; any other is the library's.
+
+    Either is cut when no whole request comes on it in time.
+    """
+
+    def __init__(self, *args: Any, answer: PostAnswerer, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._answer = answer
+        self._begun: bytes | None = b""  # what has come before it is known what this is
+        self._post: h11.Connection | None = None
+        self._head: h11.Request | None = None
+        self._body = bytearray()
+        self._answering: asyncio.Task[None] | None = None
+        self._gone: ClientGone = self.loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(REQUEST_S, self._cut_when_silent)
+
+    def data_received(self, data: bytes) -> None:
+        if self._begun is not None:
+            data = self._begun + data
+            is_known = len(data) >= len(POST) or not POST.startswith(data)
+            self._begun = None if is_known else data
+            if not is_known:
+                return
+            if data.startswith(POST):
+                self._post = h11.Connection(h11.SERVER)
+        if self._post is None:
+            super().data_received(data)
+        elif self._answering is None:
+            self._read(self._post, data)
+
+    def eof_received(self) -> None:
+        if self._post is None:
+            super().eof_received()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._gone.done():
+            self._gone.set_result(None)
+        super().connection_lost(error)
+
+    def _cut_when_silent(self) -> None:
+        if self.request is None and self._answering is None:
+            self.transport.abort()
+
+    # ---- a POST -----------------------------------------------------------------------------------------------------
+
+    def _read(self, post: h11.Connection, data: bytes) -> None:
+        """Read on, and begin to answer once the request is whole, or cannot be read."""
+        try:
+            post.receive_data(data)
+            is_whole = self._takes_events(post)
+        except NotLetIn as refused:
+            self._reply(self._refused(refused))
+        except h11.RemoteProtocolError as error:
+            why = f"the request is not HTTP: {error}"
+            self._reply(self._refused(NotLetIn(HTTPStatus.BAD_REQUEST, Code.MALFORMED, why)))
+        else:
+            if is_whole:
+                head = self._head
+                assert head is not None
+                named = Headers((name.decode("latin-1"), value.decode("latin-1")) for name, value in head.headers)
+                request = Request(head.target.decode("latin-1"), named, "POST")
+                self._reply(self._answer(request, bytes(self._body), self._gone))
+
+    def _takes_events(self, post: h11.Connection) -> bool:
+        """Take what can be read so far; return whether that is the whole request. Raises `NotLetIn`."""
+        while True:
+            match event := post.next_event():
+                case h11.Request():
+                    self._head = event
+                    if post.they_are_waiting_for_100_continue:
+                        go_on = post.send(h11.InformationalResponse(status_code=100, headers=[]))
+                        self.transport.write(go_on)
+                case h11.Data():
+                    self._body += event.data
+                    if len(self._body) > MESSAGE_BYTES_MAX:
+                        why = f"the body is over {MESSAGE_BYTES_MAX} bytes: send less at once"
+                        raise NotLetIn(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, Code.TOO_LARGE, why)
+                case h11.EndOfMessage():
+                    return True
+                case _:
+                    return False
+
+    async def _refused(self, refused: NotLetIn) -> Response:
+        return refused.response()
+
+    def _reply(self, answer: Awaitable[Response]) -> None:
+        self._answering = self.loop.create_task(self._send(answer))
+
+    async def _send(self, answer: Awaitable[Response]) -> None:
+        try:
+            self.transport.write((await answer).serialize())
+        finally:
+            self.transport.close()

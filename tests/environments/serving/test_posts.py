@@ -1,0 +1,232 @@
+"""Sessions over `POST /mcp`: they lapse without a sign of life, and no call is carried out in a world of nobody's."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from bombus.environments.openenv.messages import MESSAGE_BYTES_MAX, RpcError
+from bombus.environments.serving.server import POSTS_MAX
+from tests.environments.serving.served import served
+from tests.environments.worlds import Counter as PlainCounter
+from tests.patience import until
+
+TASK = '{"type": "reset", "data": {"task": {"main_query": "three"}}}'
+
+
+class Poster:
+    """Posts requests of JSON-RPC to a server."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.AsyncClient(base_url=url, timeout=60)
+
+    async def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        body = {"jsonrpc": "2.0", "id": 7, "method": method, "params": params}
+        answer = await self.http.post("/mcp", json=body)
+        assert answer.status_code == 200
+        found: dict[str, Any] = answer.json()
+        assert (found["jsonrpc"], found["id"]) == ("2.0", 7)
+        return found
+
+    async def opened(self) -> str:
+        return str((await self.ask("openenv/session/create"))["result"]["session_id"])
+
+    async def why(self, method: str, **params: Any) -> str:
+        return str((await self.ask(method, **params))["error"]["message"])
+
+    def held(self, session: str) -> connect:
+        """Connect to a session, which that holds from then on."""
+        return connect(f"{self.url.replace('http', 'ws')}/ws?session_id={session}", proxy=None)
+
+    async def __aenter__(self) -> "Poster":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.aclose()
+
+
+async def test_a_session_that_was_posted_is_held_by_the_connection_to_it_and_ends_with_it() -> None:
+    async with served(slots=2) as (server, url), Poster(url) as poster:
+        session = await poster.opened()
+        assert server.counts()["leased"] == 1
+        assert await poster.why("tools/call", name="add", session_id=session) == (
+            "the world has no task yet: send a reset first"
+        )
+        async with poster.held(session) as socket:
+            with pytest.raises(InvalidStatus, match="409"):
+                await poster.held(session)
+            await socket.send(TASK)
+            await socket.recv()
+            called = await poster.ask("tools/call", name="add", arguments={}, session_id=session)
+            assert called["result"]["data"] == called["result"]["content"][0]["text"]
+            assert called["result"]["data"].endswith(":1"), "the world that the connection has reset"
+            await socket.send('{"type": "step", "data": {"tool": "add"}}')
+            assert ':2"' in str(await socket.recv())
+        await until(lambda: server.counts()["leased"] == 0)
+        assert "is over, or never was" in await poster.why("tools/call", name="add", session_id=session)
+        with pytest.raises(InvalidStatus, match="410"):
+            await poster.held(session)
+
+
+async def test_calls_that_were_posted_count_for_the_reward_of_the_step_that_ends_the_episode() -> None:
+    async with served(PlainCounter) as (_, url), Poster(url) as poster:
+        session = await poster.opened()
+        async with poster.held(session) as socket:
+            await socket.send('{"type": "reset", "data": {"task": {"metadata": {"goal": 3}}}}')
+            await socket.recv()
+            await poster.ask("tools/call", name="add", arguments={"amount": 3}, session_id=session)
+            assert await poster.why("tools/call", name="fail", session_id=session) == "ValueError: as it was asked to"
+            await socket.send('{"type": "step", "data": {"message": "done"}}')
+            assert '"reward":1.5' in str(await socket.recv())
+            assert "the episode is over" in await poster.why("tools/call", name="add", session_id=session)
+
+
+async def test_the_tools_of_a_plain_class_are_known_before_a_reset_and_those_of_another_after_it() -> None:
+    async with served(PlainCounter) as (_, url), Poster(url) as poster:
+        tools = (await poster.ask("tools/list", session_id=await poster.opened()))["result"]["tools"]
+        assert [tool["name"] for tool in tools] == ["add", "where", "fail"]
+        assert tools[0]["inputSchema"]["required"] == ["amount"]
+    async with served() as (_, url), Poster(url) as poster:
+        assert "send a reset first" in await poster.why("tools/list", session_id=await poster.opened())
+
+
+async def test_one_that_nobody_holds_lives_from_call_to_call_and_lapses_without_one() -> None:
+    async with served(PlainCounter, ttl_s=1) as (server, url), Poster(url) as poster:
+        session = await poster.opened()
+        clock = asyncio.get_running_loop().time
+        over_at = clock() + 2
+        while clock() < over_at:
+            await poster.ask("tools/list", session_id=session)
+        await until(lambda: server.counts()["leased"] == 0)
+        assert "is over, or never was" in await poster.why("tools/list", session_id=session)
+
+
+async def test_one_that_is_closed_gives_its_slot_back_and_closing_again_does_nothing() -> None:
+    async with served() as (server, url), Poster(url) as poster:
+        session = await poster.opened()
+        assert "Environment pool exhausted: all 1 slots are taken" in await poster.why("openenv/session/create")
+        for _ in range(2):
+            closed = await poster.ask("openenv/session/close", session_id=session)
+            assert closed["result"] == {"session_id": session, "closed": True}
+        await until(lambda: len(server.table.free) == 1)
+
+
+async def test_one_that_waits_for_a_slot_gets_it_and_one_that_leaves_takes_none() -> None:
+    async with served() as (server, url), Poster(url) as poster:
+        first = await poster.opened()
+        body = {"jsonrpc": "2.0", "id": 1, "method": "openenv/session/create"}
+        leaving = asyncio.create_task(poster.http.post("/mcp?wait_s=60", json=body))
+        await until(lambda: server.counts()["waiting"] == 1)
+        leaving.cancel()
+        await until(lambda: server.counts()["waiting"] == 0)
+        waiting = asyncio.create_task(poster.http.post("/mcp?wait_s=60", json=body))
+        await until(lambda: server.counts()["waiting"] == 1)
+        await poster.ask("openenv/session/close", session_id=first)
+        assert (await waiting).json()["result"]["session_id"] != first
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_call_ends_its_session() -> None:
+    async with served() as (server, url), Poster(url) as poster:
+        session = await poster.opened()
+        async with poster.held(session) as socket:
+            await socket.send(TASK)
+            await socket.recv()
+            calling = asyncio.create_task(poster.ask("tools/call", name="hang", session_id=session))
+            await until(lambda: server.working() == 1)
+            calling.cancel()
+            await until(lambda: server.counts()["leased"] == 0)
+
+
+async def test_a_call_that_takes_too_long_and_a_world_that_breaks_end_the_session() -> None:
+    for tool, why in (("hang", "the mcp took longer than 0.2 s"), ("break", "its backend is gone")):
+        async with served(step_s=0.2) as (server, url), Poster(url) as poster:
+            session = await poster.opened()
+            async with poster.held(session) as socket:
+                await socket.send(TASK)
+                await socket.recv()
+                assert why in await poster.why("tools/call", name=tool, session_id=session)
+                await until(lambda: server.counts()["leased"] == 0)
+
+
+async def test_a_session_has_so_many_calls_under_way_and_no_more() -> None:
+    async with served() as (server, url), Poster(url) as poster:
+        session = await poster.opened()
+        async with poster.held(session) as socket:
+            await socket.send(TASK)
+            await socket.recv()
+            calls = [
+                asyncio.create_task(poster.ask("tools/call", name="nap", session_id=session)) for _ in range(POSTS_MAX)
+            ]
+            await until(lambda: sum(seat.posts for seat in server._seats.values()) == POSTS_MAX)
+            assert f"{POSTS_MAX} calls of this session are under way" in await poster.why(
+                "tools/call", name="add", session_id=session
+            )
+            assert [(await call)["result"]["data"] for call in calls] == ["rested"] * POSTS_MAX
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "why"),
+    [
+        (b"{", RpcError.PARSE, "the body is not JSON"),
+        (b"[]", RpcError.INVALID_REQUEST, "the body is one request"),
+        (b'{"method": "tools/list", "params": 3}', RpcError.INVALID_REQUEST, "`$.params`"),
+        (b'{"method": "tools/list"}', RpcError.INVALID_PARAMS, "params has no session_id"),
+        (b'{"method": "tools/list", "params": {"session_id": "x"}}', RpcError.SERVER, "session 'x' is over"),
+    ],
+)
+async def test_a_request_that_makes_no_sense_is_answered_in_a_sentence(body: bytes, code: int, why: str) -> None:
+    async with served() as (_, url), httpx.AsyncClient(base_url=url) as http:
+        error = (await http.post("/mcp", content=body)).json()["error"]
+    assert error["code"] == code
+    assert why in error["message"]
+
+
+async def test_a_method_that_there_is_not_is_named_and_the_session_goes_on() -> None:
+    async with served(PlainCounter) as (_, url), Poster(url) as poster:
+        session = await poster.opened()
+        assert "'initialize' is not a method" in await poster.why("initialize", session_id=session)
+        assert (await poster.ask("tools/list", session_id=session))["result"]["tools"]
+
+
+async def test_who_may_not_connect_may_not_post() -> None:
+    async with served(key="sesame") as (server, url), httpx.AsyncClient(base_url=url) as http:
+        body = {"method": "openenv/session/create"}
+        assert (await http.post("/mcp", json=body)).status_code == 401
+        foreign = {"Authorization": "Bearer sesame", "Origin": "http://evil.example"}
+        assert (await http.post("/mcp", json=body, headers=foreign)).status_code == 403
+        assert server.counts()["leased"] == 0
+        let_in = await http.post("/mcp", json=body, headers={"Authorization": "Bearer sesame"})
+        assert let_in.json()["result"]["session_id"]
+    async with served() as (_, url), httpx.AsyncClient(base_url=url) as http:
+        assert (await http.post("/mcp", json=body, headers={"Host": "evil.example"})).status_code == 421
+        assert (await http.post("/reset", json=body)).status_code == 404
+        assert (await http.post("/mcp?wait_s=soon", json=body)).status_code == 400
+        assert (await http.post("/mcp", content=b"x" * (MESSAGE_BYTES_MAX + 1))).status_code == 413
+
+
+async def raw(url: str, *parts: bytes) -> bytes:
+    """Send bytes in parts, and return all that comes back."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_a_request_may_come_in_any_parts_and_one_that_is_not_http_is_refused() -> None:
+    body = b'{"id": 1, "method": "openenv/session/create"}'
+    head = b"POST /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with served(slots=2) as (_, url):
+        whole = head + body
+        assert b'"session_id"' in await raw(url, *(whole[at : at + 1] for at in range(len(whole))))
+        waits = head.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length")
+        assert (await raw(url, waits, body)).startswith(b"HTTP/1.1 100 \r\n\r\nHTTP/1.1 200 OK")
+        assert b" 400 " in (await raw(url, b"POST nonsense\r\n\r\n")).splitlines()[0]
+        assert b" 426 " in (await raw(url, b"G", b"ET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")).splitlines()[0]
