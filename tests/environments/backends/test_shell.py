@@ -92,7 +92,7 @@ async def test_what_needs_a_capability_fails(box: ShellSandbox, command: str) ->
 async def test_a_command_is_nobody_to_the_machine(box: ShellSandbox) -> None:
     await box.run("touch mine")
     expected = NOBODY if os.geteuid() == 0 else os.geteuid()
-    assert os.stat(f"{box.address}/work/mine").st_uid == expected, "root gives itself up"
+    assert os.stat(os.path.join(box.address, "work", "mine")).st_uid == expected, "root gives itself up"
 
 
 async def test_a_command_that_takes_too_long_ends_with_all_that_it_started(box: ShellSandbox) -> None:
