@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bombus.environments.backends.kinds import Backend
-from bombus.environments.backends.pool import BackendPool
+from bombus.environments.backends.pool import START_TRIES, BackendPool
 from bombus.environments.backends.process import SimulatorProcess, free_port
 from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy
 from tests.patience import until
@@ -86,6 +86,80 @@ async def test_p3_a_backend_that_cannot_be_scrubbed_is_released_all_the_same_and
         second = await pool.take("b")
         assert second is not first
         assert await kept(second) == ""
+
+
+async def test_a_backend_that_a_session_may_still_use_is_replaced_and_not_scrubbed() -> None:
+    async with BackendPool(simulator, 1) as pool:
+        first = await pool.take("a")
+        assert isinstance(first, SimulatorProcess)
+        await pool.give_back("a", in_use=True)
+        second = await pool.take("b")
+        assert second is not first
+        assert first.pid is None, "what the session left running finds nothing there"
+
+
+class Odd:
+    """A backend in this process, whose methods raise what they are told to."""
+
+    def __init__(self, **raised: Exception) -> None:
+        self.address = "here"
+        self.stopped = False
+        self._raised = raised
+
+    async def start(self) -> None:
+        self._do("start")
+
+    async def is_healthy(self) -> bool:
+        self._do("is_healthy")
+        return not self.stopped
+
+    async def scrub(self) -> None:
+        self._do("scrub")
+
+    async def stop(self) -> None:
+        self.stopped = True
+        self._do("stop")
+
+    def _do(self, method: str) -> None:
+        if method in self._raised:
+            raise self._raised[method]
+
+
+@pytest.mark.parametrize("method", ["scrub", "is_healthy", "stop"])
+async def test_a_backend_is_replaced_whatever_it_raises(method: str) -> None:
+    made: list[Odd] = []
+
+    def make(number: int) -> Odd:
+        made.append(Odd() if made else Odd(**dict.fromkeys({method, "scrub"}, RecursionError("too deep"))))
+        return made[-1]
+
+    async with BackendPool(make, 1) as pool:
+        if method == "is_healthy":
+            assert await pool.take("b") is made[1]
+            return
+        await pool.take("a")
+        with pytest.raises(EnvironmentLost, match="backend 0 could not be scrubbed: RecursionError: too deep"):
+            await pool.renew("a")
+        await pool.give_back("a")
+        assert await pool.take("b") is made[1]
+        assert made[0].stopped
+
+
+async def test_a_backend_that_could_not_be_started_is_tried_again() -> None:
+    made: list[Odd] = []
+
+    def make(number: int) -> Odd:
+        is_bad = 1 <= len(made) <= 2 * START_TRIES
+        made.append(Odd(start=RuntimeError("no memory")) if is_bad else Odd())
+        return made[-1]
+
+    async with BackendPool(make, 1, pause_s=0.01) as pool:
+        await pool.take("a")
+        await pool.give_back("a", in_use=True)
+        with pytest.raises(EnvironmentLost, match="none of 1 backends works"):
+            await pool.take("b")
+        await until(lambda: pool.counts()["ready"] == 1)
+        assert await pool.take("c") is made[2 * START_TRIES + 1]
 
 
 async def test_a_session_keeps_its_backend_when_it_is_made_new() -> None:

@@ -1,6 +1,7 @@
 """The shell sandbox: what a command can reach, and what is left of it."""
 
 import os
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,18 +12,37 @@ from bombus.environments.backends.pool import BackendPool
 from bombus.environments.backends.shell import OUTPUT_BYTES_MAX, ShellSandbox
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import Refused
+from tests.environments.backends.test_folders import make_deep
+
+NOBODY = 65534
+
+
+def why_no_namespaces() -> str:
+    """Return what this machine says against namespaces, as a sandbox that is broken would not."""
+    as_nobody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
+    try:
+        made = subprocess.run(
+            [*as_nobody, "unshare", "-Urpfn", "--mount-proc", "true"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError as error:
+        return str(error)
+    return made.stderr.strip() if made.returncode else ""
+
+
+@pytest.fixture(scope="session")
+def has_namespaces() -> None:
+    if why := why_no_namespaces():
+        pytest.skip(f"this machine makes no namespaces, so there is no sandbox here: {why}")
 
 
 @pytest.fixture
-async def box() -> AsyncIterator[ShellSandbox]:
-    sandbox = ShellSandbox()
+async def box(has_namespaces: None) -> AsyncIterator[ShellSandbox]:
+    sandbox = ShellSandbox(work_mb_max=8)
     try:
         await sandbox.start()
-    except Refused as error:
+        yield sandbox
+    finally:
         await sandbox.stop()
-        pytest.skip(str(error))
-    yield sandbox
-    await sandbox.stop()
 
 
 async def test_commands_share_a_folder_and_say_how_they_ended(box: ShellSandbox) -> None:
@@ -56,6 +76,25 @@ async def test_nothing_of_the_machine_is_written_and_nothing_private_is_read(box
     assert not os.path.exists("/usr/bombus")
 
 
+async def test_a_command_has_no_capabilities_and_cannot_get_any(box: ShellSandbox) -> None:
+    status = (await box.run("grep -E '^(Cap|NoNewPrivs)' /proc/self/status")).output.split()
+    held = dict(zip(status[::2], status[1::2], strict=True))
+    for kind in ("CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"):
+        assert int(held[kind], 16) == 0, kind
+    assert held["NoNewPrivs:"] == "1"
+
+
+@pytest.mark.parametrize("command", ["mount -o remount,rw /usr", "mount -t tmpfs none /tmp", "hostname other"])
+async def test_what_needs_a_capability_fails(box: ShellSandbox, command: str) -> None:
+    assert (await box.run(f"{command} 2>/dev/null")).code != 0
+
+
+async def test_a_command_is_nobody_to_the_machine(box: ShellSandbox) -> None:
+    await box.run("touch mine")
+    expected = NOBODY if os.geteuid() == 0 else os.geteuid()
+    assert os.stat(os.path.join(box.address, "work", "mine")).st_uid == expected, "root gives itself up"
+
+
 async def test_a_command_that_takes_too_long_ends_with_all_that_it_started(box: ShellSandbox) -> None:
     result = await box.run("sleep 77.7 & sleep 77.7", timeout_s=1)
     assert result.timed_out
@@ -85,6 +124,29 @@ async def test_a_scrub_leaves_nothing_whatever_its_permissions(box: ShellSandbox
     assert (await box.run("ls -A")).output == ""
     assert await box.is_healthy()
     assert os.path.isdir("/usr/bin")
+
+
+async def test_a_scrub_follows_folders_however_deep(box: ShellSandbox) -> None:
+    make_deep(f"{box.address}/work")
+    await box.scrub()
+    assert (await box.run("ls -A")).output == ""
+
+
+async def test_a_folder_that_is_full_takes_nothing_more_until_something_is_removed(box: ShellSandbox) -> None:
+    filled = await box.run("for i in 1 2 3; do head -c 4000000 /dev/urandom > file$i; done")
+    assert filled.is_full
+    assert "/work holds more than 8 MiB: remove files" in filled.output
+    assert (await box.run("echo more > file4")).code != 0
+    emptied = await box.run("rm file1 file2")
+    assert (emptied.code, emptied.is_full) == (0, False)
+    assert (await box.run("echo more > file4; cat file4")).output == "more\n"
+
+
+async def test_a_command_that_fills_the_folder_is_killed(box: ShellSandbox) -> None:
+    filled = await box.run("head -c 12000000 /dev/urandom > file; sleep 50", timeout_s=55)
+    assert (filled.is_full, filled.timed_out) == (True, False)
+    await box.scrub()
+    assert not (await box.run("true")).is_full
 
 
 async def test_a_pool_of_sandboxes_keeps_their_files_apart(box: ShellSandbox) -> None:

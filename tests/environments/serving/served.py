@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import httpx
 
+from bombus.environments.backends.kinds import RealBackend
 from bombus.environments.backends.pool import BackendPool
 from bombus.environments.serving.server import EnvironmentServer, environment_server
 from bombus.environments.serving.settings import ServingSettings
@@ -21,7 +22,7 @@ from tests.patience import PATIENCE_S
 
 @contextlib.asynccontextmanager
 async def served(
-    make: Callable[..., Any] = Counter, backends: BackendPool | None = None, **settings: Any
+    make: Callable[..., Any] = Counter, backends: BackendPool | RealBackend | None = None, **settings: Any
 ) -> AsyncIterator[tuple[EnvironmentServer, str]]:
     """Serve a class in this process. Yields the server and its URL."""
     bound = listen("127.0.0.1", 0)

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from bombus.cli import main
+from bombus.environments.backends.kinds import REAL
 from bombus.environments.backends.pool import BackendPool
 from bombus.environments.serving.running import BackendKind, Deployment, backends_of, deployed
 from bombus.environments.serving.settings import ServingSettings
@@ -51,7 +52,7 @@ def test_b2_one_variable_chooses_between_the_simulator_and_the_real_backend() ->
     wanted = deployment(backend=BackendKind.MINISTACK, slots=1)
     assert isinstance(backends_of(wanted, {}), BackendPool)
     assert isinstance(backends_of(wanted, {"BACKEND_TYPE": "simulator"}), BackendPool)
-    assert backends_of(wanted, {"BACKEND_TYPE": "aws"}) is None, "the pool is off"
+    assert backends_of(wanted, {"BACKEND_TYPE": "aws"}) is REAL, "the pool is off"
     with pytest.raises(Refused, match="it is simulator or aws"):
         backends_of(wanted, {"BACKEND_TYPE": "azure"})
     with pytest.raises(Refused, match="serve it with --slots 1"):
@@ -66,7 +67,7 @@ def test_a_base_port_that_leaves_no_room_is_refused(port: str) -> None:
 
 def test_a_pool_of_simulators_says_whose_it_is() -> None:
     pool = backends_of(deployment(backend=BackendKind.MINISTACK), {})
-    assert pool is not None
+    assert isinstance(pool, BackendPool)
     assert pool.exhausted == "MiniStack pool exhausted"
 
 

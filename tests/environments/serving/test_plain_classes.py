@@ -9,10 +9,11 @@ import httpx
 import pytest
 
 from bombus import Task
-from bombus.environments.backends.kinds import Backend
+from bombus.environments.backends.kinds import REAL, Backend, RealBackend
 from bombus.environments.backends.pool import BackendPool
 from bombus.environments.backends.process import SimulatorProcess
 from bombus.environments.kinds import AgentEnvironment, EnvironmentLost, ResetFailed, RolloutStatus, ToolCall
+from bombus.environments.openenv.messages import Rpc
 from bombus.environments.plain.marks import reward
 from bombus.environments.pools.aio import AsyncEnvPool
 from bombus.environments.pools.blocking import EnvPool
@@ -98,7 +99,7 @@ async def test_the_schema_has_the_arguments_of_each_tool() -> None:
 class Store:
     """Puts text into its backend."""
 
-    def __init__(self, backend: Backend | None) -> None:
+    def __init__(self, backend: Backend | RealBackend) -> None:
         self._backend = backend
 
     def reset(self, task: Task) -> str:
@@ -106,7 +107,7 @@ class Store:
 
     async def store(self, text: str) -> str:
         """Store a text, and say what was there before."""
-        if self._backend is None:
+        if isinstance(self._backend, RealBackend):
             return "in the real one"
         before = await kept(self._backend)
         await put(self._backend, text)
@@ -130,7 +131,7 @@ async def test_b2_a_class_gets_a_simulator_of_its_own_or_uses_the_real_backend()
             assert backends.counts()["bound"] == 2
         await until(lambda: len(server.table.free) == 2)
         assert backends.counts() == {"ready": 2, "bound": 0, "replacing": 0}
-    async with served(Store) as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
+    async with served(Store, REAL) as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
         assert await pool.run_group(TASK, store) == ["in the real one in the real one"]
 
 
@@ -157,6 +158,80 @@ class Unrewarded:
 def test_a_class_that_cannot_be_served_is_refused(kind: type, why: str) -> None:
     with pytest.raises(Refused, match=why):
         ClassSource(kind)
+
+
+def test_a_class_that_needs_a_backend_is_not_served_without_one() -> None:
+    with pytest.raises(Refused, match="Store needs a backend: say which with --backend"):
+        ClassSource(Store)
+
+
+async def test_a_class_that_can_do_without_a_backend_is_made_without_one() -> None:
+    class Perhaps(Counter):
+        def __init__(self, backend: Backend | None = None) -> None:
+            super().__init__()
+            self.is_alone = backend is None
+
+        def has_backend(self) -> str:
+            """Say whether it has a backend."""
+            return f"alone: {self.is_alone}"
+
+    async with served(Perhaps) as (_, url), await EnvSession.open(url) as session:
+        await session.reset({"task": TASK.model_dump()})
+        assert (await session.step({"tool": "has_backend"})).observation["text"] == "alone: True"
+
+
+async def test_a_class_that_knows_simulators_alone_is_not_led_to_the_real_service() -> None:
+    class Simulated(Counter):
+        def __init__(self, backend: Backend) -> None:
+            super().__init__()
+            self.address = backend.address
+
+    async with served(Simulated, REAL) as (_, url):
+        with pytest.raises(EnvironmentLost, match="BACKEND_TYPE=aws gives it the real AWS"):
+            await EnvSession.open(url)
+
+
+class Wordy(Counter):
+    """Says more than fits into a message, and what is no text."""
+
+    def reset(self, task: Task) -> str:
+        super().reset(task)
+        return "x" * int(task.metadata.get("characters", 1))
+
+    def talk(self) -> str:
+        """Talk."""
+        return "\x01" * 20_000_000
+
+    def name(self) -> str:
+        """Return the name of a file that is not UTF-8."""
+        return os.fsdecode(b"caf\xe9")
+
+
+async def test_a_tool_that_says_too_much_is_cut_and_the_session_goes_on() -> None:
+    async with served(Wordy) as (_, url), await EnvSession.open(url) as session:
+        await session.reset({"task": TASK.model_dump()})
+        text = (await session.step({"tool": "talk"})).observation["text"]
+        assert text == "\x01" * 1_000_000 + "\n[19000000 more characters were left out]"
+        assert (await session.step({"tool": "name"})).observation["text"] == "caf?"
+
+
+async def test_a_reset_that_says_too_much_fails_and_the_session_goes_on() -> None:
+    async with served(Wordy) as (_, url), await EnvSession.open(url) as session:
+        with pytest.raises(ResetFailed, match="and a message up to 16777216: let it say less at once"):
+            await session.reset({"task": {"metadata": {"goal": 3, "characters": 17 << 20}}})
+        await session.reset({"task": TASK.model_dump()})
+
+
+async def test_a_backend_that_dies_before_the_score_is_infra_and_not_the_models_failure() -> None:
+    async with BackendPool(simulator, 1) as backends, served(Store, backends) as (_, url):
+        session = await EnvSession.open(url)
+        await session.reset({})
+        backend = await backends.take(session.name)
+        assert isinstance(backend, SimulatorProcess)
+        assert backend.pid is not None
+        os.kill(backend.pid, signal.SIGKILL)
+        with pytest.raises(EnvironmentLost, match="backend 0 of this session has died"):
+            await session.rpc(Rpc.SCORE, {"transcript": {}})
 
 
 async def test_a_backend_that_dies_in_the_middle_is_infra_and_not_the_models_failure() -> None:

@@ -1,6 +1,8 @@
 """What a backend is: a process or a folder of its own that one world at a time stands on."""
 
-from typing import Protocol
+from typing import NoReturn, Protocol
+
+from bombus.errors import Code, Refused
 
 
 class Backend(Protocol):
@@ -26,3 +28,19 @@ class Backend(Protocol):
     async def stop(self) -> None:
         """End it, with all its processes. Stopping again does nothing."""
         ...
+
+
+class RealBackend:
+    """What a class is given in the place of a backend where it is to use the real service, and no simulator of it."""
+
+    @property
+    def address(self) -> NoReturn:
+        """Raises `Refused`, so that a class that knows simulators alone does not take the real service for one."""
+        raise Refused(
+            Code.UNSUPPORTED,
+            "this environment asks for the address of a simulator, and BACKEND_TYPE=aws gives it the real AWS: unset "
+            "BACKEND_TYPE, or let the class compare its `backend` with bombus.environments.backends.kinds.REAL",
+        )
+
+
+REAL = RealBackend()

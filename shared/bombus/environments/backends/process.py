@@ -5,11 +5,11 @@ import contextlib
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping
 
 import httpx
 
+from bombus.environments.backends.folders import BackendFolder
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import in_one_line
 from bombus.host.process import die_with_this_process, kill
@@ -35,7 +35,7 @@ class SimulatorProcess:
         self._port = port
         self._port_variable = port_variable
         self._process: asyncio.subprocess.Process | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: BackendFolder | None = None
         self._http: httpx.AsyncClient | None = None
 
     @property
@@ -48,12 +48,12 @@ class SimulatorProcess:
         self.address = f"http://{HOST}:{port}"
         if self._port and not is_free(port):
             raise EnvironmentLost(f"port {port} is in use: end what has it, or choose another base port")
-        self._folder = tempfile.TemporaryDirectory(prefix="bombus-backend-", ignore_cleanup_errors=True)
+        self._folder = BackendFolder("simulator")
         self._http = httpx.AsyncClient(base_url=self.address, timeout=CALL_S, trust_env=False)
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
-            env=self._variables(port, self._folder.name),
-            cwd=self._folder.name,
+            env=self._variables(port, self._folder.path),
+            cwd=self._folder.path,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
@@ -96,7 +96,7 @@ class SimulatorProcess:
         if self._http is not None:
             await self._http.aclose()
         if self._folder is not None:
-            await asyncio.to_thread(self._folder.cleanup)
+            await self._folder.remove()
         self._http, self._folder = None, None
 
     def _named(self) -> str:

@@ -1,4 +1,4 @@
-# Runs a command in a sandbox: sandbox.sh ROOT WORK COMMAND, inside new namespaces (see shell.py).
+# Runs a command in a sandbox: sandbox.sh ROOT WORK FILE_BYTES COMMAND, inside new namespaces (see shell.py).
 # ROOT becomes a small file system in memory with the programs of this machine, read-only, and WORK as /work.
 set -e
 PATH=/usr/sbin:/sbin:/usr/bin:/bin
@@ -26,12 +26,13 @@ done
 mount -t proc -o nosuid,noexec,nodev proc "$1/proc"
 mount --bind "$2" "$1/work"
 mount -o remount,bind,nosuid,nodev "$1/work"
-command=$3
+file_bytes=$3
+command=$4
 cd "$1"
 pivot_root . old
 umount -l /old
 rmdir /old
 cd /work
 export PATH=/usr/local/bin:/usr/bin:/bin
-exec prlimit --core=0 --fsize=536870912 --nofile=256 --nproc=256 --as=4294967296 \
+exec prlimit --core=0 --fsize="$file_bytes" --nofile=256 --nproc=256 --as=4294967296 \
     setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --ambient-caps=-all /bin/sh -c "$command"

@@ -6,11 +6,11 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
 
+from bombus.environments.backends.folders import BackendFolder, empty_folder, megabytes_of
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import Code, Refused
 from bombus.host.process import die_with_this_process
@@ -20,6 +20,9 @@ OUTPUT_BYTES_MAX = 64 * 1024
 COMMAND_S = 30.0
 COMMAND_S_MAX = 600.0
 CHECK_S = 10.0
+WORK_MB_MAX = 1024  # of all files in the folder
+FILE_BYTES_MAX = 512 << 20
+MEASURE_S = 1.0
 NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--net", "--mount", "--ipc", "--uts", "--kill-child")
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--")
@@ -33,23 +36,27 @@ class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
     code: int
     timed_out: bool = False
     cut: bool = False  # there was more output than is kept
+    is_full: bool = False  # the folder holds more than it may: until something is removed, nothing is written
 
 
 class ShellSandbox:
     """A folder, and commands that run in it in namespaces of their own.
 
     A command sees `/work`, which is the folder, programs and libraries of this machine that it cannot change, and
-    neither a network nor other processes. It has no capabilities. With the command all its processes end.
+    neither a network nor other processes. It has no capabilities. With the command all its processes end. One that
+    fills the folder beyond `work_mb_max` is killed, and those after it cannot write until there is room again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, work_mb_max: int = WORK_MB_MAX) -> None:
         self.address = ""
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: BackendFolder | None = None
+        self._work_mb_max = work_mb_max
+        self._is_full = False
 
     async def start(self) -> None:
         """Make the folder. Raises `Refused` where this machine makes no sandboxes."""
-        self._folder = tempfile.TemporaryDirectory(prefix="bombus-shell-", ignore_cleanup_errors=True)
-        self.address = self._folder.name
+        self._folder = BackendFolder("shell")
+        self.address = self._folder.path
         for name in ("root", "work"):
             (Path(self.address) / name).mkdir()
         if os.geteuid() == 0:  # root gives itself up: inside, it would still own what is root's outside
@@ -73,6 +80,7 @@ class ShellSandbox:
             "sandbox",
             f"{self.address}/root",
             f"{self.address}/work",
+            str(0 if self._is_full else FILE_BYTES_MAX),
             command,
             env=VARIABLES,
             cwd="/",
@@ -86,6 +94,7 @@ class ShellSandbox:
         seen = 0
         timed_out = False
         assert process.stdout is not None
+        watching = asyncio.create_task(self._kill_when_full(process.pid))
         try:
             async with asyncio.timeout(timeout_s):
                 while chunk := await process.stdout.read(OUTPUT_BYTES_MAX):
@@ -95,14 +104,19 @@ class ShellSandbox:
         except TimeoutError:
             timed_out = True
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            watching.cancel()
+            _kill_group(process.pid)
             await process.wait()
+        self._is_full = await self._holds_too_much()
+        said = output.decode(errors="replace")
+        if self._is_full:
+            said += f"\n[/work holds more than {self._work_mb_max} MiB: remove files before anything is written]\n"
         return ShellResult(
-            output=output.decode(errors="replace"),
+            output=said,
             code=process.returncode if process.returncode is not None else -1,
             timed_out=timed_out,
             cut=seen > OUTPUT_BYTES_MAX,
+            is_full=self._is_full,
         )
 
     async def is_healthy(self) -> bool:
@@ -110,16 +124,26 @@ class ShellSandbox:
 
     async def scrub(self) -> None:
         """Empty the folder. Raises `EnvironmentLost` when something in it cannot be removed."""
-        work = Path(self.address) / "work"
         try:
-            await asyncio.to_thread(_emptied, work)
+            await empty_folder(f"{self.address}/work")
         except OSError as error:
             raise EnvironmentLost(f"the folder of a sandbox could not be emptied: {error}") from error
+        self._is_full = False
 
     async def stop(self) -> None:
         folder, self._folder = self._folder, None
         if folder is not None:
-            await asyncio.to_thread(folder.cleanup)
+            await folder.remove()
+
+    async def _holds_too_much(self) -> bool:
+        return await megabytes_of(f"{self.address}/work") > self._work_mb_max
+
+    async def _kill_when_full(self, group: int) -> None:
+        if self._is_full:  # nothing can be written: this command may remove what there is too much of
+            return
+        while not await self._holds_too_much():
+            await asyncio.sleep(MEASURE_S)
+        _kill_group(group)
 
     async def _check(self) -> None:
         """Raise `Refused` unless a command runs, sees no network, and cannot write outside its folder."""
@@ -137,15 +161,6 @@ class ShellSandbox:
             )
 
 
-def _emptied(folder: Path) -> None:
-    os.chmod(folder, 0o700)
-    for parent, folders, _ in os.walk(folder):
-        for name in folders:
-            path = os.path.join(parent, name)
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)  # what cannot be listed cannot be removed
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from enum import StrEnum
@@ -11,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from bombus.environments.backends.kinds import Backend
+from bombus.environments.backends.folders import remove_left_folders
+from bombus.environments.backends.kinds import REAL, Backend, RealBackend
 from bombus.environments.backends.pool import BackendPool
 from bombus.environments.backends.process import ministack
 from bombus.environments.backends.shell import ShellSandbox
@@ -22,6 +24,8 @@ from bombus.environments.serving.settings import ServingSettings
 from bombus.environments.serving.sources import ClassSource
 from bombus.errors import Code, Refused
 from bombus.host.host_names import OwnHostNames
+
+log = logging.getLogger(__name__)
 
 BASE_PORT_VARIABLE = "AWS_RL_ENV_MINISTACK_BASE_PORT"
 SLOTS_VARIABLE = "AWS_RL_ENV_POOL_SIZE"
@@ -47,10 +51,10 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     host_names: tuple[str, ...] = ()
 
 
-def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> BackendPool | None:
+def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> BackendPool | RealBackend | None:
     """Return the pool of backends, None where worlds need none. Raises `Refused` for variables that make no sense.
 
-    With `BACKEND_TYPE=aws` there is no pool either: the class is given `backend=None`, and uses the real AWS.
+    With `BACKEND_TYPE=aws` there is no pool either: the class is given `REAL`, and uses the real AWS.
     """
     kind, slots, spares = deployment.backend, deployment.settings.slots, deployment.spares
     wanted = environment.get(KIND_VARIABLE, "").strip() or "simulator"
@@ -60,7 +64,7 @@ def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> Backe
         if slots > 1:
             why = f"{KIND_VARIABLE}=aws is one account for all worlds, which would meet in it: serve it with --slots 1"
             raise Refused(Code.BAD_CONFIG, why)
-        return None
+        return REAL
     match kind:
         case BackendKind.MINISTACK:
             base = number_of(environment, BASE_PORT_VARIABLE, 0, 1, PORT_MAX - slots - spares + 1)
@@ -95,7 +99,9 @@ async def deployed(
     names = OwnHostNames(str(bound.getsockname()[0]), deployment.host_names)
     async with contextlib.AsyncExitStack() as stack:
         backends = backends_of(deployment, environment)
-        if backends is not None:
+        if isinstance(backends, BackendPool):
+            if left := await remove_left_folders():
+                log.info("removed %d folders of backends whose server was killed", left)
             await stack.enter_async_context(backends)
         source = ClassSource(make, backends)
         pages = playground(deployment.path) if deployment.settings.slots == 1 else {}
@@ -104,7 +110,7 @@ async def deployed(
 
 
 def check_backend(make: Callable[..., Any], deployment: Deployment) -> None:
-    """Raise `Refused` where backends would be started for a class that takes none, or the other way round."""
+    """Raise `Refused` where backends would be started for a class that takes none."""
     takes = "backend" in inspect.signature(make).parameters
     if deployment.backend != BackendKind.NONE and not takes:
         why = f"{deployment.path} takes no backend: give its __init__ a parameter `backend`, or leave out --backend"

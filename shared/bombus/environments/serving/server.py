@@ -89,8 +89,11 @@ class WorldSource(Protocol):
         """Raise `InfraError` when what the session's world stands on is broken."""
         ...
 
-    async def clean(self, session: str) -> None:
-        """Take back what the session's world stood on. Doing it again does nothing."""
+    async def clean(self, session: str, in_use: bool) -> None:
+        """Take back what the session's world stood on. Doing it again does nothing.
+
+        `in_use` says that code of the world may still run and use it, so that no other session can be given it.
+        """
         ...
 
     def tools(self) -> Sequence[ToolSchema]:
@@ -215,11 +218,14 @@ class EnvironmentServer:
             raise NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: come again later")
         now = self._clock()
         self._do(Acquire(session, now, now + round(wait_s * SECOND)))
-        await asyncio.wait({seat.granted, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
-            self._do(Release(session))
+        try:
+            await asyncio.wait({seat.granted, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if gone.done() or not seat.granted.done():
+                self._do(Release(session))
+            if session not in self.table.leases:
+                self._seats.pop(session, None)
         if session not in self.table.leases:
-            self._seats.pop(session, None)
             raise NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, WireError.CAPACITY_REACHED, self._busy(wait_s))
 
     async def _make_world(self, session: str, seat: _Seat) -> None:
@@ -257,7 +263,7 @@ class EnvironmentServer:
 
     async def serve_session(self, connection: ServerConnection) -> None:
         """Answer the messages of a session until it ends."""
-        session = self._sessions[connection]
+        session = self._sessions.get(connection, "")
         seat = self._seats.get(session)
         if seat is None or seat.worlds is None:  # its lease ended during the handshake
             return
@@ -271,7 +277,7 @@ class EnvironmentServer:
                 if answer is None:
                     break
                 self._do(Beat(session, self._clock(), worked=True))
-                await connection.send(encode(answer))
+                await connection.send(_text_of(answer))
                 self._end_if_broken(session, answer)
         self._do(Release(session))
 
@@ -398,31 +404,50 @@ class EnvironmentServer:
                 case LeaseEnded(session, slot, reason):
                     level = logging.DEBUG if reason == LeaseEnd.RELEASED else logging.WARNING
                     log.log(level, "session %s lost slot %d: %s", session, slot, reason)
-                    self._spawn(self._clean(session, slot, reason))
+                    self._spawn(self._clean(session, self._seats.pop(session), slot, reason))
 
-    async def _clean(self, session: str, slot: int, reason: LeaseEnd) -> None:
-        """End what a session left, and make its slot free. Each part has its time, so the slot is never lost."""
-        seat = self._seats.pop(session)
-        if seat.connection is not None:
-            self._sessions.pop(seat.connection, None)
-            self._spawn(seat.connection.close(*ENDED[reason]))  # it is cut if the client does not answer
-        for task in (seat.beating, seat.step):
+    async def _clean(self, session: str, seat: _Seat, slot: int, reason: LeaseEnd) -> None:
+        """End what a session left, and make its slot free, whatever goes wrong in that. Each part has its time."""
+        try:
+            if seat.connection is not None:
+                self._sessions.pop(seat.connection, None)
+                self._spawn(seat.connection.close(*ENDED[reason]))  # it is cut if the client does not answer
+            has_ended = await self._end_work(seat)
+            if (world := seat.made()) is not None:
+                has_ended &= await self._within("the world was not closed", session, world.close())
+            cleaning = self._source.clean(session, in_use=not has_ended)
+            await self._within("what the world stood on was not cleaned", session, cleaning)
+        finally:
+            self._do(Cleaned(slot, self._clock()))
+
+    async def _end_work(self, seat: _Seat) -> bool:
+        """End what a session has under way. Returns whether it has all ended.
+
+        A step that was cancelled may go on in a thread. A world that is being made is waited for, so that it can be
+        closed.
+        """
+        step, making = seat.step, seat.making
+        was_cut = step is not None and (not step.done() or step.cancelling() > 0)
+        for task in (seat.beating, step):
             if task is not None:
                 task.cancel()
-        running = {task for task in (seat.step, seat.making) if task is not None}
-        if running:  # a world that is being made is waited for, so that it can be closed
+        if running := {task for task in (step, making) if task is not None and not task.done()}:
             await asyncio.wait(running, timeout=self.settings.close_s)
-        if (world := seat.made()) is not None:
-            await self._within("the world was not closed", session, world.close())
-        await self._within("what the world stood on was not cleaned", session, self._source.clean(session))
-        self._do(Cleaned(slot, self._clock()))
+        if making is not None and not making.done():
+            was_cut = True
+            making.cancel()
+            await asyncio.wait({making}, timeout=self.settings.close_s)
+        return not was_cut
 
-    async def _within(self, failure: str, session: str, work: Awaitable[None]) -> None:
+    async def _within(self, failure: str, session: str, work: Awaitable[None]) -> bool:
+        """Await a part of the end of a session, and return whether it succeeded in its time."""
         try:
             async with asyncio.timeout(self.settings.close_s):
                 await work
         except Exception as error:  # a slot is given back whatever a world's own code does at its end
             log.error("%s after session %s: %s", failure, session, in_one_line(error))
+            return False
+        return True
 
     async def run(self) -> None:
         """Let time pass, until cancelled."""
@@ -438,7 +463,7 @@ class EnvironmentServer:
             before = now
 
     async def close(self) -> None:
-        """End all sessions, and wait until their worlds are given up. It takes at most about three times `close_s`."""
+        """End all sessions, and wait until their worlds are given up. It takes at most about four times `close_s`."""
         self._closing = True
         for session in [*self.table.queue, *self.table.leases]:
             self._do(Release(session))
@@ -448,7 +473,24 @@ class EnvironmentServer:
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a session was not ended in order: %s", in_one_line(error), exc_info=error)
+
+
+def _text_of(answer: WireMessage) -> str:
+    """Return an answer as it is sent, and in the place of one that cannot be sent, an error that says why."""
+    try:
+        text = encode(answer)
+    except (TypeError, ValueError, RecursionError) as error:
+        return encode(error_message(WireError.EXECUTION_ERROR, f"the world's answer is not JSON: {in_one_line(error)}"))
+    if (size := len(text.encode())) > MESSAGE_BYTES_MAX:
+        why = f"the world's answer has {size} bytes, and a message up to {MESSAGE_BYTES_MAX}: let it say less at once"
+        return encode(error_message(WireError.EXECUTION_ERROR, why))
+    return text
 
 
 @contextlib.asynccontextmanager

@@ -2,15 +2,20 @@
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from bombus.environments.backends.kinds import RealBackend
 from bombus.environments.backends.pool import BackendPool
 from bombus.environments.kinds import AgentEnvironment, ToolSchema
 from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
-from bombus.errors import Code, Refused
+from bombus.environments.plain.world_thread import in_a_thread
+from bombus.errors import Code, Refused, in_one_line
+
+log = logging.getLogger(__name__)
 
 METHODS = ("open", "call", "is_over", "score", "close")
 
@@ -18,28 +23,49 @@ METHODS = ("open", "call", "is_over", "score", "close")
 class ClassSource:
     """Makes an instance of a class for each session: a plain class, or one that is an `AgentEnvironment` as it stands.
 
-    A class whose `__init__` has a parameter `backend` is given one of the pool, which is the session's until its end.
+    A class whose `__init__` has a parameter `backend` is given one of the pool, which is the session's until its end,
+    or `REAL`.
     """
 
-    def __init__(self, kind: Callable[..., Any], backends: BackendPool | None = None) -> None:
+    def __init__(self, kind: Callable[..., Any], backends: BackendPool | RealBackend | None = None) -> None:
         """Raises `Refused` for a class that is not an environment, or cannot be played through a server."""
         self._kind = kind
-        self._takes_backend = "backend" in inspect.signature(kind).parameters
-        self._backends = backends if self._takes_backend else None
+        takes = inspect.signature(kind).parameters.get("backend")
+        if takes is not None and takes.default is inspect.Parameter.empty and backends is None:
+            why = f"{getattr(kind, '__name__', kind)} needs a backend: say which with --backend"
+            raise Refused(Code.BAD_CONFIG, why)
+        self._real = backends if takes is not None and isinstance(backends, RealBackend) else None
+        self._backends = backends if takes is not None and isinstance(backends, BackendPool) else None
+        self._abandoned: set[asyncio.Task[None]] = set()  # worlds that are still being made, and that nobody waits for
         self._is_plain = not is_environment(kind)
-        self._tools = _tools_of(kind, self._takes_backend) if self._is_plain else ()
+        self._tools = _tools_of(kind, takes is not None) if self._is_plain else ()
         self.exhausted = self._backends.exhausted if self._backends is not None else "Environment pool exhausted"
 
     async def make(self, session: str) -> AgentEnvironment:
-        """Return a new world for a session. Raises `InfraError`, and what the class raises."""
+        """Return a new world for a session. Raises `InfraError`, and what the class raises.
+
+        Where this is cancelled while the class makes an instance, that is closed as soon as it is there.
+        """
         given: dict[str, object] = {}
-        if self._takes_backend:
-            given["backend"] = await self._backends.take(session) if self._backends is not None else None
-        made = partial(self._kind, **given)
+        if self._backends is not None:
+            given["backend"] = await self._backends.take(session)
+        elif self._real is not None:
+            given["backend"] = self._real
+        making = asyncio.create_task(self._made(partial(self._kind, **given)))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            abandoned = asyncio.create_task(_close_once_made(making))
+            self._abandoned.add(abandoned)
+            abandoned.add_done_callback(self._abandoned.discard)
+            raise
+
+    async def _made(self, make: Callable[[], Any]) -> AgentEnvironment:
+        """Make an instance in a thread, which may take its time: other sessions go on."""
         if not self._is_plain:
-            found: AgentEnvironment = await asyncio.to_thread(made)  # it may take its time: other sessions go on
+            found: AgentEnvironment = await in_a_thread(make, "make")
             return found
-        world = PlainEnvironment(made)
+        world = PlainEnvironment(make)
         await world.world.make()
         return world
 
@@ -51,9 +77,9 @@ class ClassSource:
         if self._backends is not None:
             await self._backends.check(session)
 
-    async def clean(self, session: str) -> None:
+    async def clean(self, session: str, in_use: bool) -> None:
         if self._backends is not None:
-            await self._backends.give_back(session)
+            await self._backends.give_back(session, in_use=in_use)
 
     def tools(self) -> Sequence[ToolSchema]:
         """Return the tools that are known before a reset: those of a plain class."""
@@ -78,6 +104,14 @@ class ClassSource:
                 "properties": {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer"}},
             },
         }
+
+
+async def _close_once_made(making: asyncio.Task[AgentEnvironment]) -> None:
+    """Close a world whose session was over before it was made."""
+    try:
+        await (await making).close()
+    except Exception as error:  # the class's own code, after the end of its session
+        log.warning("a world whose session was over was not made, or not closed: %s", in_one_line(error))
 
 
 def _action(properties: dict[str, object], required: str) -> dict[str, object]:

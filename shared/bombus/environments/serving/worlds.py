@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -27,13 +27,18 @@ from bombus.environments.openenv.messages import (
     rpc_error,
     rpc_result,
 )
+from bombus.environments.serving.holdups import Watched
 from bombus.errors import in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 TRANSCRIPT_MESSAGES_MAX = 4096  # of an episode that its client plays step by step
+TEXT_CHARACTERS_MAX = 1_000_000  # of what a tool gives back: in JSON they are six times as many bytes at most
+HELD_UP_S = 1.0
 NOT_RESET = "the world has no task yet: send a reset first"
 
 
@@ -108,7 +113,7 @@ class WorldSession:
         task = task_of(data)
         self.opening = None  # if this fails, the world has no task
         await self._renew()
-        self.opening = opening = await self.world.open(task)
+        self.opening = opening = await self._watched(self.world.open(task), "reset")
         self.transcript = Transcript(messages=list(opening.messages))
         self.steps, self._is_over = 0, False
         self.episode = str(data.get("episode_id") or task.task_id)
@@ -124,14 +129,14 @@ class WorldSession:
             return await self._ended({})
         call = self._call_of(data)
         seen = _seen(data, call, await self._noted_outcome(call))
-        if await self.world.is_over(self.transcript):
+        if await self._watched(self.world.is_over(self.transcript), "is_over"):
             return await self._ended(seen)
         return StepResult(observation=seen)
 
     async def _ended(self, seen: dict[str, Any]) -> StepResult:
         self._is_over = True
         await self._check()
-        scores = await self.world.score(self.transcript)
+        scores = await self._watched(self.world.score(self.transcript), "score")
         found = msgspec.to_builtins(scores)
         return StepResult(observation=seen, reward=scores.reward, done=True, metadata={"scores": found})
 
@@ -154,10 +159,25 @@ class WorldSession:
         return outcome
 
     async def _outcome(self, call: ToolCall) -> ToolOutcome:
-        outcome = await self.world.call(call)
+        outcome = await self._watched(self.world.call(call), call.name[:100])
         if outcome.failed:
             await self._check()
-        return outcome
+        return ToolOutcome(text=_sendable(outcome.text), failed=outcome.failed)
+
+    def _watched(self, work: Awaitable[T], name: str) -> Watched[T]:
+        """Await something of the world, and warn where it held up the server, whose sessions share one loop."""
+
+        def note(longest_s: float) -> None:
+            if longest_s >= HELD_UP_S:
+                log.warning(
+                    "`%s` of session %s held up all sessions of this server for %.1f s: let it await what takes time, "
+                    "or make it a plain `def`, which runs in a thread",
+                    name,
+                    self.session,
+                    longest_s,
+                )
+
+        return Watched(work, note)
 
     def _said(self, message: dict[str, Any]) -> None:
         self.steps += 1
@@ -193,10 +213,12 @@ class WorldSession:
                 case Rpc.CALL_TOOL:
                     return rpc_result(number, await self._mcp_call(params, is_posted))
                 case Rpc.IS_OVER:
-                    return rpc_result(number, {"is_over": await self.world.is_over(self._told(params))})
+                    asked = self.world.is_over(self._told(params))
+                    return rpc_result(number, {"is_over": await self._watched(asked, "is_over")})
                 case Rpc.SCORE:
                     await self._check()
-                    return rpc_result(number, msgspec.to_builtins(await self.world.score(self._told(params))))
+                    scores = await self._watched(self.world.score(self._told(params)), "score")
+                    return rpc_result(number, msgspec.to_builtins(scores))
         except (BadRequestMessage, msgspec.ValidationError) as error:
             return rpc_error(number, RpcError.INVALID_PARAMS, str(error))
         return rpc_error(number, RpcError.METHOD_NOT_FOUND, f"{method[:100]!r} is not a method: {', '.join(Rpc)}")
@@ -237,6 +259,13 @@ def task_of(data: dict[str, Any]) -> Task:
 def _call(name: str, arguments: object, id: str) -> ToolCall:
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     return ToolCall(id=id, name=name, arguments=text)
+
+
+def _sendable(text: str) -> str:
+    """Return a tool's text as it fits into a message: not too long, and without halves of surrogate pairs."""
+    if (left := len(text) - TEXT_CHARACTERS_MAX) > 0:
+        text = f"{text[:TEXT_CHARACTERS_MAX]}\n[{left} more characters were left out]"
+    return text.encode(errors="replace").decode()
 
 
 def _seen(data: dict[str, Any], call: ToolCall, outcome: ToolOutcome) -> dict[str, Any]:

@@ -1,0 +1,109 @@
+"""Folders of backends: whatever was written into one is removed, also after a server that was killed."""
+
+import asyncio
+import fcntl
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from bombus.host.process import die_with_this_process, kill
+
+log = logging.getLogger(__name__)
+
+PREFIX = "bombus-backend-"
+LOCK = ".server"  # in each folder, and locked for as long as the process lives that made it
+
+
+class BackendFolder:
+    """A new folder for what a backend writes."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind` is a part of the folder's name. Raises `OSError` when none can be made."""
+        self.path = tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-")
+        self._lock = _locked(Path(self.path))
+        if self._lock is None:
+            raise OSError(f"{self.path} was taken for one that a server has left: make another one")
+
+    async def remove(self) -> None:
+        """Remove the folder with all that is in it. Raises `OSError` when something is left."""
+        await _remove(self.path)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+async def empty_folder(path: str) -> None:
+    """Remove all that is in a folder, as deep as it may be, and whatever its permissions. Raises `OSError`."""
+    owner = os.stat(path)
+    await _remove(path)
+    os.mkdir(path, 0o700)
+    if os.geteuid() == 0:
+        os.chown(path, owner.st_uid, owner.st_gid)
+
+
+async def megabytes_of(path: str) -> int:
+    """Return how much of the disk a folder takes, with what can be read of it."""
+    _, printed = await _run("du", "-sm", "--", path)
+    last = printed.splitlines()[-1:]  # after what it says of folders that it could not read
+    return int(last[0].split()[0]) if last and last[0][:1].isdigit() else 0
+
+
+async def remove_left_folders() -> int:
+    """Remove the folders of servers that were killed, and return how many these were."""
+    removed = 0
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            if folder.is_symlink() or (lock := _locked(folder, is_new=False)) is None:
+                continue
+            await _remove(str(folder))
+            os.close(lock)
+        except OSError as error:
+            log.warning("%s, which a server has left, could not be removed: %s", folder, error)
+        else:
+            removed += 1
+    return removed
+
+
+def _locked(folder: Path, is_new: bool = True) -> int | None:
+    """Return the lock of a folder as a descriptor, None for one whose server is alive, or that has none."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if is_new else 0)
+    try:
+        lock = os.open(folder / LOCK, flags, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+async def _remove(path: str) -> None:
+    """Remove a folder. The programs follow folders that lie deeper in each other than Python's functions can."""
+    if not os.path.lexists(path):
+        return
+    if os.geteuid() != 0:
+        await _run("chmod", "-R", "u+rwx", "--", path)  # what cannot be listed cannot be removed
+    _, printed = await _run("rm", "-rf", "--", path)
+    if os.path.lexists(path):
+        raise OSError(f"{path} could not be removed: {printed.strip()[-300:]}")
+
+
+async def _run(*words: str) -> tuple[int, str]:
+    """Run a program, and return its exit code and what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        preexec_fn=die_with_this_process(),
+    )
+    try:
+        printed, _ = await process.communicate()
+    except BaseException:  # cancelled, such as at the end of its time
+        kill(process)
+        await process.wait()
+        raise
+    return process.returncode or 0, printed.decode(errors="replace")

@@ -1,0 +1,36 @@
+"""Notices coroutines of worlds that block: while one does, no session of the server goes on."""
+
+import time
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Watched(Generic[T]):
+    """Awaits what a world does, and tells `note` for how many seconds the longest of its steps held up the loop."""
+
+    def __init__(self, work: Awaitable[T], note: Callable[[float], None]) -> None:
+        self._work = work
+        self._note = note
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        steps = self._work.__await__()
+        thrown: BaseException | None = None
+        longest_s = 0.0
+        try:
+            while True:
+                began_s = time.monotonic()
+                try:
+                    waited_for = next(steps) if thrown is None else steps.throw(thrown)
+                except StopIteration as done:
+                    return done.value  # type: ignore[no-any-return]
+                finally:
+                    longest_s = max(longest_s, time.monotonic() - began_s)
+                try:
+                    yield waited_for
+                    thrown = None
+                except BaseException as error:  # such as a cancellation, which the world's own code is to see
+                    thrown = error
+        finally:
+            self._note(longest_s)

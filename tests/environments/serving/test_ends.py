@@ -1,0 +1,223 @@
+"""How sessions end: whatever is under way then, no slot is lost, and no backend is shared."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from bombus import Task, reward
+from bombus.environments.backends.kinds import Backend
+from bombus.environments.backends.pool import BackendPool
+from bombus.environments.kinds import AgentEnvironment, EnvironmentLost, ToolSchema
+from bombus.environments.pools.session import EnvSession, SessionSettings
+from bombus.environments.serving.doors import NotLetIn
+from bombus.environments.serving.server import EnvironmentServer
+from bombus.environments.serving.settings import ServingSettings
+from bombus.host.host_names import OwnHostNames
+from tests.environments.serving.served import served
+from tests.environments.serving.worlds import Counter
+from tests.patience import until
+
+
+class LeavingSource:
+    """Makes counters. While it cleans what stood under the first one, the client that waits for the slot leaves."""
+
+    exhausted = "Environment pool exhausted"
+
+    def __init__(self, leaving: asyncio.Future[Any]) -> None:
+        self._leaving = leaving
+
+    async def make(self, session: str) -> AgentEnvironment:
+        return Counter()
+
+    async def renew(self, session: str) -> None: ...
+
+    async def check(self, session: str) -> None: ...
+
+    async def clean(self, session: str, in_use: bool) -> None:
+        if not self._leaving.done():
+            self._leaving.set_result(None)
+
+    def tools(self) -> Sequence[ToolSchema]:
+        return ()
+
+    def schema(self) -> dict[str, object]:
+        return {}
+
+
+async def test_p5_a_client_that_leaves_in_the_moment_in_which_it_is_granted_a_slot_does_not_take_it_along() -> None:
+    staying, leaving = asyncio.Future[Any](), asyncio.Future[Any]()
+    server = EnvironmentServer(ServingSettings(), LeavingSource(leaving), OwnHostNames("127.0.0.1"))
+    first = await server.open_by_post(0, staying)
+    waiting = asyncio.create_task(server.open_by_post(60, leaving))
+    await until(lambda: server.counts()["waiting"] == 1)
+    server.close_by_post(first)
+    with pytest.raises(NotLetIn):
+        await waiting
+    await until(lambda: not server.table.cleaning)
+    assert (list(server.table.free), server.counts()["leased"]) == ([0], 0)
+    second = await server.open_by_post(0, staying)
+    server.close_by_post(second)
+    await server.close()
+
+
+async def test_a_client_that_is_cancelled_in_the_queue_leaves_it() -> None:
+    staying = asyncio.Future[Any]()
+    server = EnvironmentServer(ServingSettings(), LeavingSource(staying), OwnHostNames("127.0.0.1"))
+    first = await server.open_by_post(0, asyncio.Future[Any]())
+    waiting = asyncio.create_task(server.open_by_post(60, asyncio.Future[Any]()))
+    await until(lambda: server.counts()["waiting"] == 1)
+    waiting.cancel()
+    await until(waiting.done)
+    assert server.counts() == {"slots": 1, "leased": 1, "waiting": 0}
+    server.close_by_post(first)
+    await server.close()
+
+
+class Memory:
+    """A backend in this process. It starts once it may."""
+
+    def __init__(self, may_start: asyncio.Event) -> None:
+        self.address = "here"
+        self.is_stopped = False
+        self.scrubs = 0
+        self._may_start = may_start
+
+    async def start(self) -> None:
+        await self._may_start.wait()
+
+    async def is_healthy(self) -> bool:
+        return not self.is_stopped
+
+    async def scrub(self) -> None:
+        self.scrubs += 1
+
+    async def stop(self) -> None:
+        self.is_stopped = True
+
+
+class Memories:
+    """Makes backends in this process, and keeps them."""
+
+    def __init__(self) -> None:
+        self.made: list[Memory] = []
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+
+    def make(self, number: int) -> Backend:
+        self.made.append(Memory(self.may_start))
+        return self.made[-1]
+
+
+class Blocking:
+    """Its methods, which are no coroutines, end when they may."""
+
+    may_end: ClassVar[threading.Event]
+    is_slow_to_make: ClassVar[bool] = False
+    made: ClassVar[list["Blocking"]]
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.is_closed = False
+        if self.is_slow_to_make:
+            self.may_end.wait()
+        self.made.append(self)
+
+    def reset(self, task: Task) -> str:
+        return "go"
+
+    def write(self) -> str:
+        """Write something into the backend."""
+        self.may_end.wait()
+        return "written"
+
+    @reward
+    def always(self) -> float:
+        return 1.0
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def blocking() -> type[Blocking]:
+    class Fresh(Blocking):
+        may_end = threading.Event()
+        made: ClassVar[list[Blocking]] = []
+
+    return Fresh
+
+
+async def test_p3_a_backend_in_which_a_tool_goes_on_is_not_given_to_another_session(blocking: type[Blocking]) -> None:
+    memories = Memories()
+    async with BackendPool(memories.make, 1) as backends, served(blocking, backends, close_s=0.2) as (server, url):
+        session = await EnvSession.open(url)
+        await session.reset({})
+        writing = asyncio.create_task(session.step({"tool": "write"}))
+        await until(lambda: server.working() == 1)
+        writing.cancel()
+        async with await EnvSession.open(url, SessionSettings(wait_s=60)) as another:
+            await another.reset({})
+            assert len(memories.made) == 2
+            assert memories.made[0].is_stopped, "what goes on there finds nothing any more"
+            assert blocking.made[1].backend is memories.made[1]
+        blocking.may_end.set()
+
+
+async def test_p3_a_backend_of_a_step_that_took_too_long_is_replaced(blocking: type[Blocking]) -> None:
+    memories = Memories()
+    async with BackendPool(memories.make, 1) as backends, served(blocking, backends, step_s=0.2) as (server, url):
+        session = await EnvSession.open(url)
+        await session.reset({})
+        with pytest.raises(EnvironmentLost, match="took longer than"):
+            await session.step({"tool": "write"})
+        await until(lambda: len(server.table.free) == 1)
+        assert memories.made[0].is_stopped
+        blocking.may_end.set()
+
+
+async def test_a_backend_of_a_session_that_was_idle_at_its_end_is_scrubbed_and_kept(blocking: type[Blocking]) -> None:
+    memories = Memories()
+    blocking.may_end.set()
+    async with BackendPool(memories.make, 1) as backends, served(blocking, backends) as (server, url):
+        async with await EnvSession.open(url) as session:
+            await session.reset({})
+            await session.step({"tool": "write"})
+        await until(lambda: len(server.table.free) == 1)
+        assert (len(memories.made), memories.made[0].scrubs) == (1, 2), "at the reset, and at the end"
+        assert blocking.made[0].is_closed
+
+
+async def test_a_session_that_was_over_before_its_backend_had_started_does_not_keep_it(
+    blocking: type[Blocking],
+) -> None:
+    memories = Memories()
+    async with BackendPool(memories.make, 1) as backends, served(blocking, backends, close_s=0.2) as (server, url):
+        memories.may_start.clear()
+        session = await EnvSession.open(url)
+        memories.made[0].is_stopped = True
+        await session.close()
+        await until(lambda: backends.counts()["replacing"] == 1)
+        opening = asyncio.create_task(EnvSession.open(url, SessionSettings(wait_s=60)))
+        await until(lambda: server.counts()["leased"] == 1)
+        opening.cancel()
+        await until(lambda: len(server.table.free) == 1)
+        memories.may_start.set()
+        await until(lambda: backends.counts() == {"ready": 1, "bound": 0, "replacing": 0})
+        async with await EnvSession.open(url) as another:
+            await another.reset({})
+
+
+async def test_a_world_that_is_made_after_its_session_was_over_is_closed(blocking: type[Blocking]) -> None:
+    memories = Memories()
+    blocking.is_slow_to_make = True
+    async with BackendPool(memories.make, 1) as backends, served(blocking, backends, close_s=0.2) as (server, url):
+        opening = asyncio.create_task(EnvSession.open(url))
+        await until(lambda: server.counts()["leased"] == 1)
+        opening.cancel()
+        await until(lambda: len(server.table.free) == 1)
+        assert memories.made[0].is_stopped, "the class may still use it"
+        blocking.may_end.set()
+        await until(lambda: blocking.made and blocking.made[0].is_closed)
