@@ -14,6 +14,15 @@ T = TypeVar("T")
 _Work = tuple[Future[Any], contextvars.Context, Callable[[], Any]]
 
 
+async def in_a_thread(call: Callable[[], T], name: str) -> T:
+    """Return what a function returns that runs in a thread of its own."""
+    thread = WorldThread(name)
+    try:
+        return await thread.run(call)
+    finally:
+        await thread.close()
+
+
 class WorldThread:
     """A thread that calls one function after another. A database that belongs to the thread that opened it stays
     usable, because the methods of a world are all called in one.
