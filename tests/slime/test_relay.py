@@ -126,11 +126,11 @@ async def test_what_an_answer_showed_keeps_its_tokens_up_to_the_last_whole_chara
     tail: str, served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
 ) -> None:
     encode = TEXT.tokenizer.encode
-    kept = encode("th") + encode("e") + encode("\N{HONEYBEE}" * 4)  # each bee is four tokens of one byte
+    kept = encode("\N{HONEYBEE}" * 4) + encode("th") + encode("e")  # each bee is four tokens of one byte
     served.replica.scripts.append(says(kept + encode(tail), finish="length"))
     address = await relay.open(claimed)
     params = {"max_new_tokens": 64, "stop": [tail], "no_stop_trim": False}
-    shown = "the" + "\N{HONEYBEE}" * 4
+    shown = "\N{HONEYBEE}" * 4 + "the"
     assert (await ask(http, address.port, {"text": "what? ", "sampling_params": params}))["text"] == shown
     await ask(http, address.port, {"text": f"what? {shown}\N{BUG}", "sampling_params": {}})
     assert address.calls[1].prompt == address.calls[0].prompt + kept + encode("\N{BUG}")
