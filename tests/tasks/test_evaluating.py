@@ -39,6 +39,8 @@ JOB: dict[str, Any] = {
     }
 }
 WORLDS = """
+from pathlib import Path
+
 from bombus import Task
 from bombus.environments.plain.marks import reward
 
@@ -50,6 +52,13 @@ class Echo:
     @reward(weight=1.0)
     def length(self, task: Task) -> float:
         return float(len(task.main_query))
+
+
+class Fragile(Echo):
+    def reset(self, task: Task) -> str:
+        if Path("broken").exists():
+            raise OSError("the simulator did not start")
+        return super().reset(task)
 """
 
 
@@ -430,6 +439,26 @@ async def test_in_the_background_each_nth_version_is_evaluated_until_ctrl_c(
     tables = [line.split(":")[0] for line in printed.splitlines() if line.startswith("policy version")]
     assert tables[:2] == ["policy version 0", "policy version 2"]
     await served.until(lambda engine: not engine.open)
+
+
+async def test_a_pass_that_fails_is_told_and_the_next_version_is_evaluated(
+    served: GatewayHive, client: AsyncSwarmClient, folder: Path
+) -> None:
+    lines = [json.dumps({"prompt": "ab", "task_id": f"h{number}"}) + "\n" for number in range(FAILURES_IN_A_ROW_MAX)]
+    (folder / "held_out.jsonl").write_text("".join(lines))
+    (folder / "broken").touch()
+    evaluator = await bombus(folder, *typed(served, "-n", "16", "--every", "1", "--env", "worlds_of_eval:Fragile"))
+    await served.until(lambda engine: len(engine.closed) == FAILURES_IN_A_ROW_MAX)
+    (folder / "broken").unlink()
+    await fills_the_batch(client)
+    await served.until(lambda engine: engine.phase == Phase.WEIGHT_SYNCING)
+    await train(served)
+    await served.until(lambda engine: 1 in engine.evals and engine.evals[1].episodes == FAILURES_IN_A_ROW_MAX)
+    evaluator.send_signal(signal.SIGINT)
+    code, _, errors = await ended(evaluator)
+    assert code == 130, errors
+    assert "bombus eval: version 0: 16 episodes of held_out in a row failed, the last one with: " in errors
+    assert "The next version is evaluated all the same." in errors
 
 
 async def test_a_background_evaluator_ends_with_the_run(
