@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import httpx
 
 from bombus.environments.backends.folders import BackendFolder
+from bombus.environments.backends.listening import listens
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import in_one_line
 from bombus.host.process import die_with_this_process, kill
@@ -62,7 +63,8 @@ class SimulatorProcess:
         )
         try:
             async with asyncio.timeout(START_S):
-                while not await self.is_healthy():
+                # A port that was free may be another program's by now, which may be healthy as well.
+                while not (await self.is_healthy() and listens(self._process.pid, port)):
                     if self._process.returncode is not None:
                         raise EnvironmentLost(
                             f"{self._named()} ended with code {self._process.returncode} at its start"

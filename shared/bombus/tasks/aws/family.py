@@ -34,12 +34,9 @@ class AwsTasks:
 
     def draw(self, draw: TaskDraw) -> list[Task]:
         """Return at most as many tasks as there are, in an order of the seed. Both splits have the same ones."""
-        count = len(self._tasks)
-        if draw.size > count:
-            log.warning("%s has %d tasks: %d were asked for, %d are drawn", self.name, count, draw.size, count)
         if draw.split == TaskSplit.EVAL:
             log.warning("%s has the same tasks for evaluation as for training", self.name)
-        chosen = random.Random(draw.seed).sample(self._tasks, min(draw.size, count))
+        chosen = random.Random(draw.seed).sample(self._tasks, min(draw.size, len(self._tasks)))
         return [
             Task(
                 main_query=task.prompt,

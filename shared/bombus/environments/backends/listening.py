@@ -1,0 +1,49 @@
+"""Which process listens at a port: a free one may be taken by somebody else before a backend has bound it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+PROC = Path("/proc")
+_LISTENS = "0A"  # the state of a listening socket in the kernel's table
+
+
+def listens(pid: int, port: int) -> bool:
+    """Return whether a process, or one that it has started, listens at a TCP port.
+
+    Where the kernel does not tell, it is believed.
+    """
+    if not (PROC / "net" / "tcp").exists():
+        return True
+    sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
+    return any(link in sockets for each in _with_children(pid) for link in _links(each))
+
+
+def _inodes(port: int) -> Iterator[str]:
+    """Yield the numbers of the sockets that listen at a port."""
+    for table in (PROC / "net" / "tcp", PROC / "net" / "tcp6"):
+        if not table.exists():
+            continue
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def _with_children(pid: int) -> Iterator[int]:
+    yield pid
+    try:
+        children = (PROC / str(pid) / "task" / str(pid) / "children").read_text().split()
+    except OSError:  # it has ended, or the kernel keeps no such list
+        return
+    for child in children:
+        yield from _with_children(int(child))
+
+
+def _links(pid: int) -> Iterator[str]:
+    """Yield what the open files of a process are."""
+    try:
+        for descriptor in (PROC / str(pid) / "fd").iterdir():
+            yield os.readlink(descriptor)
+    except OSError:  # it has ended, or closed one meanwhile
+        return
