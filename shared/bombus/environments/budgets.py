@@ -1,19 +1,49 @@
 """What a rollout may use: turns, tokens, seconds, and what fits into a turn. Checked when they are made."""
 
+import os
+from functools import partial
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from bombus.errors import Code, Refused
+
+TURNS_VARIABLE = "MAX_TURNS"
+TOKENS_VARIABLE = "MAX_TOTAL_TOKENS"
+TURNS_MAX = 10_000
+TOKENS_MAX = 10_000_000
+
+
+def _number_in(variable: str, default: int, least: int, most: int) -> int:
+    """Return the number in a variable of the process, or `default` where it is not set. Raises `Refused`."""
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 20) or not least <= int(text) <= most:
+        raise Refused(Code.BAD_CONFIG, f"{variable} is {text[:40]!r}: it is a number from {least} to {most}")
+    return int(text)
 
 
 class RolloutBudgets(BaseModel):
     """The limits of one episode. One that uses up its turns, its tokens or `episode_s` is truncated, and is scored.
+
+    Where they are not given, `turns_max` and `tokens_max` are what `MAX_TURNS` and `MAX_TOTAL_TOKENS` say, if anything.
 
     An agent of the class's own (`play`) has `turns_max` for all of its calls together, and `tokens_max` for each.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    turns_max: int = Field(default=6, ge=1, le=10_000, description="answers of the model")
+    turns_max: int = Field(
+        default_factory=partial(_number_in, TURNS_VARIABLE, 6, 1, TURNS_MAX),
+        ge=1,
+        le=TURNS_MAX,
+        description="answers of the model",
+    )
     tokens_max: int = Field(
-        default=4096, ge=2, le=10_000_000, description="tokens of the conversation: its newest prompt and the answer"
+        default_factory=partial(_number_in, TOKENS_VARIABLE, 4096, 2, TOKENS_MAX),
+        ge=2,
+        le=TOKENS_MAX,
+        description="tokens of the conversation: its newest prompt and the answer",
     )
     tool_s: float = Field(default=60.0, gt=0, le=86_400, description="seconds for one call of a tool")
     turn_s: float = Field(default=180.0, gt=0, le=86_400, description="seconds for an answer and the tools in it")

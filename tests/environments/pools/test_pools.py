@@ -1,8 +1,12 @@
 """The guarantees of pools, P1 to P9, one suite for both of them (P7)."""
 
 import asyncio
+import signal
 import socket
+import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,21 +15,23 @@ from bombus.environments.kinds import (
     AgentEnvironment,
     EnvironmentLost,
     EnvironmentsBusy,
+    Opening,
     ResetFailed,
     ToolCall,
     Transcript,
 )
 from bombus.environments.openenv.messages import StepResult
-from bombus.environments.pools.aio import AsyncEnvPool, group_size_of
-from bombus.environments.pools.blocking import BlockingEnvironment
+from bombus.environments.pools.aio import AsyncEnvPool, close_all, group_size_of
+from bombus.environments.pools.blocking import AcrossLoops, BlockingEnvironment, LoopThread, as_coroutine
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.errors import Refused
 from bombus.sdk.types import Task
 from tests.environments.pools.both import POOLS, MakePool, opened
 from tests.environments.serving.served import served
 from tests.environments.serving.worlds import Counter
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
+PROGRAM = Path(__file__).parent.parent / "serving/programs/plain_rollout.py"
 TASK = Task(main_query="three", task_id="t1")
 ADD = {"tool": "add"}
 
@@ -92,6 +98,23 @@ async def test_p2_a_pool_may_wait_for_slots(make: MakePool) -> None:
         await pool.close()
 
 
+async def test_p2_a_pool_that_waits_lets_go_what_it_has_so_that_two_do_not_keep_each_other_out(
+    make: MakePool,
+) -> None:
+    waiting = SessionSettings(wait_s=60)
+    async with served(slots=2) as (server, url):
+        first = await EnvSession.open(url)
+        pool = make(url, 2, group_size=2, settings=waiting)
+        connecting = asyncio.create_task(pool.connect())
+        await until(lambda: server.counts()["waiting"] == 1)
+        second = await EnvSession.open(url, waiting)
+        assert not connecting.done()
+        await first.close()
+        await second.close()
+        await connecting
+        await pool.close()
+
+
 async def test_p2_more_rollouts_than_a_pool_has_environments_wait_and_are_refused() -> None:
     async with served() as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
         first = await pool.take()
@@ -117,14 +140,32 @@ async def test_p1_what_was_taken_before_a_pool_was_closed_is_not_given_back_to_i
             await pool.take(wait_s=0.05)
 
 
+@pytest.mark.parametrize("ticks", range(6))
+async def test_p1_one_that_is_cancelled_as_it_is_served_takes_no_environment_along(ticks: int) -> None:
+    async with served() as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
+        first = await pool.take()
+        waiting = asyncio.create_task(pool.take())
+        await asyncio.sleep(0)
+        pool.give_back(first)
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        (taken,) = await asyncio.gather(waiting, return_exceptions=True)
+        if not isinstance(taken, BaseException):
+            pool.give_back(taken)
+        await pool.take(wait_s=0.05)
+
+
 async def test_one_that_waits_for_an_environment_is_told_when_the_pool_is_closed() -> None:
     async with served() as (_, url), AsyncEnvPool(url, 1, group_size=1) as pool:
         await pool.take()
         waiting = asyncio.create_task(pool.take())
+        more = asyncio.create_task(pool.take())
         await asyncio.sleep(0)
         await pool.close()
-        with pytest.raises(EnvironmentLost, match="is not open"):
-            await waiting
+        for each in (waiting, more):
+            with pytest.raises(EnvironmentLost, match="is not open any more"):
+                await each
 
 
 # ---- P3: a session is bound for its life, and its release is idempotent ----------------------------------------
@@ -182,6 +223,26 @@ async def test_p4_a_pool_that_is_cancelled_while_it_connects_leaves_no_slot() ->
         await until(lambda: server.counts() == {"slots": 1, "leased": 0, "waiting": 0})
 
 
+async def test_p4_a_pool_that_is_connected_twice_at_once_opens_its_sessions_once() -> None:
+    async with served(slots=4) as (server, url):
+        pool = AsyncEnvPool(url, 2, group_size=2)
+        await asyncio.gather(pool.connect(), pool.connect())
+        assert server.counts()["leased"] == 2
+        await pool.close()
+        await until(lambda: server.counts()["leased"] == 0)
+
+
+async def test_p8_a_pool_that_is_closed_while_it_connects_is_not_waited_for() -> None:
+    async with served(slots=1) as (server, url):
+        pool = AsyncEnvPool(url, 2, group_size=2, settings=SessionSettings(wait_s=600))
+        connecting = asyncio.create_task(pool.connect())
+        await until(lambda: server.counts()["waiting"] == 1)
+        await pool.close()
+        with pytest.raises(EnvironmentLost, match="was closed while it connected"):
+            await connecting
+        await until(lambda: server.counts() == {"slots": 1, "leased": 0, "waiting": 0})
+
+
 # ---- P6: one task for all, by value ----------------------------------------------------------------------------
 
 
@@ -229,6 +290,22 @@ async def test_p8_a_server_that_says_nothing_is_not_waited_for(deaf: str, make: 
     with pytest.raises(EnvironmentLost, match=r"within 0\.2 s"):
         await make(deaf, 2, group_size=2, settings=SessionSettings(connect_s=0.2)).connect()
     assert asyncio.get_running_loop().time() - began < 5
+
+
+class Clinging(EnvSession):
+    """A session whose close never ends."""
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_p8_a_session_whose_close_does_not_end_is_cut() -> None:
+    async with served(slots=2) as (server, url):
+        sessions = [await Clinging.open(url), await EnvSession.open(url)]
+        async with asyncio.timeout(PATIENCE_S):
+            await close_all(sessions, within_s=0.1)
+        assert all(session.is_dead for session in sessions)
+        await until(lambda: server.counts()["leased"] == 0)
 
 
 async def test_p8_a_pool_is_closed_in_time_while_its_worlds_are_busy(make: MakePool) -> None:
@@ -311,6 +388,107 @@ async def test_a_world_that_breaks_is_infra_in_its_place_and_is_played_again_in_
         results = await pool.run_group(TASK, play, retries=1)
         assert sorted(type(each).__name__ for each in results) == ["EnvironmentLost", "str", "str"]
         assert await pool.run_group(TASK, play) == ["played"] * 3, "the dead ones were replaced"
+
+
+async def test_a_bug_of_a_rollout_is_raised_as_it_is(make: MakePool) -> None:
+    async def wrong(task: Task, environment: AgentEnvironment) -> None:
+        await environment.open(task)
+        raise ValueError("a bug")
+
+    async with served(slots=2) as (_, url), opened(make, url, 2, group_size=2) as pool:
+        with pytest.raises(ValueError, match="a bug"):
+            await pool.run_group(TASK, wrong)
+        assert len(await pool.reset_group(TASK)) == 2
+
+
+async def test_a_plain_function_whose_world_was_lost_is_played_again_at_a_server_with_a_name() -> None:
+    """A name is looked up in a thread, of which the waiting functions must leave one."""
+    tried: list[int] = []
+
+    def play(task: Task, environment: BlockingEnvironment) -> str:
+        environment.open(task)
+        tried.append(1)
+        if len(tried) == 1:
+            environment.call(ToolCall(id="c", name="break"))
+        return "played"
+
+    async with served() as (_, url):
+        named = url.replace("127.0.0.1", "localhost")
+        settings = SessionSettings(connect_s=5)
+        async with opened(POOLS["blocking"], named, 1, group_size=1, settings=settings) as pool:
+            assert await pool.run_group(TASK, play, retries=1) == ["played"]
+
+
+async def test_a_plain_function_that_was_cancelled_cannot_use_its_environment_any_more() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def play(task: Task, environment: BlockingEnvironment) -> None:
+        begun.set()
+        may_end.wait()
+        try:
+            environment.open(task)
+        except EnvironmentLost as error:
+            seen.append(str(error))
+
+    thread = LoopThread()
+    async with served() as (_, url):
+        pool = AsyncEnvPool(url, 1, group_size=1)
+        await asyncio.to_thread(thread.run, pool.connect())
+        playing = asyncio.run_coroutine_threadsafe(pool.run_group(TASK, as_coroutine(play)), thread.loop)
+        await until(begun.is_set)
+        playing.cancel()
+        await asyncio.to_thread(thread.run, pool.close())
+        may_end.set()
+        await until(lambda: seen)
+        assert seen == ["this rollout was cancelled, and its environment is another's now"]
+    await asyncio.to_thread(thread.stop)
+
+
+async def test_an_environment_of_another_loop_is_closed_after_what_was_cancelled_in_it_has_ended() -> None:
+    ended: list[str] = []
+    begun = threading.Event()
+
+    class Slow(Counter):
+        async def open(self, task: Task) -> Opening:
+            try:
+                begun.set()
+                await asyncio.Event().wait()
+            finally:
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                ended.append("open")
+            return Opening(messages=[])
+
+        async def close(self) -> None:
+            ended.append("close")
+
+    thread = LoopThread()
+    environment = AcrossLoops(Slow(), thread.loop)
+    opening = asyncio.create_task(environment.open(TASK))
+    await until(begun.is_set)
+    opening.cancel()
+    await environment.close()
+    assert ended == ["open", "close"]
+    await asyncio.to_thread(thread.stop)
+
+
+async def test_an_interrupted_program_does_not_wait_for_a_plain_function() -> None:
+    async with served() as (server, url):
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, str(PROGRAM), url, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+        assert program.stdout is not None
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                assert await program.stdout.readline() == b"playing\n"
+                program.send_signal(signal.SIGINT)
+                await program.wait()
+        finally:
+            if program.returncode is None:
+                program.kill()
+                await program.wait()
+        await until(lambda: server.counts()["leased"] == 0)
 
 
 async def test_what_goes_wrong_in_one_world_of_a_step_does_not_concern_the_others(make: MakePool) -> None:

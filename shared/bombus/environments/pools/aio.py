@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import os
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -19,7 +20,7 @@ from bombus.environments.kinds import (
     Transcript,
 )
 from bombus.environments.openenv.messages import StepResult
-from bombus.environments.pools.remote import RemoteEnvironment, reset_of
+from bombus.environments.pools.remote import CALLS_AT_ONCE, RemoteEnvironment, reset_of
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.errors import InfraError
@@ -32,6 +33,8 @@ GROUP_SIZE = 8
 POOL_MAX = 1024
 CLOSE_S = 5.0
 RECONNECT_S = 0.2
+ATTEMPT_S = 0.5  # about, for the slots of a pool to become free together, before it lets go those that it has
+ATTEMPT_S_MAX = 10.0
 ACHIEVED_AT = 0.5
 
 T = TypeVar("T")
@@ -76,30 +79,36 @@ class AsyncEnvPool:
         self.settings = settings or SessionSettings()
         self._curriculum = curriculum
         self._sessions: list[EnvSession | None] = []
-        self._idle: asyncio.Queue[int] = asyncio.Queue()
+        self._idle: asyncio.Queue[int | None] = asyncio.Queue()  # numbers of sessions; None once the pool was closed
         self._taken: set[TakenSession] = set()
-        self._closed = asyncio.Event()
+        self._connecting = asyncio.Lock()
+        self._opening: asyncio.Task[list[EnvSession]] | None = None
         self._using = asyncio.Lock()  # of the whole pool: groups that are stepped together
 
     # ---- its life -------------------------------------------------------------------------------------------------
 
     async def connect(self) -> Self:
-        """Open all sessions. If one fails, close the others and raise the first error: it can be tried again."""
-        if self._sessions:
-            return self
-        sessions = await self._open(self.size)
-        self._sessions = list(sessions)
-        self._idle, self._taken, self._closed = asyncio.Queue(), set(), asyncio.Event()
-        for number in range(self.size):
-            self._idle.put_nowait(number)
+        """Open all sessions. If one fails, close the others and raise the first error: it can be tried again.
+
+        A pool that waits for slots (`wait_s`) lets go those that it has from time to time, so that two pools which
+        begin at once do not keep each other out.
+        """
+        async with self._connecting:
+            if not self._sessions:
+                self._sessions = list(await self._opened_unless_closed())
+                self._idle, self._taken = asyncio.Queue(), set()
+                for number in range(self.size):
+                    self._idle.put_nowait(number)
         return self
 
     async def close(self, within_s: float = CLOSE_S) -> None:
         """Give all slots back, and cut what has not answered after `within_s` seconds. Closing again does nothing."""
+        if self._opening is not None:
+            self._opening.cancel()
         sessions = [session for session in self._sessions if session is not None]
         self._sessions = []
         self._taken = set()  # what they give back now is another pool's
-        self._closed.set()
+        self._idle.put_nowait(None)
         await close_all(sessions, within_s)
 
     async def __aenter__(self) -> Self:
@@ -110,13 +119,42 @@ class AsyncEnvPool:
     ) -> None:
         await self.close()
 
-    async def _open(self, count: int) -> list[EnvSession]:
+    async def _opened_unless_closed(self) -> list[EnvSession]:
+        opening = self._opening = asyncio.create_task(self._open_patiently())
+        this = asyncio.current_task()
+        try:
+            return await opening
+        except asyncio.CancelledError as error:
+            if this is not None and this.cancelling():
+                raise
+            raise EnvironmentLost(f"the pool of environments at {self.url} was closed while it connected") from error
+        finally:
+            self._opening = None
+
+    async def _open_patiently(self) -> list[EnvSession]:
+        """Open all sessions within `wait_s`, in attempts that are all or none. Raises the last attempt's error."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.settings.wait_s
+        attempt_s = ATTEMPT_S
+        while True:
+            left_s = until - loop.time()
+            patience_s = max(0.0, min(left_s, random.uniform(0.5, 1.5) * attempt_s))
+            try:
+                return await self._open(self.size, self.settings.model_copy(update={"wait_s": patience_s}))
+            except EnvironmentsBusy as error:
+                if left_s <= patience_s:
+                    raise
+                log.info("not all %d slots of this pool are free yet: %s", self.size, in_one_line(error))
+            await asyncio.sleep(min(left_s, random.uniform(0, attempt_s)))
+            attempt_s = min(2 * attempt_s, ATTEMPT_S_MAX)
+
+    async def _open(self, count: int, settings: SessionSettings) -> list[EnvSession]:
         """Open sessions, all or none. Raises the error that came first."""
         first: list[Exception] = []
 
         async def open_one() -> EnvSession:
             try:
-                return await EnvSession.open(self.url, self.settings)
+                return await EnvSession.open(self.url, settings)
             except Exception as error:
                 first.append(error)
                 raise
@@ -145,8 +183,8 @@ class AsyncEnvPool:
         to connect.
         """
         self._check_open()
-        number = await self._next_idle(self.settings.take_s if wait_s is None else wait_s)
         idle = self._idle
+        number = await self._next_idle(idle, self.settings.take_s if wait_s is None else wait_s)
         try:
             await self._revive(number)
             taken = TakenSession(number, self.session(number))
@@ -162,20 +200,19 @@ class AsyncEnvPool:
             self._taken.remove(taken)
             self._idle.put_nowait(taken.number)
 
-    async def _next_idle(self, limit_s: float) -> int:
-        if not self._idle.empty():
-            return self._idle.get_nowait()
-        getting, closing = asyncio.ensure_future(self._idle.get()), asyncio.ensure_future(self._closed.wait())
+    async def _next_idle(self, idle: "asyncio.Queue[int | None]", limit_s: float) -> int:
+        """Return the number of an idle session. It is awaited in this very task, so that a cancellation loses none."""
         try:
-            await asyncio.wait({getting, closing}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if getting.done():
-                return getting.result()
+            async with asyncio.timeout(limit_s):
+                number = await idle.get()
+        except TimeoutError as error:
             self._check_open()
             why = f"all {self.size} environments of the pool are in use, and none became free in {limit_s:g} s"
-            raise EnvironmentsBusy(why)
-        finally:
-            getting.cancel()
-            closing.cancel()
+            raise EnvironmentsBusy(why) from error
+        if number is None:
+            idle.put_nowait(None)  # for the others that wait
+            raise EnvironmentLost(f"the pool of environments at {self.url} is not open any more")
+        return number
 
     def session(self, number: int) -> EnvSession:
         """Return a session by its number. Raises `EnvironmentLost` once the pool is closed."""
@@ -220,7 +257,7 @@ class AsyncEnvPool:
 
         A rollout whose environment was lost gives its `InfraError` in place of a result, after it was played again in
         another session while any of `retries`, which is for the whole group, is left. Whatever else a rollout raises
-        is raised here.
+        is raised here as it is, once the others were cancelled.
         """
         count = self._group_of(n)
         left = retries
@@ -239,8 +276,11 @@ class AsyncEnvPool:
                 finally:
                     await environment.close()
 
-        async with asyncio.TaskGroup() as tasks:
-            playing = [tasks.create_task(play()) for _ in range(count)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                playing = [tasks.create_task(play()) for _ in range(count)]
+        except BaseExceptionGroup as raised:
+            raise raised.exceptions[0] from raised
         return [each.result() for each in playing]
 
     async def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
@@ -313,6 +353,8 @@ class TakenSession:
 
 class PooledEnvironment:
     """An `AgentEnvironment` that has a session of a pool from `open` to `close`."""
+
+    calls_at_once = CALLS_AT_ONCE
 
     def __init__(self, pool: AsyncEnvPool) -> None:
         self._pool = pool

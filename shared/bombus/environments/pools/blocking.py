@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,6 +19,7 @@ from bombus.environments.kinds import (
     Transcript,
 )
 from bombus.environments.openenv.messages import StepResult
+from bombus.environments.plain.world_thread import in_a_thread
 from bombus.environments.pools.aio import (
     CLOSE_S,
     Action,
@@ -27,6 +28,7 @@ from bombus.environments.pools.aio import (
     ResultRecorder,
     StepOutcome,
 )
+from bombus.environments.pools.remote import CALLS_AT_ONCE
 from bombus.environments.pools.session import SessionSettings
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
@@ -39,11 +41,8 @@ T = TypeVar("T")
 class LoopThread:
     """A loop in a thread of its own, for callers that have none."""
 
-    def __init__(self, threads_max: int) -> None:
-        """Functions of the loop's coroutines run in up to `threads_max` more threads."""
+    def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._executor = ThreadPoolExecutor(threads_max, thread_name_prefix="bombus-rollout")
-        self.loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self.loop.run_forever, name="bombus-environments", daemon=True)
         self._thread.start()
 
@@ -63,7 +62,6 @@ class LoopThread:
                 asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop).result(STOP_S)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
-            self._executor.shutdown(wait=False, cancel_futures=True)
             self.loop.close()
 
 
@@ -76,11 +74,15 @@ async def _cancel_others() -> None:
 
 
 class BlockingEnvironment:
-    """An environment for a function that is no coroutine, and runs in a thread beside the loop."""
+    """An environment for a function that is no coroutine, and runs in a thread beside the loop.
+
+    Its methods raise `EnvironmentLost` from `leave` on: a function that is not waited for any more may still run.
+    """
 
     def __init__(self, environment: AgentEnvironment, loop: asyncio.AbstractEventLoop) -> None:
         self._environment = environment
         self._loop = loop
+        self._is_left = False
 
     def open(self, task: Task) -> Opening:
         return self._wait(self._environment.open(task))
@@ -94,16 +96,28 @@ class BlockingEnvironment:
     def score(self, transcript: Transcript) -> RolloutScores:
         return self._wait(self._environment.score(transcript))
 
+    def leave(self) -> None:
+        self._is_left = True
+
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._is_left:
+            work.close()
+            raise EnvironmentLost("this rollout was cancelled, and its environment is another's now")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 class AcrossLoops:
-    """An environment that lives in one loop, for callers in others: `Rollout` under a `SwarmClient`, for example."""
+    """An environment that lives in one loop, for callers in others: `Rollout` under a `SwarmClient`, for example.
+
+    A method begins when the one before it has ended there, which takes a moment after that was cancelled here.
+    """
+
+    calls_at_once = CALLS_AT_ONCE
 
     def __init__(self, environment: AgentEnvironment, loop: asyncio.AbstractEventLoop) -> None:
         self._environment = environment
         self._loop = loop
+        self._turn = asyncio.Lock()
 
     async def open(self, task: Task) -> Opening:
         return await self._there(self._environment.open(task))
@@ -121,7 +135,14 @@ class AcrossLoops:
         await self._there(self._environment.close())
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._in_turn(work), self._loop))
+
+    async def _in_turn(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with self._turn:
+                return await work
+        finally:
+            work.close()  # of one that was cancelled before its turn
 
 
 class EnvPool:
@@ -153,7 +174,7 @@ class EnvPool:
 
     def connect(self) -> Self:
         """Open all sessions, or raise the first error and leave none open: it can be tried again."""
-        thread = self._thread or LoopThread(self._pool.size)
+        thread = self._thread or LoopThread()
         try:
             thread.run(self._pool.connect())
         except BaseException:
@@ -189,7 +210,7 @@ class EnvPool:
         retries: int = 0,
     ) -> list[T | InfraError]:
         """Play a task `n` times at once: see `AsyncEnvPool.run_group`."""
-        return self._run(self._pool.run_group(task, _coroutine(rollout), n, retries=retries))
+        return self._run(self._pool.run_group(task, as_coroutine(rollout), n, retries=retries))
 
     def environment(self) -> AcrossLoops:
         """Return an environment that takes a session when it opens, and gives it back when it closes: for `Rollout`."""
@@ -221,13 +242,16 @@ class EnvPool:
         return self._thread
 
 
-def _coroutine(rollout: Callable[..., Any]) -> GroupRollout[Any]:
+def as_coroutine(rollout: Callable[..., Any]) -> GroupRollout[Any]:
     """Return a rollout that runs in a loop: a function gets a thread, so that heartbeats go on beside it."""
     if inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(type(rollout).__call__):
         return rollout
 
     async def play(task: Task, environment: AgentEnvironment) -> Any:
         blocking = BlockingEnvironment(environment, asyncio.get_running_loop())
-        return await asyncio.to_thread(rollout, task, blocking)
+        try:
+            return await in_a_thread(partial(rollout, task, blocking), "rollout")
+        finally:
+            blocking.leave()
 
     return play
