@@ -55,10 +55,16 @@ def learn(model: Any, steps: int) -> list[float]:
     return losses
 
 
+def begin_at_base(full: Hive) -> None:
+    """Forget what the model of all weights has learnt, which may be from another test."""
+    assert asked(full, "/api/v1/kill_session", model_id="default", save_checkpoint=False, reset_weights=True)["success"]
+
+
 def test_a_model_of_all_weights_is_registered_trained_killed_and_begun_again(full: Hive) -> None:
     assert asked(full, "/api/v1/session_info")["registered_models"] == ["default"]
     client = client_of(full)
     model = settled(client.create_training_client(base_model=BASE))
+    begin_at_base(full)
     losses = learn(model, 6)
     assert losses[-1] < losses[0]
     (run,) = settled(client.create_rest_client().list_training_runs()).training_runs
@@ -77,9 +83,9 @@ def test_a_model_of_all_weights_is_registered_trained_killed_and_begun_again(ful
 def test_reset_weights_begins_again_at_the_base(full: Hive) -> None:
     client = client_of(full)
     model = settled(client.create_training_client(base_model=BASE))
-    assert asked(full, "/api/v1/kill_session", model_id="default", save_checkpoint=False, reset_weights=True)["success"]
+    begin_at_base(full)
     losses = learn(model, 3)
-    assert asked(full, "/api/v1/kill_session", model_id="default", save_checkpoint=False, reset_weights=True)["success"]
+    begin_at_base(full)
     assert learn(model, 3) == losses
 
 

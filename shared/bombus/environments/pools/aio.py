@@ -20,7 +20,7 @@ from bombus.environments.kinds import (
     Transcript,
 )
 from bombus.environments.openenv.messages import StepResult
-from bombus.environments.pools.remote import CALLS_AT_ONCE, RemoteEnvironment, reset_of
+from bombus.environments.pools.remote import RemoteEnvironment, reset_of
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.errors import InfraError
@@ -353,8 +353,6 @@ class TakenSession:
 
 class PooledEnvironment:
     """An `AgentEnvironment` that has a session of a pool from `open` to `close`."""
-
-    calls_at_once = CALLS_AT_ONCE
 
     def __init__(self, pool: AsyncEnvPool) -> None:
         self._pool = pool

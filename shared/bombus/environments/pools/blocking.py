@@ -28,7 +28,6 @@ from bombus.environments.pools.aio import (
     ResultRecorder,
     StepOutcome,
 )
-from bombus.environments.pools.remote import CALLS_AT_ONCE
 from bombus.environments.pools.session import SessionSettings
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
@@ -111,8 +110,6 @@ class AcrossLoops:
 
     A method begins when the one before it has ended there, which takes a moment after that was cancelled here.
     """
-
-    calls_at_once = CALLS_AT_ONCE
 
     def __init__(self, environment: AgentEnvironment, loop: asyncio.AbstractEventLoop) -> None:
         self._environment = environment

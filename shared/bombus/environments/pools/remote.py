@@ -18,7 +18,6 @@ from bombus.environments.openenv.messages import Rpc, StepResult
 from bombus.environments.pools.session import EnvSession, StepRefused
 from bombus.sdk.types import Task
 
-CALLS_AT_ONCE = 1  # a session carries out one message at a time: the time of further calls has not begun
 ACTION_TOOL = "step"  # the one tool of an environment that has none of its own
 
 
@@ -30,8 +29,6 @@ class RemoteEnvironment:
     A server with tools of MCP has those; at one without, the model is given a tool `step` whose arguments are the
     action.
     """
-
-    calls_at_once = CALLS_AT_ONCE
 
     def __init__(self, session: EnvSession) -> None:
         self.session = session
