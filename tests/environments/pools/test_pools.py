@@ -1,6 +1,7 @@
 """The guarantees of pools, P1 to P9, one suite for both of them (P7)."""
 
 import asyncio
+import inspect
 import signal
 import socket
 import sys
@@ -22,7 +23,7 @@ from bombus.environments.kinds import (
 )
 from bombus.environments.openenv.messages import StepResult
 from bombus.environments.pools.aio import AsyncEnvPool, close_all, group_size_of
-from bombus.environments.pools.blocking import AcrossLoops, BlockingEnvironment, LoopThread, as_coroutine
+from bombus.environments.pools.blocking import AcrossLoops, BlockingEnvironment, EnvPool, LoopThread, as_coroutine
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.errors import Refused
 from bombus.sdk.types import Task
@@ -52,6 +53,19 @@ async def count_to_three(task: Task, environment: AgentEnvironment) -> tuple[str
     assert [count for _, count in seen] == ["1", "2", "3"], "nobody else counts in this world"
     assert len({world for world, _ in seen}) == 1
     return seen[0][0], (await environment.score(Transcript())).reward
+
+
+# ---- P7: one suite for both pools -------------------------------------------------------------------------------
+
+
+def test_p7_what_one_pool_offers_the_other_takes_with_the_same_arguments() -> None:
+    """Both are built and called alike, so each test below that takes `make` plays both of them."""
+    assert len(POOLS) == 2
+    assert inspect.signature(EnvPool) == inspect.signature(AsyncEnvPool)
+    for name, method in inspect.getmembers(EnvPool, inspect.isfunction):
+        if not name.startswith("_"):
+            other = inspect.signature(getattr(AsyncEnvPool, name))
+            assert list(inspect.signature(method).parameters) == list(other.parameters), name
 
 
 # ---- P1: acquire and release under contention ------------------------------------------------------------------
