@@ -17,6 +17,7 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.state import FOLD
+from bombus.task_groups import settled
 from bombus_coordinator import compaction, grouping, releasing, retention, storage
 from bombus_coordinator.compaction import Compaction
 from bombus_coordinator.core import Core, PendingDecision
@@ -352,7 +353,8 @@ async def _lead_once(coordinator: Coordinator, lease: Lease) -> None:
     """
     bus = coordinator.bus
     try:
-        await coordinator.lead(await stand_by(bus, lease))
+        with settled():
+            await coordinator.lead(await stand_by(bus, lease))
     except* Deposed as group:
         log.warning("deposed, standing by: %s", group.exceptions[0])
     except* Undecidable as group:

@@ -32,6 +32,7 @@ from bombus.errors import BombusError, in_one_line, without_surrogates
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
+from bombus.task_groups import first_failure
 
 log = logging.getLogger("bombus")
 
@@ -347,11 +348,8 @@ class _ToolLoop:
             async with slots:
                 return await self._outcome(call, over_at)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                running = [group.create_task(one(call)) for call in carried_out]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+        async with first_failure() as group:
+            running = [group.create_task(one(call)) for call in carried_out]
         outcomes = [task.result() for task in running]
         left = f"it was not carried out: an answer can have {self._budgets.calls_max} calls at most"
         outcomes += [ToolOutcome(text=left, failed=True)] * (len(calls) - len(carried_out))

@@ -16,6 +16,7 @@ from bombus.errors import in_one_line
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import EpisodeGone, InfraError, SwarmError
 from bombus.sdk.types import Credentials, Task
+from bombus.task_groups import first_failure
 from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, EpisodeScore, ServerFailed, score_of_rollout
 
 log = logging.getLogger("bombus")
@@ -105,12 +106,9 @@ class Evaluation:
             self.versions.append(version)
 
     async def _play(self, episodes: Sequence[_EvalEpisode], claimed: Sequence[Credentials]) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for episode, credentials in zip(episodes, claimed, strict=True):
-                    group.create_task(self._episode(episode, credentials))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+        async with first_failure() as group:
+            for episode, credentials in zip(episodes, claimed, strict=True):
+                group.create_task(self._episode(episode, credentials))
 
     async def _episode(self, episode: _EvalEpisode, credentials: Credentials) -> None:
         async with self._slots:

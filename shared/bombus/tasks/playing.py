@@ -14,6 +14,7 @@ from bombus.environments.kinds import RolloutStatus
 from bombus.environments.rollout import Rollout, RolloutResult
 from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.sdk.types import Credentials, Task
+from bombus.task_groups import first_failure
 
 UNANSWERED_S = 60.0  # for a server to answer its first call: one that is still starting takes some time
 REASONS_TOLD_MAX = 3
@@ -218,13 +219,10 @@ class TaskRun:
 
     async def run(self, tasks: Sequence[Task], repeat: int = 1) -> None:
         waiting = iter([(task, number) for task in tasks for number in range(repeat)])
-        try:
-            async with asyncio.TaskGroup() as group:
-                for task, number in waiting:
-                    await self._slots.acquire()
-                    group.create_task(self._episode(task, number))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+        async with first_failure() as group:
+            for task, number in waiting:
+                await self._slots.acquire()
+                group.create_task(self._episode(task, number))
 
     async def _episode(self, task: Task, number: int) -> None:
         async with self._released():

@@ -16,6 +16,7 @@ from bombus.hive.trajectories.queue import QueuedGroup, why_not_queued
 from bombus.hive.trajectories.records import ScoredGroup, decode_group
 from bombus.hive.trajectories.state import HandedOut, Trajectories
 from bombus.hive.trajectories.training import why_not_trained
+from bombus.task_groups import first_failure
 from bombus_gateway.atropos.scored_data import record_of
 from bombus_gateway.context import Gateway
 from bombus_gateway.scored.reading import RecordReader
@@ -227,11 +228,8 @@ async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]
         async with some:
             return await do(each)
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            doing = [tasks.create_task(one(each)) for each in given]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+    async with first_failure() as tasks:
+        doing = [tasks.create_task(one(each)) for each in given]
     return [each.result() for each in doing]
 
 

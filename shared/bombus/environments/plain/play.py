@@ -20,6 +20,7 @@ from bombus.environments.plain.environment import PlainWorld, metrics_of, number
 from bombus.errors import BombusError, in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
+from bombus.task_groups import settled
 
 ROLE_CHARACTERS = 64  # what a hive keeps of the name of a role
 
@@ -127,7 +128,8 @@ class Play:
             async with asyncio.timeout(self._budgets.episode_s) as limit:
                 if self._world.description.has_reset:
                     await self._world.call("reset", {"task": self._task})
-                await self._world.call("play", {"task": self._task, "agents": PlayAgents(counted)})
+                with settled():  # of groups that the class's own code may have
+                    await self._world.call("play", {"task": self._task, "agents": PlayAgents(counted)})
         except (InfraError, BudgetSpent, ExceptionGroup, TimeoutError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 return RolloutStatus.TRUNCATED

@@ -25,6 +25,7 @@ from bombus.environments.pools.session import EnvSession, SessionSettings, StepR
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
+from bombus.task_groups import first_failure
 
 log = logging.getLogger("bombus")
 
@@ -276,11 +277,8 @@ class AsyncEnvPool:
                 finally:
                     await environment.close()
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                playing = [tasks.create_task(play()) for _ in range(count)]
-        except BaseExceptionGroup as raised:
-            raise raised.exceptions[0] from raised
+        async with first_failure() as tasks:
+            playing = [tasks.create_task(play()) for _ in range(count)]
         return [each.result() for each in playing]
 
     async def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:

@@ -1,0 +1,34 @@
+"""Groups of tasks whose failure is handled by the task that waits for them, and after which its timeouts work."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Take back the cancellations that failed task groups in the block have left with this task.
+
+    A `TaskGroup` cancels the task that waits for it when one of its own fails. Where it does not take that back, each
+    later `asyncio.timeout` of the task raises CancelledError in some versions of Python, such as 3.11.2 of Debian 12.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        yield
+    except BaseExceptionGroup:
+        while task.cancelling() > before:
+            task.uncancel()
+        raise
+
+
+@asynccontextmanager
+async def first_failure() -> AsyncIterator[asyncio.TaskGroup]:
+    """Give a group of tasks. When tasks fail, the first failure is raised by itself, and the others are cancelled."""
+    try:
+        with settled():
+            async with asyncio.TaskGroup() as tasks:
+                yield tasks
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
