@@ -55,6 +55,12 @@ class Caller(Process):
         self._numbers += 1
         return f"{self.name}-{what}-{self._numbers}"
 
+    async def claim_in_slices(self, gateway: Gateway, claim: inbox.Claim, wait_s: float) -> inbox.AnyAnswer:
+        """Claim as the gateway does for any claim (R13), and confirm the answer."""
+        answer = await gateway.in_slices(claim, f"{self.fresh('asking')}.{self.lives}", wait_s)
+        gateway.confirm(claim.claim)
+        return answer
+
     async def request_until_answered(self, what: str, send: Request[T]) -> T | Refused:
         """Send a request to one gateway after another until there is an answer."""
         self.pending = what

@@ -154,11 +154,6 @@ class GroupedClient(Caller):
             if self._mood.playing:
                 await self._play()
 
-    async def _claim(self, gateway: Gateway, claim: inbox.Claim) -> inbox.AnyAnswer:
-        answer = await gateway.in_slices(claim, f"{self.fresh('asking')}.{self.lives}", 5.0)
-        gateway.confirm(claim.claim)
-        return answer
-
     async def _play(self) -> None:
         pick = self._pick
         claim = inbox.Claim(
@@ -170,7 +165,9 @@ class GroupedClient(Caller):
             type=EpisodeType.EVAL if pick.random() < 0.1 else EpisodeType.TRAIN,
             discard_timeout_s=10.0,
         )
-        granted = await self.request_until_answered(claim.claim, lambda gateway: self._claim(gateway, claim))
+        granted = await self.request_until_answered(
+            claim.claim, lambda gateway: self.claim_in_slices(gateway, claim, 5.0)
+        )
         if not isinstance(granted, Granted):
             return
         await self.sleep(pick.random() * pick.choice((0.5, 4.0)))

@@ -117,12 +117,6 @@ class JointClient(Caller):
             if self._mood.playing:
                 await (self._play() if self._pick.random() < 0.7 else self._play_alone())
 
-    async def _claim(self, gateway: Gateway, claim: inbox.Claim, wait_s: float) -> inbox.AnyAnswer:
-        """Claim in slices, as the gateway does for any claim (R13)."""
-        answer = await gateway.in_slices(claim, f"{self.fresh('asking')}.{self.lives}", wait_s)
-        gateway.confirm(claim.claim)
-        return answer
-
     async def _play(self) -> None:
         pick = self._pick
         claim = inbox.JointClaim(
@@ -135,7 +129,9 @@ class JointClient(Caller):
             engines=pick.choice(((MAIN, SIDE), (SIDE, MAIN))),
         )
         wait_s = pick.choice((0.0, 5.0, 20.0))
-        granted = await self.request_until_answered(claim.claim, lambda gateway: self._claim(gateway, claim, wait_s))
+        granted = await self.request_until_answered(
+            claim.claim, lambda gateway: self.claim_in_slices(gateway, claim, wait_s)
+        )
         if not isinstance(granted, JointGranted):
             return
         count = len(granted.grants[0].episodes)
@@ -190,7 +186,9 @@ class JointClient(Caller):
         claim = inbox.Claim(
             id="", engine=SIDE, claim=f"{self.fresh('alone')}-{self.lives}", client=self.name, discard_timeout_s=10.0
         )
-        granted = await self.request_until_answered(claim.claim, lambda gateway: self._claim(gateway, claim, 2.0))
+        granted = await self.request_until_answered(
+            claim.claim, lambda gateway: self.claim_in_slices(gateway, claim, 2.0)
+        )
         if not isinstance(granted, Granted):
             return
         result = EpisodeResult(episode=granted.episodes[0], task=self._pick.choice(TASKS), reward=1.0)

@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bombus.rollout.episode import EpisodePlayer, Pointless
@@ -17,6 +17,7 @@ from bombus.rollout.watch import EpisodeWatch
 from bombus.rollout.workspace import remove_folder
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import SwarmError
+from bombus.task_groups import first_failure
 
 log = logging.getLogger("bombus")
 
@@ -54,13 +55,12 @@ class RolloutRun:
 
     async def run(self) -> None:
         """Play until all is played. Raises `Pointless`, and the client's errors."""
-        with _first_error():
-            async with _scratch(self._plan.options.scratch) as scratch, self._nothing_left_open():
-                await self._play_all(scratch)
+        async with _scratch(self._plan.options.scratch) as scratch, self._nothing_left_open():
+            await self._play_all(scratch)
 
     async def _play_all(self, scratch: Path) -> None:
         first_step = await self._client.get_global_step()
-        async with asyncio.TaskGroup() as group:
+        async with first_failure() as group:
             helpers = [group.create_task(self._watch.run())]
             slots = range(self._plan.options.concurrency)
             workers = [group.create_task(self._work(scratch)) for _ in slots]
@@ -156,15 +156,3 @@ async def _scratch(parent: Path) -> AsyncIterator[Path]:
         yield path
     finally:
         await asyncio.to_thread(remove_folder, path)
-
-
-@contextmanager
-def _first_error() -> Iterator[None]:
-    """Raise the first error of a group by itself: the others follow from it, or are like it."""
-    try:
-        yield
-    except BaseExceptionGroup as errors:
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None

@@ -222,14 +222,18 @@ async def test_a_reset_that_says_too_much_fails_and_the_session_goes_on() -> Non
         await session.reset({"task": TASK.model_dump()})
 
 
+async def kill_backend(backends: BackendPool, session: EnvSession) -> None:
+    backend = await backends.take(session.name)
+    assert isinstance(backend, SimulatorProcess)
+    assert backend.pid is not None
+    os.kill(backend.pid, signal.SIGKILL)
+
+
 async def test_a_backend_that_dies_before_the_score_is_infra_and_not_the_models_failure() -> None:
     async with BackendPool(simulator, 1) as backends, served(Store, backends) as (_, url):
         session = await EnvSession.open(url)
         await session.reset({})
-        backend = await backends.take(session.name)
-        assert isinstance(backend, SimulatorProcess)
-        assert backend.pid is not None
-        os.kill(backend.pid, signal.SIGKILL)
+        await kill_backend(backends, session)
         with pytest.raises(EnvironmentLost, match="backend 0 of this session has died"):
             await session.rpc(Rpc.SCORE, {"transcript": {}})
 
@@ -238,10 +242,7 @@ async def test_a_backend_that_dies_in_the_middle_is_infra_and_not_the_models_fai
     async with BackendPool(simulator, 1) as backends, served(Store, backends) as (_, url):
         session = await EnvSession.open(url)
         await session.reset({})
-        backend = await backends.take(session.name)
-        assert isinstance(backend, SimulatorProcess)
-        assert backend.pid is not None
-        os.kill(backend.pid, signal.SIGKILL)
+        await kill_backend(backends, session)
         with pytest.raises(EnvironmentLost, match="backend 0 of this session has died"):
             await session.step({"tool": "store", "arguments": {"text": "mine"}})
         async with await EnvSession.open(url) as another:

@@ -190,7 +190,7 @@ class EvalBoard:
         say(score.line(), flush=True)
 
     def _close(self) -> None:
-        """Write the table, of what there is."""
+        """Print the table of what was played."""
         if not self._summaries:
             return
         summaries = list(self._summaries.values())

@@ -139,7 +139,7 @@ class RunBoard:
         sys.stdout.flush()
 
     def close(self, model: str) -> None:
-        """Write the table, of what there is."""
+        """Print the table of what was played."""
         if self._is_terminal:
             sys.stdout.write("\r\x1b[2K")
         cut = "" if self._done == self._total else f" of {self._total}"
