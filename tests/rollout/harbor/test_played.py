@@ -196,6 +196,17 @@ def test_its_folders_are_its_own_and_it_has_no_powers_over_the_machine(tmp_path:
     assert all(path.exists() for path in (run / "copy/environment/here", run / "home/b", run / "tmp/c"))
 
 
+def test_no_setting_of_the_kernel_can_be_written_not_even_where_root_makes_the_sandbox(tmp_path: Path) -> None:
+    settings = "/proc/sys/kernel/core_pattern /proc/sys/net/ipv4/ip_forward /proc/sys/vm/drop_caches /proc/irq/*/*"
+    said = in_sandbox(
+        tmp_path,
+        "",
+        f'for each in {settings}; do ( : >> "$each" ) 2>/dev/null && echo "$each"; done; '
+        "find /proc -mindepth 1 -maxdepth 1 -type f -perm /222 -writable; echo 5 > /proc/self/oom_score_adj && echo own",
+    )
+    assert said == "own\n"
+
+
 def test_tasks_and_other_episodes_are_hidden_where_nothing_else_is() -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="a 5 \\7b ") as made:
         folder = Path(made)

@@ -48,6 +48,12 @@ mount -t tmpfs -o size=256m,mode=1777 tmpfs "$root/dev/shm"
 if mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts "$root/dev/pts"; then ln -s pts/ptmx "$root/dev/ptmx"; fi
 ln -s /proc/self/fd "$root/dev/fd"
 mount -t proc -o nosuid,noexec,nodev proc "$root/proc"
+# Settings of the kernel belong to uid 0 whatever powers it has given up, and where root makes this, it is that in here.
+settings=$(cd "$root/proc" && find . -mindepth 1 -maxdepth 1 ! -name '[0-9]*' '(' -type d -o -type f -perm /222 ')')
+for name in $settings; do
+    mount --bind "$root/proc/$name" "$root/proc/$name"
+    mount -o remount,bind,ro,nosuid,noexec,nodev "$root/proc/$name"
+done
 secrets=".ssh .gnupg .aws .azure .kube .docker .oci .netrc .git-credentials .pypirc .npmrc .pgpass .my.cnf .vault-token
 .password-store .terraform.d .databrickscfg .huggingface .kaggle .gemini .claude/.credentials.json .codex/auth.json
 .cache/huggingface/token .cache/huggingface/stored_tokens .config/gcloud .config/gh .config/hub .config/rclone .config/op
