@@ -145,5 +145,9 @@ def without_surrogates(text: str) -> str:
 
 def in_one_line(error: BaseException) -> str:
     """Return the kind and the text of an error that other code raised, shortened, without line breaks."""
-    text = " ".join(without_surrogates(str(error)).split())
+    try:
+        said = str(error)
+    except Exception as failed:  # other code's own: an error that cannot say what it is about is an error still
+        said = f"its text cannot be made ({type(failed).__name__})"
+    text = " ".join(without_surrogates(said).split())
     return f"{type(error).__name__}: {text[:FOREIGN_TEXT_MAX]}" if text else type(error).__name__

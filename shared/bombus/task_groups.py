@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager, contextmanager
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Take back the cancellations that failed task groups in the block have left with this task.
+    """Take back the cancellations that failed task groups in the block have left with this task, unless it is
+    cancelled.
 
     A `TaskGroup` cancels the task that waits for it when one of its own fails. Where it does not take that back, each
     later `asyncio.timeout` of the task raises CancelledError in some versions of Python, such as 3.11.2 of Debian 12.
@@ -15,12 +16,15 @@ def settled() -> Iterator[None]:
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()
+    is_cancelled = False
     try:
         yield
-    except BaseExceptionGroup:
-        while task.cancelling() > before:
-            task.uncancel()
+    except asyncio.CancelledError:
+        is_cancelled = True
         raise
+    finally:
+        while not is_cancelled and task.cancelling() > before:
+            task.uncancel()
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """Plain classes as environments: tools from methods, arguments that are checked, rewards with arguments by name."""
 
 import asyncio
+import itertools
 import logging
 import sys
 import threading
@@ -319,6 +320,8 @@ class Failing(Counter):
     def reset(self, task: Task) -> Any:
         if task.metadata["goal"] == "none":
             return None
+        if task.metadata["goal"] == "object":
+            return [{"role": "user", "content": object()}]
         raise InfraError("the simulator is gone") if task.metadata["goal"] == "infra" else KeyError("goal")
 
 
@@ -326,6 +329,7 @@ class Failing(Counter):
     ("goal", "why"),
     [
         ("none", "Failing.reset returned NoneType: it returns the first message as text"),
+        ("object", "Failing.reset returned messages that cannot be sent as JSON: TypeError"),
         ("infra", "the simulator is gone"),
         ("", "Failing.reset failed: KeyError: 'goal'"),
     ],
@@ -340,12 +344,19 @@ async def test_a_reset_that_fails_is_infrastructure(goal: str, why: str) -> None
 class Unjudged(Counter):
     @reward
     def broken(self, task: Task) -> Any:
-        return {"nan": float("nan"), "text": "1", "raises": None}[task.metadata["what"]] or 1 / 0
+        found = {"nan": float("nan"), "text": "1", "huge": 10**400, "unshown": Unshown(), "raises": None}
+        return found[task.metadata["what"]] or 1 / 0
 
 
 @pytest.mark.parametrize(
     ("what", "why"),
-    [("nan", "returned nan"), ("text", "returned '1'"), ("raises", "failed: ZeroDivisionError")],
+    [
+        ("nan", "returned nan"),
+        ("text", "returned '1'"),
+        ("huge", "returned 1000.*, which is not a finite number"),
+        ("unshown", "returned something of the type Unshown"),
+        ("raises", "failed: ZeroDivisionError"),
+    ],
 )
 async def test_a_reward_that_fails_is_infrastructure_and_not_zero(what: str, why: str) -> None:
     environment = PlainEnvironment(Unjudged)
@@ -405,6 +416,52 @@ class Results(Counter):
         helper.cancel()
         await helper
 
+    async def cancel_again(self) -> None:
+        """Do so after a group of tasks that has failed, and has cancelled the task that waits for it."""
+
+        async def fails() -> None:
+            await asyncio.sleep(0)
+            raise ValueError
+
+        with pytest.raises(ExceptionGroup):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(fails())
+        await self.cancel()
+
+    def give_up(self) -> None:
+        """Fail as a test does, with what is no Exception."""
+        raise Quit("here")
+
+    async def give_up_too(self) -> None:
+        """Fail like that in a coroutine."""
+        raise Quit("there")
+
+    def speechless(self) -> None:
+        """Fail without a text."""
+        raise Speechless
+
+    def unshown(self) -> object:
+        """Return what cannot be shown."""
+        return Unshown()
+
+    def several(self) -> Iterator[int]:
+        """Return what has no end, as far as one can see."""
+        return itertools.count()
+
+
+class Quit(BaseException):
+    """Is no Exception, as pytest's own are none."""
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+class Unshown:
+    def __repr__(self) -> str:
+        raise KeyError("name")
+
 
 @pytest.mark.parametrize(
     ("tool", "text", "failed"),
@@ -415,6 +472,12 @@ class Results(Counter):
         ("points", '[{"x":1,"y":0},{"x":2,"y":3}]', False),
         ("leave", "RuntimeError: it raised SystemExit(2)", True),
         ("cancel", "RuntimeError: it let out a CancelledError, and nobody had cancelled it", True),
+        ("cancel_again", "RuntimeError: it let out a CancelledError, and nobody had cancelled it", True),
+        ("give_up", "RuntimeError: it raised Quit('here')", True),
+        ("give_up_too", "RuntimeError: it raised Quit('there')", True),
+        ("speechless", "Speechless: its text cannot be made (KeyError)", True),
+        ("unshown", "KeyError: 'name'", True),
+        ("several", "TypeError: it returned a count, which has nothing to show: return a list or a text", True),
     ],
 )
 async def test_whatever_a_tool_returns_or_raises_is_text_that_a_model_can_be_shown(
@@ -494,6 +557,27 @@ async def test_a_world_that_is_given_up_is_closed_once_its_methods_have_ended() 
     world.release.set()
     assert await asyncio.to_thread(world.closed.wait, PATIENCE_S)
     assert world.closed_in.startswith("bombus-world-")
+
+
+async def test_a_world_that_is_made_after_nobody_waits_for_it_any_more_is_closed_as_well() -> None:
+    release, closed = threading.Event(), threading.Event()
+
+    class Late(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            release.wait()
+
+        def close(self) -> None:
+            closed.set()
+
+    environment = PlainEnvironment(Late)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await environment.open(TASK)
+    await environment.close()
+    assert not closed.is_set()
+    release.set()
+    assert await asyncio.to_thread(closed.wait, PATIENCE_S)
 
 
 async def test_a_coroutine_that_takes_too_long_is_cancelled_and_its_world_goes_on() -> None:

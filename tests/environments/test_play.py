@@ -142,6 +142,46 @@ async def test_a_play_that_uses_up_its_time_is_cut() -> None:
     assert (result.status, result.output().is_success) == (RolloutStatus.TRUNCATED, False)
 
 
+async def test_so_is_one_that_has_caught_a_failed_group_of_tasks_before() -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError
+
+    class Slow(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            self.verdict = ""
+            with pytest.raises(ExceptionGroup):
+                async with asyncio.TaskGroup() as tasks:  # which cancels the task that waits for it
+                    tasks.create_task(fails())
+            await asyncio.Event().wait()
+
+    result = await played(ScriptedModel(), Slow, tool_s=0.05, turn_s=0.05, episode_s=0.05)
+    assert (result.status, result.output().is_success) == (RolloutStatus.TRUNCATED, False)
+
+
+async def test_an_answer_that_comes_after_the_play_does_not_count() -> None:
+    class Hasty(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            self.verdict = (await agents["judge"].ask("at once")).text
+            self.scoring = asyncio.Event()
+
+            async def later() -> str:
+                await self.scoring.wait()
+                return (await agents["speaker"].ask("and later")).text
+
+            self.left = asyncio.create_task(later())
+
+        @reward(role="judge")
+        async def fair(self, task: Task) -> float:  # type: ignore[override]
+            self.scoring.set()
+            assert await self.left == "late"
+            return 1.0
+
+    result = await played(ScriptedModel("aye", "late"), Hasty)
+    assert [(call.role, call.reward) for call in result.calls] == [("judge", 1.5)]
+    assert result.output().reward == 1.5
+
+
 async def test_a_role_is_a_short_printable_text() -> None:
     class Odd(Debate):
         async def play(self, task: Task, agents: PlayAgents) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import threading
 from typing import Any
 
@@ -81,6 +82,21 @@ async def test_what_a_tool_does_wrong_is_shown_to_the_model_and_the_loop_goes_on
     assert shown[3] == '{"count":3}'
     assert result.output().reward == 1.5
     assert (result.transcript.tool_calls, result.transcript.tool_failures) == (4, 3)
+
+
+async def test_a_name_that_the_model_makes_up_reads_no_attribute_of_the_world() -> None:
+    class Connected(Counter):
+        @property
+        def connection(self) -> None:
+            raise OSError("it is not there")
+
+        def __getattr__(self, name: str) -> None:
+            raise KeyError(name)
+
+    model = ScriptedModel(calls(("connection", {}), ("anything", {}), ("", {})), "done")
+    result = await played(model, Connected)
+    assert [text.partition(":")[2][:17] for text in model.shown(1)] == [" there is no tool"] * 3
+    assert result.status == RolloutStatus.COMPLETED
 
 
 async def test_tools_that_a_task_describes_are_handed_to_the_model() -> None:
@@ -259,6 +275,15 @@ async def test_a_call_that_cannot_be_cancelled_keeps_its_own_time_and_no_other_o
     late = "<error>Tool failed: it was not carried out: the time for this answer's tools was over</error>"
     assert shown == ["rested", "rested", late]
     assert result.status == (RolloutStatus.COMPLETED if limit == "turn_s" else RolloutStatus.TRUNCATED)
+
+
+async def test_a_coroutine_has_what_is_left_of_its_turn() -> None:
+    model = ScriptedModel(calls(("nap", {}), ("wait", {})), "done")
+    await played(model, Slow, tool_s=SHORT_S, turn_s=SHORT_S)
+    text = model.shown(1)[1]
+    told = re.fullmatch(r"<error>Tool failed: it did not end within (.*) s, and was cancelled</error>", text)
+    assert told is not None
+    assert float(told[1]) <= 0.4 * SHORT_S
 
 
 async def test_a_model_that_does_not_answer_in_its_turn_is_infrastructure() -> None:

@@ -1,7 +1,9 @@
 """Agents in threads: coroutines among them, and how they learn that the program is interrupted."""
 
 import asyncio
+import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -14,8 +16,18 @@ async def _seven() -> float:
 
 
 def test_a_result_may_be_there_or_awaited() -> None:
-    assert threads.result_of(7.0) == 7.0
-    assert threads.result_of(_seven()) == 7.0
+    assert threads.result_of(lambda: 7.0) == 7.0
+    assert threads.result_of(_seven) == 7.0
+
+
+def _cancelled() -> float:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("agent", [lambda: sys.exit(2), _cancelled, lambda: pytest.fail("as tests do")])
+def test_what_an_agent_raises_that_is_no_exception_is_its_own_failure(agent: Callable[[], float]) -> None:
+    with pytest.raises(RuntimeError, match="it raised"):
+        threads.result_of(agent)
 
 
 async def test_an_interruption_cancels_coroutines_of_agents_too() -> None:
@@ -30,7 +42,7 @@ async def test_an_interruption_cancels_coroutines_of_agents_too() -> None:
         return 0.0
 
     def attempt(index: int) -> None:
-        threads.result_of(agent())
+        threads.result_of(agent)
 
     agents = threads.AgentThreads([0], attempt, 1)
 

@@ -30,7 +30,7 @@ from bombus.environments.plain.play import Play, RewardedCall
 from bombus.environments.plain.world_thread import WorldThread
 from bombus.errors import BombusError, in_one_line, without_surrogates
 from bombus.sdk.errors import InfraError
-from bombus.sdk.running import contained
+from bombus.sdk.running import contained_here
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 from bombus.task_groups import first_failure
 
@@ -238,7 +238,7 @@ class Rollout:
         make: Any = self._make
         if inspect.isclass(make) and not _is_environment(make):
             return PlainEnvironment(make)
-        making = make() if inspect.iscoroutinefunction(make) else _made_in_a_thread(make)
+        making = contained_here(make()) if inspect.iscoroutinefunction(make) else _made_in_a_thread(make)
         try:
             found: Any = await _within(self.budgets.setup_s, making, "making the environment")
         except (InfraError, WrongClass):
@@ -405,7 +405,7 @@ async def _made_in_a_thread(make: Callable[[], Any]) -> Any:
     async with AsyncExitStack() as stack:
         thread = WorldThread("make")
         stack.push_async_callback(thread.close)
-        found = await contained(thread.run(make))
+        found = await contained_here(thread.run(make))
         if _is_environment(found):
             return found
         world = PlainEnvironment(found, thread)

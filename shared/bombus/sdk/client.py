@@ -444,7 +444,7 @@ class SwarmClient:
 
         def attempt(index: int) -> None:
             try:
-                group.succeeded(index, threads.result_of(play(group.claimed(index))))
+                group.succeeded(index, threads.result_of(lambda: play(group.claimed(index))))
             except Exception as error:  # the caller's code: the rest of the group goes on
                 threads.check()
                 group.failed(index, error)

@@ -3,12 +3,14 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from bombus.errors import Code
 from bombus.hive.episodes import REWARD_MAX
 from bombus.sdk.errors import BadReward, EpisodesFailed
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
+from bombus.task_groups import settled
 
 ATTEMPTS_MAX = 3
 RETRY_FIRST_S = 2.0
@@ -47,14 +49,38 @@ def checked_output(result: AgentResult) -> WorkflowOutput:
 
 
 async def contained(work: Awaitable[T]) -> T:
-    """Return what somebody's coroutine returns. A `CancelledError` of its own, such as of a task that it has cancelled
-    and awaited, is a `RuntimeError` like any other failure: only where this task was cancelled is it raised as it is.
+    """Return what somebody's coroutine returns, as `contained_here` does, from a task of its own.
+
+    There a group of tasks that fails can leave a cancellation with no task but that one, so that a `CancelledError` of
+    its own is told from one that was asked for even after such a group.
+    """
+    with _own_cancellations():
+        return await asyncio.create_task(contained_here(work))
+
+
+async def contained_here(work: Awaitable[T]) -> T:
+    """Return what somebody's coroutine returns. Whatever it raises that is no `Exception`, such as a `SystemExit`, is a
+    `RuntimeError`, and a `CancelledError` too, such as of a task that it has cancelled and awaited, unless this task
+    was cancelled. A Ctrl-C is raised as it is.
     """
     try:
-        return await work
+        with _own_cancellations(), settled():
+            return await work
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # other code's, which may end neither its group nor the program
+        raise RuntimeError(f"it raised {error!r}") from error
+
+
+@contextmanager
+def _own_cancellations() -> Iterator[None]:
+    this = asyncio.current_task()
+    assert this is not None
+    before = this.cancelling()
+    try:
+        yield
     except asyncio.CancelledError as error:
-        this = asyncio.current_task()
-        if this is None or this.cancelling():
+        if this.cancelling() > before:
             raise
         raise RuntimeError("it let out a CancelledError, and nobody had cancelled it") from error
 

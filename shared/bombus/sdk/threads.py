@@ -95,17 +95,23 @@ def note_claimed(episodes: Sequence[str]) -> None:
 
 
 @overload
-def result_of(found: Awaitable[T]) -> T: ...
+def result_of(agent: Callable[[], Awaitable[T]]) -> T: ...
 @overload
-def result_of(found: T) -> T: ...
-def result_of(found: object) -> object:
-    """Return what an agent has returned, and where that is awaitable, its result from a loop of this thread.
+def result_of(agent: Callable[[], T | Awaitable[T]]) -> T: ...
+def result_of(agent: Callable[[], object]) -> object:
+    """Return what an agent returns, and where that is awaitable, its result from a loop of this thread.
 
-    When the program is interrupted, what is awaited is cancelled.
+    When the program is interrupted, what is awaited is cancelled. Whatever else it raises that is no `Exception`, such
+    as a `SystemExit`, is a `RuntimeError`.
     """
-    if inspect.isawaitable(found):
-        return asyncio.run(_awaited(found))
-    return found
+    try:
+        found = agent()
+        return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # the caller's code, which may end neither its group nor the program
+        check()
+        raise RuntimeError(f"it raised {error!r}") from error
 
 
 async def _awaited(found: Awaitable[T]) -> T:

@@ -10,6 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from bombus.environments.kinds import (
     EnvironmentLost,
     MessageDict,
@@ -26,12 +28,13 @@ from bombus.environments.plain.tools import BadArguments, text_of
 from bombus.environments.plain.world_thread import WorldThread
 from bombus.errors import in_one_line, without_surrogates
 from bombus.sdk.errors import InfraError
-from bombus.sdk.running import contained
+from bombus.sdk.running import contained, contained_here
 from bombus.sdk.types import Task
 
 log = logging.getLogger("bombus")
 
 CLOSE_S = 60.0  # for a coroutine that closes a world whose methods have taken too long
+REPR_CHARACTERS = 200  # of what a method has returned, in an error
 TOOLS_NAMED = 20  # in the text about a tool that there is not
 
 
@@ -75,13 +78,17 @@ class PlainWorld:
         if self._instance is None:
             assert self._make is not None
             try:
-                made = await self._in_a_thread(self._make)
+                made = await contained_here(self._in_a_thread(partial(self._keep_made, self._make)))
             except InfraError:
                 raise
             except Exception as error:  # the class's own code: whatever it raises, there is no world
                 raise ResetFailed(f"the environment could not be made: {in_one_line(error)}") from error
             self._description = self._description or describe(type(made), is_made=True)
-            self._instance = made
+
+    def _keep_made(self, make: Callable[[], object]) -> object:
+        """Make the instance in its thread, where it is kept to be closed although nobody may wait for it any more."""
+        self._instance = make()
+        return self._instance
 
     def check_alive(self) -> None:
         """Raise `EnvironmentLost` for a world that is lost or closed."""
@@ -97,13 +104,14 @@ class PlainWorld:
                 await stack.enter_async_context(self._used)
                 self.check_alive()
             if inspect.iscoroutinefunction(method):
-                return await _contained(method(**arguments))
-            found = await _contained(self._in_a_thread(partial(method, **arguments)))
-            return await _contained(found) if inspect.isawaitable(found) else found
+                return await contained_here(method(**arguments))
+            found = await contained_here(self._in_a_thread(partial(method, **arguments)))
+            return await contained_here(found) if inspect.isawaitable(found) else found
 
     def can_cancel(self, name: str) -> bool:
         """Whether a call of this method can be cancelled: what runs in a thread cannot."""
-        return inspect.iscoroutinefunction(getattr(self._instance, name, None))
+        is_tool = name in self.description.tools  # the model's own word may name any attribute
+        return is_tool and inspect.iscoroutinefunction(getattr(self._instance, name))
 
     async def asked(self, method: MarkedMethod, values: Mapping[str, object]) -> Any:
         """Call a marked method with the values that it names. Raises `MethodFailed` with what went wrong in it."""
@@ -155,21 +163,20 @@ class PlainWorld:
         if self._closed:
             return
         try:
-            if self._instance is not None and self.description.has_close:
-                if self._stuck:
-                    self._close_later(self._instance.close)  # type: ignore[attr-defined]
-                else:
-                    await self.call("close", {})
+            if self._stuck:
+                self._close_later()
+            elif self._instance is not None and _has_close(self._instance):
+                await self.call("close", {})
         except Exception as error:  # the class's own code: the episode is over, and its reward is known
-            log.warning("%s.close failed: %s", self.description.name, in_one_line(error))
+            log.warning("%s.close failed: %s", type(self._instance).__name__, in_one_line(error))
         finally:
             self._closed = True
             for thread in (*self._idle, *self._stuck):
                 await thread.close()
             self._idle.clear()
 
-    def _close_later(self, close: Callable[[], Any]) -> None:
-        loop, name = asyncio.get_running_loop(), self.description.name
+    def _close_later(self) -> None:
+        loop = asyncio.get_running_loop()
         lock, left = threading.Lock(), len(self._stuck)
 
         def ended() -> None:
@@ -178,13 +185,16 @@ class PlainWorld:
                 left -= 1
                 if left:
                     return
+            world: Any = self._instance
+            if not _has_close(world):  # or there is none, because it could not be made
+                return
             try:
-                if inspect.iscoroutinefunction(close):
-                    asyncio.run_coroutine_threadsafe(close(), loop).result(CLOSE_S)
+                if inspect.iscoroutinefunction(world.close):
+                    asyncio.run_coroutine_threadsafe(world.close(), loop).result(CLOSE_S)
                 else:
-                    close()
+                    world.close()
             except Exception as error:  # the class's own code: its episode is over
-                log.warning("%s.close failed: %s", name, in_one_line(error))
+                log.warning("%s.close failed: %s", type(world).__name__, in_one_line(error))
 
         for thread in self._stuck:
             thread.leave(ended)
@@ -213,6 +223,12 @@ class PlainEnvironment:
         except Exception as error:  # the class's own code: a world that is not new is never played
             raise ResetFailed(f"{description.name}.reset failed: {in_one_line(error)}") from error
         messages = _messages_of(first, description.name)
+        try:
+            msgspec.json.encode(messages)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ResetFailed(
+                f"{description.name}.reset returned messages that cannot be sent as JSON: {in_one_line(error)}"
+            ) from error
         return Opening(messages=messages, tools=[tool.schema for tool in description.tools.values()])
 
     async def call(self, call: ToolCall) -> ToolOutcome:
@@ -226,12 +242,12 @@ class PlainEnvironment:
         except BadArguments as error:
             return ToolOutcome(text=f"the arguments are wrong: {error}", failed=True)
         try:
-            result = await self.world.call(tool.name, arguments, together=description.tools_run_together)
+            result = await contained(self.world.call(tool.name, arguments, together=description.tools_run_together))
+            return ToolOutcome(text=text_of(result))
         except InfraError:
             raise
         except Exception as error:  # the tool's own code: the model is told, and goes on
             return ToolOutcome(text=in_one_line(error), failed=True)
-        return ToolOutcome(text=text_of(result))
 
     async def is_over(self, transcript: Transcript) -> bool:
         self.world.check_alive()
@@ -262,6 +278,10 @@ class PlainEnvironment:
         await self.world.close()
 
 
+def _has_close(instance: object) -> bool:
+    return inspect.isfunction(inspect.getattr_static(type(instance), "close", None))
+
+
 async def metrics_of(
     methods: Sequence[MarkedMethod], ask: Callable[[MarkedMethod], Awaitable[float]]
 ) -> dict[str, float]:
@@ -275,25 +295,22 @@ async def metrics_of(
     return found
 
 
-async def _contained(work: Awaitable[Any]) -> Any:
-    """Return what a method's coroutine returns. `sys.exit` and a cancellation of its own are failures of the method."""
-    try:
-        return await contained(work)
-    except SystemExit as error:
-        raise RuntimeError(f"it raised {error!r}") from error
-
-
 def number_of(value: object, where: str) -> float:
     """Return the number that a method has returned. Raises `MethodFailed` unless it is a finite one."""
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
     try:
         found = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not math.isfinite(found) or isinstance(value, str):
-        raise MethodFailed(f"{where} returned {value!r}, which is not a finite number")
+        raise MethodFailed(f"{where} returned {_shown(value)}, which is not a finite number")
     return found
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:REPR_CHARACTERS]
+    except Exception:  # the class's own code: its kind is enough
+        return f"something of the type {type(value).__name__}"
 
 
 def _messages_of(first: object, name: str) -> list[MessageDict]:

@@ -19,8 +19,8 @@ from bombus.environments.plain.description import MarkedMethod
 from bombus.environments.plain.environment import PlainWorld, metrics_of, number_of
 from bombus.errors import BombusError, in_one_line
 from bombus.sdk.errors import InfraError
+from bombus.sdk.running import contained
 from bombus.sdk.types import Task
-from bombus.task_groups import settled
 
 ROLE_CHARACTERS = 64  # what a hive keeps of the name of a role
 
@@ -108,7 +108,8 @@ class Play:
         self._asked = 0
 
     async def run(self, ask: Ask) -> RolloutStatus:
-        """Let the class play. Raises `InfraError`."""
+        """Let the class play. Raises `InfraError`. Answers that `play` did not wait for do not count."""
+        calls: list[AgentCall] = []
 
         async def counted(
             role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
@@ -117,7 +118,7 @@ class Play:
                 raise BudgetSpent(f"the agents have made {self._asked} calls, which is turns_max: end the episode")
             self._asked += 1
             answer = await ask(role, messages, tools, max_tokens)
-            self.calls.append(AgentCall(role=role, messages=messages, answer=answer))
+            calls.append(AgentCall(role=role, messages=messages, answer=answer))
             self._transcript.turns += 1
             self._transcript.prompt_tokens = answer.prompt_tokens
             self._transcript.completion_tokens += answer.completion_tokens
@@ -128,8 +129,7 @@ class Play:
             async with asyncio.timeout(self._budgets.episode_s) as limit:
                 if self._world.description.has_reset:
                     await self._world.call("reset", {"task": self._task})
-                with settled():  # of groups that the class's own code may have
-                    await self._world.call("play", {"task": self._task, "agents": PlayAgents(counted)})
+                await contained(self._world.call("play", {"task": self._task, "agents": PlayAgents(counted)}))
         except (InfraError, BudgetSpent, ExceptionGroup, TimeoutError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 return RolloutStatus.TRUNCATED
@@ -139,6 +139,8 @@ class Play:
             raise (found if isinstance(found, InfraError) else _failed(name, error)) from error
         except Exception as error:  # the class's own code: an episode that it cannot play has no reward
             raise _failed(name, error) from error
+        finally:
+            self.calls = list(calls)
         return RolloutStatus.COMPLETED
 
     async def score(self) -> tuple[RolloutScores, tuple[RewardedCall, ...]]:

@@ -84,7 +84,8 @@ def tool_of(method: Callable[..., Any]) -> MethodTool:
 def text_of(value: object) -> str:
     """Return what a tool gave back as the text that the model is shown: JSON, unless it is a text already.
 
-    Bytes are taken for text, such as what a program has printed.
+    Bytes are taken for text, such as what a program has printed. Raises `TypeError` for a generator, and whatever the
+    value's own `__str__` raises.
     """
     if value is None:
         return ""
@@ -92,6 +93,8 @@ def text_of(value: object) -> str:
         return value.decode(errors="replace")
     if isinstance(value, str):
         return without_surrogates(value)
+    if isinstance(value, Iterator):
+        raise TypeError(f"it returned a {type(value).__name__}, which has nothing to show: return a list or a text")
     try:
         return msgspec.json.encode(value, enc_hook=_plain).decode()
     except (TypeError, ValueError, RecursionError):

@@ -65,9 +65,8 @@ class WorldThread:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(context.run(call))
-                except (StopIteration, SystemExit, KeyboardInterrupt) as error:  # which no future hands on as it is
-                    done.set_exception(RuntimeError(f"it raised {error!r}"))
                 except BaseException as error:  # whatever the method raises is raised where it was called
-                    done.set_exception(error)
+                    is_handed_on = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                    done.set_exception(error if is_handed_on else RuntimeError(f"it raised {error!r}"))
             del work, done, call
         self._ended.set_result(None)
