@@ -365,6 +365,59 @@ async def test_an_agent_that_lets_out_a_cancellation_of_its_own_has_failed_like_
     assert not played.engine.open
 
 
+@pytest.mark.parametrize("kind", ["async", "threads"])
+async def test_so_has_one_that_has_caught_a_failed_group_of_tasks_before(
+    url: str, played: PlayedHive, kind: str
+) -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError
+
+    async def agent(client: AnyClient, credentials: Credentials) -> float:
+        if credentials.episode == "main-1-2":
+            with pytest.raises(ExceptionGroup):
+                async with asyncio.TaskGroup() as tasks:  # which cancels the task that waits for it
+                    tasks.create_task(fails())
+            helper = asyncio.create_task(asyncio.sleep(PATIENCE_S))
+            helper.cancel()
+            await helper
+        return 1.0
+
+    outputs, lost = await grouped(url, kind, agent, 2, 0)
+    assert Counter(rewards_of(outputs)) == {None: 1, 1.0: 1}
+    assert lost == {"RuntimeError": 1}
+    assert not played.engine.open
+
+
+@pytest.mark.parametrize("kind", ["async", "threads"])
+async def test_an_outcome_that_cannot_be_sent_costs_its_group_one_episode(
+    url: str, played: PlayedHive, kind: str
+) -> None:
+    async def agent(client: AnyClient, credentials: Credentials) -> WorkflowOutput:
+        score = object() if credentials.episode == "main-1-2" else 0.5
+        return WorkflowOutput(reward=1.0, metadata={"score": score})
+
+    outputs, lost = await grouped(url, kind, agent, 3, 0)
+    assert Counter(rewards_of(outputs)) == {None: 1, 1.0: 2}
+    assert lost == {"ValueError": 1}
+    assert len(played.engine.pool) == 2
+    assert not played.engine.open
+
+
+async def test_a_group_of_a_task_without_an_id_is_refused_before_anything_is_claimed(
+    url: str, played: PlayedHive
+) -> None:
+    async def agent(task: Task, credentials: Credentials) -> float:
+        raise AssertionError("it is not played")
+
+    with SwarmClient(url) as client, pytest.raises(ValueError, match="needs an id"):
+        await asyncio.to_thread(client.run_group, Task(), agent, 2)
+    async with AsyncSwarmClient(url) as client_:
+        with pytest.raises(ValueError, match="needs an id"):
+            await client_.run_group(Task(), agent, 2)
+    assert not played.engine.closed
+
+
 async def test_a_run_that_fails_is_retried_after_a_pause(url: str) -> None:
     slept: list[float] = []
     tries: dict[str, int] = {}

@@ -15,7 +15,7 @@ from bombus import telemetry
 from bombus.config.algorithms import Estimator
 from bombus.datums.episodes import EpisodeDatum
 from bombus.sdk import running, transport
-from bombus.sdk.core import ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
+from bombus.sdk.core import ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep, check_task
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.groups import ClaimT, GivenT, GroupClaim, GroupRun, JointGroup, OutcomeT, SingleGroup
 from bombus.sdk.job import JobLike, job_document
@@ -330,6 +330,7 @@ class AsyncSwarmClient:
         sampler: str = "",
         replace_infra: int = 0,
     ) -> list[WorkflowOutput | None]:
+        check_task(task)
         claimed = await self.begin_episodes(
             n, discard_episode_timeout, episode_type, task_id=task.task_id, sampler=sampler
         )
@@ -356,7 +357,7 @@ class AsyncSwarmClient:
 
         left: Sequence[int] = range(len(group))
         try:
-            async with self._beating(lambda: self._run(group.keep()), running.KEEP_FINISHED_S):
+            async with self._beating(lambda: self._run(group.keep()), group.keep_every_s):
                 while left:
                     async with asyncio.TaskGroup() as tasks:
                         for index in left:
@@ -380,6 +381,7 @@ class AsyncSwarmClient:
         episode_type: EpisodeKind = "train",
         replace_infra: int = 0,
     ) -> list[JointResult | None]:
+        check_task(task)
         claimed = await self.begin_joint_episodes(
             n, engines, discard_episode_timeout, episode_type, task_id=task.task_id
         )

@@ -16,7 +16,7 @@ from bombus import telemetry
 from bombus.config.algorithms import Estimator
 from bombus.datums.episodes import EpisodeDatum
 from bombus.sdk import running, threads, transport
-from bombus.sdk.core import ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep
+from bombus.sdk.core import ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep, check_task
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.groups import ClaimT, GivenT, GroupClaim, GroupRun, JointGroup, OutcomeT, SingleGroup
 from bombus.sdk.job import JobLike, job_document
@@ -429,6 +429,7 @@ class SwarmClient:
         done are kept while others go on. What was lost is logged, and counted by the kind of its error in
         `lost_episodes`. Raises `EpisodesFailed` when all fail.
         """
+        check_task(task)
         claimed = self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id, sampler=sampler)
         claim = GroupClaim(discard_episode_timeout=discard_episode_timeout, episode_type=episode_type, sampler=sampler)
         group = SingleGroup(self._core, task, claim, claimed, replace_infra)
@@ -457,7 +458,7 @@ class SwarmClient:
 
         left: Sequence[int] = range(len(group))
         try:
-            with self._beating(lambda: self._run(group.keep()), running.KEEP_FINISHED_S):
+            with self._beating(lambda: self._run(group.keep()), group.keep_every_s):
                 while left:
                     self._each(left, fill, running.workers_for(len(left), max_workers or len(left)))
                     left = self._run(group.end())
@@ -485,6 +486,7 @@ class SwarmClient:
 
         `func(task, joint)` returns the outcome or the reward of each role; it may be a coroutine function.
         """
+        check_task(task)
         claimed = self.begin_joint_episodes(n, engines, discard_episode_timeout, episode_type, task_id=task.task_id)
         claim = GroupClaim(discard_episode_timeout=discard_episode_timeout, episode_type=episode_type, engines=engines)
         group = JointGroup(self._core, task, claim, claimed, replace_infra)

@@ -127,6 +127,7 @@ class ClientCore:
         self._jitter = jitter
         self._retry_s = retry_s
         self._lock = threading.Lock()
+        self.shortest_idle_s = math.inf  # of the idle limits of all episodes that this client has begun
         self._reached = False  # whether the server has ever replied
         self._waiting = False  # whether it has stopped replying
         self.missed_at = -math.inf  # when the server last gave no reply, or one that it is not there for now
@@ -295,6 +296,7 @@ class ClientCore:
         idle_s = idle_s or float(reply.get("discard_episode_timeout", IDLE_S))
         over_at = self._clock() + (lifetime_s or LIFETIMES * idle_s)
         with self._lock:
+            self.shortest_idle_s = min(self.shortest_idle_s, idle_s)
             for one in claimed:
                 self._begun[one.episode_uuid] = over_at
             while len(self._begun) > BEGUN_MAX:
@@ -352,11 +354,16 @@ class ClientCore:
                 if episode in self._sampled and episode not in late:
                     self._sampled[episode] = True
 
-    def finished(self, episode: str) -> None:
-        """Note that an agent is done in time: the episode may wait for the others of its group as long as they take."""
-        if not self._is_late(episode):
-            with self._lock:
-                self._begun[episode] = math.inf
+    def finished(self, episode: str) -> bool:
+        """Note that an agent is done, and return whether it is in time.
+
+        If so, its episode may wait for the others of its group as long as they take.
+        """
+        if self._is_late(episode):
+            return False
+        with self._lock:
+            self._begun[episode] = math.inf
+        return True
 
     def _is_late(self, episode: str) -> bool:
         with self._lock:
@@ -626,10 +633,15 @@ def _describe_differences(url: str, differences: dict[str, Any]) -> str:
     )
 
 
-def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
-    """Return how the server is told of an episode's end. Raises `ValueError` for a task without an id."""
+def check_task(task: Task) -> None:
+    """Raise `ValueError` for a task with which no episode can be ended."""
     if not task.task_id:
         raise ValueError("task.task_id is empty: episodes are compared within a task, so it needs an id")
+
+
+def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
+    """Return how the server is told of an episode's end. Raises `ValueError` for a task without an id."""
+    check_task(task)
     dumped = output.model_dump()
     dumped["metadata"] = {**dumped["metadata"], "task_id": task.task_id}
     body = {"episode_uuid": episode, "task_id": task.task_id, "workflow_output": dumped}

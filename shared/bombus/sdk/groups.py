@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from bombus.sdk.core import REPLACE_WAIT_S, ClientOperation
+from bombus.sdk import running
+from bombus.sdk.core import LIFETIMES, REPLACE_WAIT_S, ClientOperation, end_body
 from bombus.sdk.errors import (
     BadRequest,
     EpisodeGone,
@@ -28,6 +29,7 @@ from bombus.sdk.types import Credentials, EpisodeKind, JointEpisode, Task, Workf
 
 log = logging.getLogger("bombus")
 
+KEEP_LEAST_S = 0.1  # between two signs of life, however short the idle limit is
 REFUSED = (BadRequest, NotYourEpisode, OtherOutcome)  # reports that other episodes of the group are not to blame for
 
 ClaimT = TypeVar("ClaimT", bound=Credentials | JointEpisode)
@@ -73,11 +75,25 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         """Return the newest episode in a place."""
         return self._claimed[index]
 
+    @property
+    def keep_every_s(self) -> float:
+        """How often to `keep` what is done, so that none of it goes idle."""
+        return min(running.KEEP_FINISHED_S, max(KEEP_LEAST_S, self._core.shortest_idle_s / 3))
+
     def succeeded(self, index: int, given: GivenT) -> None:
-        """Note what an agent has returned. Raises `ValueError`, `BadReward` for what no episode can be ended with."""
-        self.results[index] = self._checked(self._claimed[index], given)
-        for episode in self._ids(self._claimed[index]):
-            self._core.finished(episode)
+        """Note what an agent has returned.
+
+        Raises `ValueError`, `BadReward` for what no episode can be ended with, and `EpisodeGone` for an agent that has
+        taken too long: its episode would be aborted in the place of its end.
+        """
+        claimed = self._claimed[index]
+        result = self._checked(claimed, given)
+        if not all(self._core.finished(episode) for episode in self._ids(claimed)):
+            raise EpisodeGone(
+                f"{claimed.episode} lasted longer than max_episode_time, which is {LIFETIMES:g} times its idle limit: "
+                "give the group a longer discard_episode_timeout"
+            )
+        self.results[index] = result
 
     def failed(self, index: int, error: Exception) -> None:
         log.warning("episode %s of task %s is lost: %r", self._claimed[index].episode, self.task.task_id, error)
@@ -206,7 +222,9 @@ class SingleGroup(GroupRun[Credentials, AgentResult, WorkflowOutput]):
         return [claimed.episode_uuid]
 
     def _checked(self, claimed: Credentials, given: AgentResult) -> WorkflowOutput:
-        return checked_output(given)
+        output = checked_output(given)
+        _check_report(end_body(self.task, claimed.episode_uuid, output))
+        return output
 
     def _claimed_one(self) -> ClientOperation[Credentials]:
         claim = self._claim
@@ -243,9 +261,10 @@ class JointGroup(GroupRun[JointEpisode, JointResult, JointResult]):
         return claimed.episode_uuids
 
     def _checked(self, claimed: JointEpisode, given: JointResult) -> JointResult:
-        end_parts(self.task, claimed, given)
+        parts = end_parts(self.task, claimed, given)
         for one in given.values():
             checked_output(one)
+        _check_report(parts)
         return given
 
     def _claimed_one(self) -> ClientOperation[JointEpisode]:
@@ -266,3 +285,11 @@ class JointGroup(GroupRun[JointEpisode, JointResult, JointResult]):
     def _touch(self, places: Sequence[int]) -> ClientOperation[list[int]]:
         over = yield from self._core.touch_joint_episodes([self._claimed[place] for place in places])
         return [place for place in places if self._claimed[place] in over]
+
+
+def _check_report(report: object) -> None:
+    """Raise `ValueError` for a report that has something in it that JSON cannot hold, such as NumPy's numbers."""
+    try:
+        msgspec.json.encode(report)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the agent returned an outcome that cannot be sent as JSON: {error}") from error

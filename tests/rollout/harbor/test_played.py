@@ -202,7 +202,8 @@ def test_no_setting_of_the_kernel_can_be_written_not_even_where_root_makes_the_s
         tmp_path,
         "",
         f'for each in {settings}; do ( : >> "$each" ) 2>/dev/null && echo "$each"; done; '
-        "find /proc -mindepth 1 -maxdepth 1 -type f -perm /222 -writable; echo 5 > /proc/self/oom_score_adj && echo own",
+        "find /proc -mindepth 1 -maxdepth 1 -type f -perm /222 -writable; "
+        "echo 5 > /proc/self/oom_score_adj && echo own",
     )
     assert said == "own\n"
 

@@ -1,0 +1,119 @@
+"""Groups of episodes by hand: what they take from agents, how they end, and what they tell the hive meanwhile."""
+
+import math
+from typing import Any
+
+import pytest
+
+from bombus import Task, WorkflowOutput
+from bombus.sdk import running
+from bombus.sdk.errors import BadReward, EpisodeGone
+from bombus.sdk.groups import GroupClaim, JointGroup, SingleGroup
+from tests.sdk.test_core import EPISODE, no, ok
+from tests.sdk.test_joint import GRANTED, ROLES, JointDriver
+
+TASK = Task(task_id="t1")
+TWO = {"success": True, "episodes": [EPISODE, EPISODE | {"episode_uuid": "e2"}], "model": "tiny"}
+
+
+def group_of_two(driver: JointDriver, idle_s: float | None = None) -> SingleGroup:
+    claimed = driver.run(driver.joint.begin_episodes(2, idle_s))
+    return SingleGroup(driver.joint, TASK, GroupClaim(discard_episode_timeout=idle_s), claimed)
+
+
+@pytest.mark.parametrize("reward", [1e10, -1e10, math.nan, math.inf, None, [0.5, math.nan], {"a": 1e10}])
+def test_a_reward_that_the_hive_would_refuse_is_found_where_its_agent_returns_it(reward: Any) -> None:
+    group = group_of_two(JointDriver([ok(TWO)]))
+    with pytest.raises(BadReward):
+        group.succeeded(0, WorkflowOutput(reward=reward))
+    assert group.results == [None, None]
+
+
+def test_so_is_that_of_one_role_of_a_joint_episode() -> None:
+    driver = JointDriver([ok(GRANTED)])
+    claimed = driver.run(driver.joint.begin_joint_episodes(1, ROLES))
+    group = JointGroup(driver.joint, TASK, GroupClaim(engines=ROLES), claimed)
+    with pytest.raises(BadReward):
+        group.succeeded(0, {"planner": 1.0, "worker": 1e10})
+    with pytest.raises(ValueError, match="cannot be sent as JSON"):
+        group.succeeded(0, {"planner": 1.0, "worker": WorkflowOutput(reward=1.0, metadata={"name": "\ud800"})})
+
+
+def test_an_agent_that_took_too_long_is_lost_and_no_success() -> None:
+    driver = JointDriver([ok(TWO)])
+    group = group_of_two(driver, idle_s=5.0)
+    driver.now += 9
+    group.succeeded(0, 1.0)
+    driver.now += 2  # 11 s are over twice the idle limit
+    with pytest.raises(EpisodeGone, match=r"lasted longer than max_episode_time.*longer discard_episode_timeout"):
+        group.succeeded(1, 1.0)
+    assert [one and one.reward for one in group.results] == [1.0, None]
+
+
+def test_an_agent_that_was_in_time_may_wait_for_the_others_of_its_group() -> None:
+    driver = JointDriver([ok(TWO), ok({}), ok({})])
+    group = group_of_two(driver, idle_s=5.0)
+    group.succeeded(0, 1.0)
+    group.failed(1, ValueError("a bug"))
+    driver.now += 1000
+    driver.run(group.end())
+    assert driver.paths()[1:] == ["/end_episodes", "/abort_episodes"]
+
+
+@pytest.mark.parametrize(("idle_s", "every_s"), [(None, 30.0), (300.0, 30.0), (6.0, 2.0), (0.01, 0.1)])
+def test_what_is_done_is_kept_within_its_idle_limit(idle_s: float | None, every_s: float) -> None:
+    assert running.KEEP_FINISHED_S == 30.0
+    assert group_of_two(JointDriver([ok(TWO)]), idle_s).keep_every_s == every_s
+
+
+def test_an_idle_limit_that_only_the_hive_knows_counts_as_well() -> None:
+    assert group_of_two(JointDriver([ok(TWO | {"discard_episode_timeout": 9.0})])).keep_every_s == 3.0
+
+
+def test_an_end_that_is_refused_for_an_episode_that_nobody_names_is_tried_one_by_one() -> None:
+    gone = no(403, "episode_over")
+    driver = JointDriver([ok(TWO), gone, ok({"over": []}), ok({}), gone, ok({})])
+    group = group_of_two(driver)
+    group.succeeded(0, 1.0)
+    group.succeeded(1, 0.5)
+    assert driver.run(group.end()) == []
+    assert driver.paths()[1:] == [
+        "/end_episodes",
+        "/touch_episodes",
+        "/end_episodes",
+        "/end_episodes",
+        "/abort_episodes",
+    ]
+    assert [one and one.reward for one in group.outcome()] == [1.0, None]
+    assert group.lost == {"EpisodeGone": 1}
+
+
+def test_an_abort_that_fails_costs_nothing_of_what_has_ended() -> None:
+    driver = JointDriver([ok(TWO), ok({}), no(500, "internal")])
+    group = group_of_two(driver)
+    group.succeeded(0, 1.0)
+    group.failed(1, ValueError("a bug"))
+    assert driver.run(group.end()) == []
+    assert [one and one.reward for one in group.outcome()] == [1.0, None]
+
+
+def test_what_has_ended_is_not_kept_any_more() -> None:
+    driver = JointDriver([ok(TWO), ok({"over": []}), ok({})])
+    group = group_of_two(driver)
+    group.succeeded(0, 1.0)
+    group.succeeded(1, 1.0)
+    driver.run(group.keep())
+    assert driver.body(1)["episode_uuids"] == ["e1", "e2"]
+    driver.run(group.end())
+    driver.run(group.keep())
+    assert len(driver.sent) == 3
+
+
+def test_one_that_was_lost_after_it_was_done_is_not_ended() -> None:
+    driver = JointDriver([ok(TWO), ok({}), ok({})])
+    group = group_of_two(driver)
+    group.succeeded(0, 1.0)
+    group.succeeded(1, 1.0)
+    group.failed(1, EpisodeGone("it was idle"))
+    driver.run(group.end())
+    assert [end["episode_uuid"] for end in driver.body(1)["episodes"]] == ["e1"]
