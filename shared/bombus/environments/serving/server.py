@@ -42,6 +42,7 @@ from bombus.environments.serving.slots import (
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
+    QueueLeft,
     Release,
     SlotCommand,
     SlotTable,
@@ -215,7 +216,7 @@ class EnvironmentServer:
     async def _take_slot(self, session: str, seat: _Seat, wait_s: float, gone: ClientGone) -> None:
         if self._closing:
             self._seats.pop(session, None)
-            raise NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: come again later")
+            raise _stopping()
         now = self._clock()
         self._do(Acquire(session, now, now + round(wait_s * SECOND)))
         try:
@@ -226,7 +227,8 @@ class EnvironmentServer:
             if session not in self.table.leases:
                 self._seats.pop(session, None)
         if session not in self.table.leases:
-            raise NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, WireError.CAPACITY_REACHED, self._busy(wait_s))
+            busy = NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, WireError.CAPACITY_REACHED, self._busy(wait_s))
+            raise _stopping() if self._closing else busy
 
     async def _make_world(self, session: str, seat: _Seat) -> None:
         """Make a session's world. Meanwhile the client, which waits for this server, cannot be asked for a sign."""
@@ -397,7 +399,7 @@ class EnvironmentServer:
         for event in decide(command, self.table):
             evolve(self.table, event)
             match event:
-                case LeaseGranted(session) | LeaseRefused(session):
+                case LeaseGranted(session) | LeaseRefused(session) | QueueLeft(session):
                     granted = self._seats[session].granted
                     if not granted.done():
                         granted.set_result(isinstance(event, LeaseGranted))
@@ -479,6 +481,10 @@ class EnvironmentServer:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a session was not ended in order: %s", in_one_line(error), exc_info=error)
+
+
+def _stopping() -> NotLetIn:
+    return NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: come again later")
 
 
 def _text_of(answer: WireMessage) -> str:
