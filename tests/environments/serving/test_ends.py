@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
+from websockets.asyncio.client import connect
 
 from bombus import Task, reward
 from bombus.environments.backends.kinds import Backend
@@ -190,6 +191,24 @@ async def test_p3_a_backend_of_a_step_that_took_too_long_is_replaced(blocking: t
             await session.step({"tool": "write"})
         await until(lambda: len(server.table.free) == 1)
         assert memories.made[0].is_stopped
+        blocking.may_end.set()
+
+
+async def test_p3_no_message_follows_one_that_took_too_long_and_its_backend_is_replaced(blocking: type[Blocking]) -> None:
+    memories = Memories()
+    async with BackendPool(memories.make, 1) as backends, served(blocking, backends, step_s=0.2) as (server, url):
+        session = await server.open_by_post(0, asyncio.Future[Any]())
+        async with connect(f"{url.replace('http', 'ws')}/ws?session_id={session}", proxy=None) as socket:
+            await socket.send('{"type": "reset"}')
+            await socket.recv()
+            call = {"method": "tools/call", "params": {"name": "write"}}
+            writing = asyncio.create_task(server.call_by_post(session, call, asyncio.Future[Any]()))
+            await until(lambda: server.working() == 1)
+            with pytest.raises(NotLetIn, match="the session ended before the call did"):
+                await server.call_by_post(session, {"method": "tools/list"}, asyncio.Future[Any]())
+            assert "took longer than" in (await writing).data["message"]
+            await until(lambda: len(server.table.free) == 1)
+        assert memories.made[0].is_stopped, "the tool goes on there"
         blocking.may_end.set()
 
 
