@@ -119,10 +119,11 @@ $(TASKS_STAMP): $(STAMP) pyproject.toml constraints.txt
 	$(TASKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[textarena,aws]'
 	touch $(TASKS_STAMP)
 
-test-environments: $(STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools and backends; OpenEnv and MiniStack, unmodified; the tasks aws and textarena
-	$(BIN)/python -m pytest tests/environments
+test-environments: $(STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools, backends and the curriculum; OpenEnv and MiniStack, unmodified; the tasks aws and textarena; two engines in one claim; then how far steps overlap
+	$(BIN)/python -m pytest tests/environments tests/curriculum "tests/system/test_up.py::test_a_planner_and_a_worker_on_two_engines_train_together"
 	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/environments/outside
 	PATH=$(abspath $(BIN)):$$PATH $(TASKS_VENV)/bin/python -m pytest tests/tasks/aws tests/tasks/test_textgames.py
+	$(BIN)/python -m bench.environments
 
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.
 test-harnesses: $(STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md

@@ -5,12 +5,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import httpx
 import pytest
+from websockets.asyncio.client import connect
 
 from bombus import Task, reward
 from bombus.environments.backends.kinds import Backend
 from bombus.environments.backends.pool import BackendPool
-from bombus.environments.kinds import AgentEnvironment, EnvironmentLost, ToolSchema
+from bombus.environments.kinds import AgentEnvironment, EnvironmentLost, EnvironmentsBusy, ToolSchema
 from bombus.environments.pools.session import EnvSession, SessionSettings
 from bombus.environments.serving.doors import NotLetIn
 from bombus.environments.serving.server import EnvironmentServer
@@ -18,7 +20,7 @@ from bombus.environments.serving.settings import ServingSettings
 from bombus.host.host_names import OwnHostNames
 from tests.environments.serving.served import served
 from tests.environments.serving.worlds import Counter
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 
 class LeavingSource:
@@ -74,6 +76,20 @@ async def test_a_client_that_is_cancelled_in_the_queue_leaves_it() -> None:
     assert server.counts() == {"slots": 1, "leased": 1, "waiting": 0}
     server.close_by_post(first)
     await server.close()
+
+
+async def test_a_server_that_stops_is_not_held_up_by_those_that_wait_for_a_slot_and_tells_them() -> None:
+    body = {"id": 1, "method": "openenv/session/create"}
+    async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient(timeout=PATIENCE_S) as http:
+        async with served() as (server, url):
+            holding = await EnvSession.open(url)
+            waiting = asyncio.create_task(EnvSession.open(url, SessionSettings(wait_s=600)))
+            posting = asyncio.create_task(http.post(f"{url}/mcp?wait_s=600", json=body))
+            await until(lambda: server.counts()["waiting"] == 2)
+        with pytest.raises(EnvironmentsBusy, match="the server is stopping"):
+            await waiting
+        assert "the server is stopping" in (await posting).json()["error"]["message"]
+        assert holding.is_dead
 
 
 class Memory:
@@ -175,6 +191,24 @@ async def test_p3_a_backend_of_a_step_that_took_too_long_is_replaced(blocking: t
             await session.step({"tool": "write"})
         await until(lambda: len(server.table.free) == 1)
         assert memories.made[0].is_stopped
+        blocking.may_end.set()
+
+
+async def test_p3_no_message_follows_one_that_took_too_long_and_its_backend_is_replaced(blocking: type[Blocking]) -> None:
+    memories = Memories()
+    async with BackendPool(memories.make, 1) as backends, served(blocking, backends, step_s=0.2) as (server, url):
+        session = await server.open_by_post(0, asyncio.Future[Any]())
+        async with connect(f"{url.replace('http', 'ws')}/ws?session_id={session}", proxy=None) as socket:
+            await socket.send('{"type": "reset"}')
+            await socket.recv()
+            call = {"method": "tools/call", "params": {"name": "write"}}
+            writing = asyncio.create_task(server.call_by_post(session, call, asyncio.Future[Any]()))
+            await until(lambda: server.working() == 1)
+            with pytest.raises(NotLetIn, match="the session ended before the call did"):
+                await server.call_by_post(session, {"method": "tools/list"}, asyncio.Future[Any]())
+            assert "took longer than" in (await writing).data["message"]
+            await until(lambda: len(server.table.free) == 1)
+        assert memories.made[0].is_stopped, "the tool goes on there"
         blocking.may_end.set()
 
 

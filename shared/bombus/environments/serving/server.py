@@ -42,6 +42,7 @@ from bombus.environments.serving.slots import (
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
+    QueueLeft,
     Release,
     SlotCommand,
     SlotTable,
@@ -112,6 +113,7 @@ class _Seat:
         self.connection = connection  # of a session that was opened by POST there is none, until one is made to it
         self.worlds: WorldSession | None = None
         self.turn = asyncio.Lock()  # for one message at a time
+        self.is_broken = False  # no message follows: what the last one began may go on in the world
         self.posts = 0  # calls that are under way
         self.granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.making: asyncio.Task[AgentEnvironment] | None = None
@@ -215,7 +217,7 @@ class EnvironmentServer:
     async def _take_slot(self, session: str, seat: _Seat, wait_s: float, gone: ClientGone) -> None:
         if self._closing:
             self._seats.pop(session, None)
-            raise NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: come again later")
+            raise _stopping()
         now = self._clock()
         self._do(Acquire(session, now, now + round(wait_s * SECOND)))
         try:
@@ -226,7 +228,8 @@ class EnvironmentServer:
             if session not in self.table.leases:
                 self._seats.pop(session, None)
         if session not in self.table.leases:
-            raise NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, WireError.CAPACITY_REACHED, self._busy(wait_s))
+            busy = NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, WireError.CAPACITY_REACHED, self._busy(wait_s))
+            raise _stopping() if self._closing else busy
 
     async def _make_world(self, session: str, seat: _Seat) -> None:
         """Make a session's world. Meanwhile the client, which waits for this server, cannot be asked for a sign."""
@@ -294,7 +297,11 @@ class EnvironmentServer:
     ) -> WireMessage | None:
         """Carry out a message once those before it are done. Returns None where the session has ended meanwhile."""
         async with seat.turn:
-            return await self._done(seat, worlds, message, is_posted) if session in self.table.leases else None
+            if seat.is_broken or session not in self.table.leases:
+                return None
+            answer = await self._done(seat, worlds, message, is_posted)
+            seat.is_broken = answer is None or _ends_session(answer)
+            return answer
 
     async def _done(
         self, seat: _Seat, worlds: WorldSession, message: WireMessage, is_posted: bool
@@ -356,9 +363,8 @@ class EnvironmentServer:
         message = WireMessage(type="mcp", data=data)
         work = asyncio.create_task(self._carry_out(session, seat, seat.worlds, message, is_posted=True))
         seat.posts += 1
-        until = self._clock() + round(WAIT_S_MAX * SECOND)
         self._do(Beat(session, self._clock(), worked=True))
-        while not (work.done() or gone.done() or self._clock() > until):
+        while not (work.done() or gone.done()):
             if seat.connection is None:  # one that has a connection shows by pongs that it is there
                 self._do(Beat(session, self._clock(), worked=True))
             await asyncio.wait(
@@ -380,7 +386,7 @@ class EnvironmentServer:
         self._do(Release(session))
 
     def _end_if_broken(self, session: str, answer: WireMessage) -> None:
-        if answer.type == "error" and answer.data.get("code") == WireError.SESSION_ERROR:
+        if _ends_session(answer):
             self._do(Release(session, LeaseEnd.BROKEN))
 
     # ---- slots --------------------------------------------------------------------------------------------------
@@ -397,7 +403,7 @@ class EnvironmentServer:
         for event in decide(command, self.table):
             evolve(self.table, event)
             match event:
-                case LeaseGranted(session) | LeaseRefused(session):
+                case LeaseGranted(session) | LeaseRefused(session) | QueueLeft(session):
                     granted = self._seats[session].granted
                     if not granted.done():
                         granted.set_result(isinstance(event, LeaseGranted))
@@ -479,6 +485,14 @@ class EnvironmentServer:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a session was not ended in order: %s", in_one_line(error), exc_info=error)
+
+
+def _ends_session(answer: WireMessage) -> bool:
+    return answer.type == "error" and answer.data.get("code") == WireError.SESSION_ERROR
+
+
+def _stopping() -> NotLetIn:
+    return NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: come again later")
 
 
 def _text_of(answer: WireMessage) -> str:
