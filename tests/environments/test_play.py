@@ -112,6 +112,16 @@ async def test_calls_over_the_budget_cut_the_episode_unless_the_class_goes_on_wi
     assert result.transcript.turns == 3
 
 
+async def test_a_prompt_that_has_become_too_long_cuts_the_episode_and_the_first_one_is_the_tasks_fault() -> None:
+    refusal = httpx.Response(400, json={"error": {"message": "9 tokens at most", "code": "context_length_exceeded"}})
+    result = await played(ScriptedModel("a", "bcd", refusal))
+    assert result.status == RolloutStatus.TRUNCATED
+    # 2 x its length for a speaker and 0.5 for everybody: what was said before is scored
+    assert result.output().reward == {"1": 2.0 * 1 + 0.5, "2": 2.0 * 3 + 0.5}
+    with pytest.raises(InfraError, match=r"first prompt .* too long: .*400: 9 tokens at most.*tokens_max, which is 77"):
+        (await played(ScriptedModel(refusal), tokens_max=77)).output()
+
+
 async def test_what_fails_in_a_play_is_infrastructure() -> None:
     class Buggy(Debate):
         async def play(self, task: Task, agents: PlayAgents) -> None:

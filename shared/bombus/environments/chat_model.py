@@ -44,6 +44,15 @@ class ModelRefused(InfraError):
         self.is_over = is_over
 
 
+def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
+    """Return the error for a first prompt that is too long, in words of the one who has chosen task and budget."""
+    why = (
+        f"the first prompt of the episode is too long: {error}. With its tools and the answer it has to fit into "
+        f"tokens_max, which is {tokens_max} here, and into the model"
+    )
+    return ModelRefused(why, is_too_long=True)
+
+
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer of the model. `message` is what the conversation goes on with, `call` the id of the call on the log."""
 

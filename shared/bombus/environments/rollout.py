@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.chat_model import CallWatch, ChatAnswer, ChatModel, ModelRefused
+from bombus.environments.chat_model import CallWatch, ChatAnswer, ChatModel, ModelRefused, beginning_refused
 from bombus.environments.kinds import (
     AgentEnvironment,
     EnvironmentLost,
@@ -97,6 +97,11 @@ class RolloutResult(msgspec.Struct, kw_only=True):
         )
 
 
+def _aborted(transcript: Transcript, error: InfraError) -> RolloutResult:
+    transcript.status = RolloutStatus.ABORTED
+    return RolloutResult(transcript=transcript, error=error)
+
+
 def _reward_of(calls: Sequence[RewardedCall], whole: float) -> float | dict[str, float]:
     """Return one number where all calls have the same, and else the number of each by its id."""
     given = {call.reward for call in calls}
@@ -175,9 +180,11 @@ class Rollout:
                     raise TypeError("only a class with `play` has agents for the roles of a joint episode")
                 loop = _ToolLoop(world, model, self.budgets, task, transcript)
                 return RolloutResult(transcript=transcript, scores=await loop.run())
+        except ModelRefused as error:
+            named = beginning_refused(error, self.budgets.tokens_max) if error.is_too_long else error
+            return _aborted(transcript, named)
         except InfraError as error:
-            transcript.status = RolloutStatus.ABORTED
-            return RolloutResult(transcript=transcript, error=error)
+            return _aborted(transcript, error)
 
     async def _play(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.chat_model import ChatAnswer
+from bombus.environments.chat_model import ChatAnswer, ModelRefused
 from bombus.environments.kinds import (
     MessageDict,
     MethodFailed,
@@ -117,7 +117,12 @@ class Play:
             if self._asked >= self._budgets.turns_max:
                 raise BudgetSpent(f"the agents have made {self._asked} calls, which is turns_max: end the episode")
             self._asked += 1
-            answer = await ask(role, messages, tools, max_tokens)
+            try:
+                answer = await ask(role, messages, tools, max_tokens)
+            except ModelRefused as error:
+                if error.is_too_long and calls:
+                    raise BudgetSpent(f"what {role} is asked has become too long: {error}") from error
+                raise
             calls.append(AgentCall(role=role, messages=messages, answer=answer))
             self._transcript.turns += 1
             self._transcript.prompt_tokens = answer.prompt_tokens
