@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
+import httpx
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 from websockets.asyncio.client import ClientConnection, connect
@@ -27,6 +28,7 @@ from bombus.environments.openenv.messages import (
 from bombus.errors import FOREIGN_TEXT_MAX, BombusError, Code, Refused, in_one_line
 
 CLOSE_HANDSHAKE_S = 2.0
+DETAILS_MAX = 5  # of what is wrong with one action
 
 
 class SessionSettings(BaseModel):
@@ -85,14 +87,15 @@ class EnvSession:
                 max_size=MESSAGE_BYTES_MAX,
                 compression=None,
                 proxy=None,
-                additional_headers={"Authorization": f"Bearer {settings.key}"} if settings.key else {},
+                additional_headers=_key_header(settings.key),
             )
         except InvalidStatus as error:
             raise _refusal(url, error.response.status_code, error.response.body or b"") from error
         except InvalidURI as error:
             raise Refused(Code.MALFORMED, f"{url!r} is not the address of a server: {error}") from error
         except (OSError, TimeoutError, InvalidHandshake, EOFError) as error:
-            why = f"no environment server answers at {url} within {limit_s:g} s: {in_one_line(error)}"
+            how_long = f" within {limit_s:g} s" if isinstance(error, TimeoutError) else ""
+            why = f"no environment server answers at {url}{how_long}: {in_one_line(error)}"
             raise EnvironmentLost(why) from error
         session = cls(connection, url, settings)
         if not session.is_ours:
@@ -132,6 +135,13 @@ class EnvSession:
             raise StepRefused(str(detail.get("code", "")), str(detail.get("message"))[:FOREIGN_TEXT_MAX])
         result = found.get("result")
         return result if isinstance(result, dict) else {"result": result}
+
+    async def get(self, path: str) -> httpx.Response:
+        """Return a page of the server. Raises `httpx.HTTPError`."""
+        url = socket_url(self.url, 0).removesuffix("/ws") + path
+        settings, headers = self.settings, _key_header(self.settings.key)
+        async with httpx.AsyncClient(timeout=settings.connect_s, headers=headers, trust_env=False) as http:
+            return await http.get("http" + url.removeprefix("ws"))
 
     async def close(self) -> None:
         """Give the slot back. Closing again does nothing. A server that does not answer is not waited for long."""
@@ -208,7 +218,8 @@ class EnvSession:
             return received
 
     def _error_of(self, answer: WireMessage) -> BombusError:
-        code, why = str(answer.data.get("code", "")), str(answer.data.get("message", ""))[:FOREIGN_TEXT_MAX]
+        code, why = str(answer.data.get("code", "")), str(answer.data.get("message", ""))
+        why = "; ".join([why, *_details(answer.data.get("errors"))])[:FOREIGN_TEXT_MAX]
         if code in FATAL:
             self._die(why)
             return EnvironmentsBusy(why) if code == WireError.CAPACITY_REACHED else EnvironmentLost(self._sentence())
@@ -243,6 +254,18 @@ def socket_url(url: str, wait_s: float) -> str:
     path = parts.path.rstrip("/").removesuffix("/ws")
     query = urlencode({"wait_s": f"{wait_s:g}"}) if wait_s else ""
     return urlunsplit((scheme, parts.netloc, f"{path}/ws", query, ""))
+
+
+def _key_header(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _details(errors: object) -> list[str]:
+    """Return what a server says of the fields of an action that are wrong, in the form in which pydantic lists them."""
+    if not isinstance(errors, list):
+        return []
+    told = [each for each in errors[:DETAILS_MAX] if isinstance(each, dict)]
+    return [f"{'.'.join(map(str, each.get('loc') or ['action']))}: {each.get('msg')}" for each in told]
 
 
 def _refusal(url: str, status: int, body: bytes) -> BombusError:
