@@ -5,8 +5,9 @@ import itertools
 import logging
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partialmethod, singledispatchmethod
 from typing import Any
 
 import pytest
@@ -207,6 +208,17 @@ class Hidden(Counter):
         """Tell one after the other."""
         yield ""
 
+    @singledispatchmethod
+    def by_kind(self, what: int) -> str:
+        """Tell what it is."""
+        return ""
+
+    always = partialmethod(each)
+
+    def alone() -> str:  # type: ignore[misc]
+        """Tell something without a world."""
+        return ""
+
 
 class Stateful:
     def reset(self, t: Task) -> str:
@@ -230,8 +242,14 @@ def test_what_would_be_left_out_without_a_word_is_said() -> None:
         "`_secret` has @reward and begins with an underscore: give it a public name.",
         "`cached` is a method behind a _lru_cache_wrapper, which is not seen as a tool: take that away, or begin its "
         "name with an underscore.",
+        "`by_kind` is a method behind a singledispatchmethod, which is not seen as a tool: take that away, or begin "
+        "its name with an underscore.",
+        "`always` is a method behind a partialmethod, which is not seen as a tool: take that away, or begin its name "
+        "with an underscore.",
         "The tool `each`: it yields, and a tool returns what the model is shown: return a list or a text. A method "
         "that is not a tool begins with an underscore.",
+        "The tool `alone`: it does not take `self`, with which it is called. A method that is not a tool begins with "
+        "an underscore.",
     )
     with pytest.raises(WrongClass) as wrong:
         describe(Stateful)
@@ -239,6 +257,15 @@ def test_what_would_be_left_out_without_a_word_is_said() -> None:
         "`state` is the attribute that rewards take by this name, and no tool: give it another name.",
         "`reset` cannot be called as `reset(self, task)`: give it these arguments, by these names.",
     )
+
+
+def test_a_class_that_cannot_be_made_yet_is_refused() -> None:
+    class Abstract(Counter, ABC):
+        @abstractmethod
+        def _board(self) -> str: ...
+
+    with pytest.raises(WrongClass, match="is abstract, and cannot be made before it has _board"):
+        describe(Abstract)
 
 
 def test_decorators_take_empty_parentheses_and_a_reward_its_weight_alone() -> None:
@@ -394,6 +421,9 @@ class Results(Counter):
         """Return what a program prints."""
         return b"hello\xff\n"
 
+    def reset(self, task: Task) -> str:
+        return super().reset(task) + self.named()
+
     def named(self) -> str:
         """Return the name of a file that is no text."""
         return b"a\xff".decode(errors="surrogateescape")
@@ -489,6 +519,13 @@ async def test_whatever_a_tool_returns_or_raises_is_text_that_a_model_can_be_sho
     await environment.close()
 
 
+async def test_what_reset_says_is_text_that_a_model_can_be_shown_too() -> None:
+    environment = PlainEnvironment(Results)
+    opening = await environment.open(TASK)
+    assert opening.messages == [{"role": "user", "content": "Count to 3.a?"}]
+    await environment.close()
+
+
 # ---- threads ----
 
 
@@ -557,6 +594,43 @@ async def test_a_world_that_is_given_up_is_closed_once_its_methods_have_ended() 
     world.release.set()
     assert await asyncio.to_thread(world.closed.wait, PATIENCE_S)
     assert world.closed_in.startswith("bombus-world-")
+
+
+class Parted(Together):
+    """Has two methods that end one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Barrier(3, timeout=PATIENCE_S)
+        self.left = {name: threading.Event() for name in ("first", "last")}
+        self.threads: dict[str, threading.Thread] = {}
+        self.closed = threading.Event()
+
+    def stall(self, name: str) -> None:
+        """Wait until a test lets it go on."""
+        self.threads[name] = threading.current_thread()
+        self.begun.wait()
+        self.left[name].wait()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+async def test_it_is_not_closed_before_the_last_of_them_has_ended() -> None:
+    world = Parted()
+    environment = PlainEnvironment(world)
+    await environment.open(TASK)
+    running = [asyncio.create_task(environment.call(call("stall", f'{{"name": "{name}"}}'))) for name in world.left]
+    await asyncio.to_thread(world.begun.wait)
+    for each in running:
+        each.cancel()
+    await asyncio.wait(running)
+    await environment.close()
+    world.left["first"].set()
+    await asyncio.to_thread(world.threads["first"].join, PATIENCE_S)
+    assert not world.closed.is_set()
+    world.left["last"].set()
+    assert await asyncio.to_thread(world.closed.wait, PATIENCE_S)
 
 
 async def test_a_world_that_is_made_after_nobody_waits_for_it_any_more_is_closed_as_well() -> None:

@@ -77,6 +77,19 @@ def test_a_base_without_steps_needs_no_image(tmp_path: Path, dockerfile: str, wo
         ("FROM a\nCOPY data /data\n", "", "", "environment/Dockerfile line 2 is COPY data /data"),
         ("FROM a\nWORKDIR /root\n", "", "", "its working directory is /root, which is not a folder of its own"),
         ("FROM a\nWORKDIR /app/../etc\n", "", "", "its working directory is /app/../etc"),
+        ("FROM a\nCOPY . .\nWORKDIR /data\n", "", "", "environment/Dockerfile line 3 is WORKDIR /data"),
+        (
+            "FROM a\nCOPY . .\n",
+            "[environment]\nworkdir = '/data'",
+            "",
+            "environment/Dockerfile copies files to /app, and environment.workdir is /data",
+        ),
+        (
+            None,
+            "[environment]\nworkdir = '/old'",
+            "",
+            "its working directory is /old, which is not a folder of its own",
+        ),
         (None, "[environment]\ndocker_image = 'x'", "", "task.toml sets environment.docker_image"),
         (None, "[environment]\ngpus = 1", "", "task.toml sets environment.gpus"),
         (None, "[environment]\nallow_internet = false", "", "environment.allow_internet is false"),
@@ -122,6 +135,22 @@ def test_what_is_wrong_with_a_task_is_said(tmp_path: Path, toml: str, why: str) 
     with pytest.raises(Refused) as refused:
         read_task_folders(tmp_path)
     assert f"--task {folder}: {why}" in str(refused.value)
+
+
+def test_variables_are_no_longer_than_a_program_can_be_given(tmp_path: Path) -> None:
+    folder = task_folder(tmp_path / "one", f"[verifier.env]\nKEY = '{'x' * 65532}'")  # with KEY= 65,536 bytes
+    assert read_task_folders(tmp_path)
+    (folder / "task.toml").write_text(f"[verifier.env]\nKEY = '{'x' * 65533}'")
+    with pytest.raises(Refused, match=r"one: verifier.env in task.toml has over 65536 bytes: put what is long"):
+        read_task_folders(tmp_path)
+
+
+def test_links_that_lead_to_each_other_are_refused(tmp_path: Path) -> None:
+    folder = task_folder(tmp_path / "one")
+    (folder / "instruction.md").unlink()
+    (folder / "instruction.md").symlink_to("instruction.md")
+    with pytest.raises(Refused, match=r"one: .*loop"):
+        read_task_folders(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["instruction.md", "tests/test.sh", "task.toml"])

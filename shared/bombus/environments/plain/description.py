@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from functools import partialmethod, singledispatchmethod
 from typing import Any
 
 import msgspec
@@ -106,7 +107,9 @@ class _Reading:
         )
 
     def check_making(self) -> None:
-        """Note it where the class cannot be made without arguments."""
+        """Note it where the class cannot be made, or not without arguments."""
+        if missing := sorted(getattr(self._kind, "__abstractmethods__", ())):
+            self._say(f"It is abstract, and cannot be made before it has {', '.join(missing)}.")
         try:
             inspect.signature(self._kind).bind()
         except (TypeError, ValueError):
@@ -226,6 +229,8 @@ def _layers(found: object) -> Iterator[object]:
 
 
 def _is_wrapped(found: object) -> bool:
+    if isinstance(found, partialmethod | singledispatchmethod):
+        return True
     is_known = isinstance(found, staticmethod | classmethod | type)
     return callable(found) and not is_known and inspect.isfunction(getattr(found, "__wrapped__", None))
 

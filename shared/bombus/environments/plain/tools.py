@@ -53,9 +53,12 @@ def tool_of(method: Callable[..., Any]) -> MethodTool:
     documented = _read_docstring(inspect.getdoc(method) or "")
     if not documented.summary:
         raise NoTool("it has no docstring, which is what tells the model what it does")
+    parameters = list(inspect.signature(method).parameters.values())
+    if not parameters:
+        raise NoTool("it does not take `self`, with which it is called")
     fields: dict[str, Any] = {}
     names: list[str] = []
-    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+    for parameter in parameters[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise NoTool(f"its argument `{parameter.name}` cannot be given by name: give it arguments with names")
         if parameter.name not in hints:

@@ -37,13 +37,22 @@ def read_dockerfile(environment: Path, workdir: object, default: str) -> PlainBa
     if not path.exists():
         return PlainBase(workdir or default, environment.is_dir())
     with path.open(encoding="utf-8", errors="replace") as file:
-        text = file.read(BYTES_MAX)
+        base = _base_of(file.read(BYTES_MAX), default)
+    if base.copies_files and workdir and PurePosixPath(workdir) != PurePosixPath(base.workdir):
+        raise CannotDoWithout(
+            f"environment/Dockerfile copies files to {base.workdir}, and environment.workdir is {workdir}"
+        )
+    return PlainBase(workdir or base.workdir, base.copies_files)
+
+
+def _base_of(text: str, default: str) -> PlainBase:
+    """Return what a Dockerfile without steps makes. Raises `CannotDoWithout`."""
     inside, copies, bases = default, False, 0
     for number, words in _instructions(text):
         match words:
             case ["FROM", *_] if not bases:
                 bases += 1
-            case ["WORKDIR", where] if "$" not in where:
+            case ["WORKDIR", where] if "$" not in where and not copies:
                 inside = str(PurePosixPath(inside, where))
             case ["COPY" | "ADD", "." | "./", target] if PurePosixPath(inside, target) == PurePosixPath(inside):
                 copies = True
@@ -51,7 +60,7 @@ def read_dockerfile(environment: Path, workdir: object, default: str) -> PlainBa
                 pass
             case _:
                 raise CannotDoWithout(f"environment/Dockerfile line {number} is {' '.join(words)[:80]}")
-    return PlainBase(workdir or inside, copies)
+    return PlainBase(inside, copies)
 
 
 def _instructions(text: str) -> Iterator[tuple[int, list[str]]]:

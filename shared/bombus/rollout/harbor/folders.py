@@ -13,6 +13,7 @@ from bombus.rollout.tasks import AgentTask, TaskPackage, checked_task
 
 FILE_BYTES_MAX = 1 << 20  # of task.toml and instruction.md
 TASKS_MAX = 100_000
+VARIABLES_BYTES_MAX = 64 << 10  # of one table: they are arguments of a program
 TIMEOUT_S = 600.0  # Harbor's, for an agent and for a verifier
 DAY_S = 86_400.0
 NAMED_MAX = 8
@@ -22,7 +23,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Without them tests would fail, and take a good answer for a bad one.
 _INSTALLS = re.compile(r"\b(apt|apt-get|apk|dnf|yum|pip|pip3|npm|conda)\s+(-\S+\s+)*(install|add|update|i)\b")
 # Names below / that a task cannot have for its folder: this machine's own, and Harbor's.
-RESERVED = {"bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32", "logs", "opt", "proc"}
+RESERVED = {"bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32", "logs", "old", "opt", "proc"}
 RESERVED |= {"root", "run", "sbin", "sys", "tests", "tmp", "usr", "var"}
 
 # What each table may hold here. Limits of an image are not kept; whatever else is set would change the task.
@@ -61,7 +62,7 @@ def read_task_folders(path: Path) -> list[AgentTask]:
                 raise ValueError(f"another folder has the name {task.task_id!r} too")
         except CannotDoWithout as error:
             imaged.append(f"{folder.name} ({error})")
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:  # the last for links that lead to each other
             raise Refused(Code.BAD_CONFIG, f"--task {folder}: {error}") from error
         else:
             tasks[task.task_id] = task
@@ -186,6 +187,8 @@ def _variables(table: Table, name: str) -> dict[str, str]:
             )
         if "${" in value:
             raise ValueError(f"{name}.env.{key} in task.toml takes a variable of its caller: write its value there")
+    if sum(len(f"{key}={value}".encode()) for key, value in found.items()) > VARIABLES_BYTES_MAX:
+        raise ValueError(f"{name}.env in task.toml has over {VARIABLES_BYTES_MAX} bytes: put what is long into a file")
     return dict(found)
 
 
