@@ -10,9 +10,17 @@
 A refusal tells the caller what to do next. A bug raises none of these: it crashes.
 """
 
+import sysconfig
+import traceback
 from enum import StrEnum
+from pathlib import Path
 
 FOREIGN_TEXT_MAX = 300  # characters of an error that other code raised
+_LIBRARIES = (
+    "<frozen",
+    str(Path(__file__).parent),
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 
 class Code(StrEnum):
@@ -151,3 +159,11 @@ def in_one_line(error: BaseException) -> str:
         said = f"its text cannot be made ({type(failed).__name__})"
     text = " ".join(without_surrogates(said).split())
     return f"{type(error).__name__}: {text[:FOREIGN_TEXT_MAX]}" if text else type(error).__name__
+
+
+def with_place(error: BaseException) -> str:
+    """Return `in_one_line`, and the line of the program's own file, not a library's, in which the error came up."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(frame.filename.startswith(folder) for folder in _LIBRARIES)]
+    place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return in_one_line(error) + place

@@ -127,7 +127,7 @@ async def test_what_fails_in_a_play_is_infrastructure() -> None:
         async def play(self, task: Task, agents: PlayAgents) -> None:
             raise KeyError("verdict")
 
-    with pytest.raises(InfraError, match=r"Buggy.play failed: KeyError: 'verdict'"):
+    with pytest.raises(InfraError, match=r"Buggy.play failed: KeyError: 'verdict' \(test_play.py, line \d+\)"):
         (await played(ScriptedModel(), Buggy)).output()
     refused = ScriptedModel("a", httpx.Response(401, json={"error": {"message": "expired"}}))
     with pytest.raises(InfraError, match="answered 401: expired"):

@@ -144,7 +144,10 @@ async def test_a_gold_solution_that_solves_nothing_is_found() -> None:
     assert (await problems(NoSolution))["plays"][0].startswith(
         "It cannot be played: NoSolution.gold returned list, or has other things in it: it returns a list of "
     )
-    assert await problems(Broken) == {"plays": ("It cannot be played: Broken.reset failed: OSError: no simulator.",)}
+    place = f"test_validation.py, line {Broken.reset.__code__.co_firstlineno + 1}"
+    assert await problems(Broken) == {
+        "plays": (f"It cannot be played: Broken.reset failed: OSError: no simulator ({place}).",)
+    }
 
 
 class Quiz:

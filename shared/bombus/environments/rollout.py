@@ -28,7 +28,7 @@ from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.play import Play, RewardedCall
 from bombus.environments.plain.world_thread import WorldThread
-from bombus.errors import BombusError, in_one_line, without_surrogates
+from bombus.errors import BombusError, in_one_line, with_place, without_surrogates
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained_here
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
@@ -251,7 +251,7 @@ class Rollout:
         except (InfraError, WrongClass):
             raise
         except Exception as error:  # the function's own code: whatever it raises, there is no world
-            raise ResetFailed(f"the environment could not be made: {in_one_line(error)}") from error
+            raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
         return found if _is_environment(found) else PlainEnvironment(found)
 
     async def _close(self, world: AgentEnvironment) -> None:

@@ -26,7 +26,7 @@ from bombus.environments.kinds import (
 from bombus.environments.plain.description import MarkedMethod, PlainClass, describe
 from bombus.environments.plain.tools import BadArguments, text_of
 from bombus.environments.plain.world_thread import WorldThread
-from bombus.errors import in_one_line, without_surrogates
+from bombus.errors import in_one_line, with_place, without_surrogates
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained, contained_here
 from bombus.sdk.types import Task
@@ -82,7 +82,7 @@ class PlainWorld:
             except InfraError:
                 raise
             except Exception as error:  # the class's own code: whatever it raises, there is no world
-                raise ResetFailed(f"the environment could not be made: {in_one_line(error)}") from error
+                raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
             self._description = self._description or describe(type(made), is_made=True)
 
     def _keep_made(self, make: Callable[[], object]) -> object:
@@ -124,7 +124,7 @@ class PlainWorld:
         except InfraError:
             raise
         except Exception as error:  # the class's own code: an episode that cannot be judged has no reward
-            raise MethodFailed(f"{named} failed: {in_one_line(error)}") from error
+            raise MethodFailed(f"{named} failed: {with_place(error)}") from error
 
     def _state(self, method: MarkedMethod) -> object:
         if not hasattr(self._instance, "state"):
@@ -168,7 +168,7 @@ class PlainWorld:
             elif self._instance is not None and _has_close(self._instance):
                 await self.call("close", {})
         except Exception as error:  # the class's own code: the episode is over, and its reward is known
-            log.warning("%s.close failed: %s", type(self._instance).__name__, in_one_line(error))
+            log.warning("%s.close failed: %s", type(self._instance).__name__, with_place(error))
         finally:
             self._closed = True
             for thread in (*self._idle, *self._stuck):
@@ -194,7 +194,7 @@ class PlainWorld:
                 else:
                     world.close()
             except Exception as error:  # the class's own code: its episode is over
-                log.warning("%s.close failed: %s", type(world).__name__, in_one_line(error))
+                log.warning("%s.close failed: %s", type(world).__name__, with_place(error))
 
         for thread in self._stuck:
             thread.leave(ended)
@@ -221,7 +221,7 @@ class PlainEnvironment:
         except InfraError:
             raise
         except Exception as error:  # the class's own code: a world that is not new is never played
-            raise ResetFailed(f"{description.name}.reset failed: {in_one_line(error)}") from error
+            raise ResetFailed(f"{description.name}.reset failed: {with_place(error)}") from error
         messages = _messages_of(first, description.name)
         try:
             msgspec.json.encode(messages)

@@ -17,7 +17,7 @@ from bombus.environments.kinds import (
 )
 from bombus.environments.plain.description import MarkedMethod
 from bombus.environments.plain.environment import PlainWorld, metrics_of, number_of
-from bombus.errors import BombusError, in_one_line
+from bombus.errors import BombusError, with_place
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained
 from bombus.sdk.types import Task
@@ -202,7 +202,7 @@ class Play:
 
 
 def _failed(name: str, error: BaseException) -> MethodFailed:
-    return MethodFailed(f"{name}.play failed: {in_one_line(error)}")
+    return MethodFailed(f"{name}.play failed: {with_place(_first(error))}")
 
 
 def _first(error: BaseException) -> BaseException:

@@ -13,7 +13,7 @@ from bombus.environments.plain.description import PlainClass
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.leaks import footprint, left_behind
 from bombus.environments.plain.trial import GoldSolution, Trial, carried_out, tried, tried_play
-from bombus.errors import BombusError, in_one_line
+from bombus.errors import BombusError, with_place
 from bombus.sdk.types import Task
 
 CHECK_S = 120.0
@@ -162,4 +162,4 @@ def _temporary_folder() -> Iterator[Path]:
 def _said(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"it took longer than {CHECK_S:g} s"
-    return str(error) if isinstance(error, BombusError) else in_one_line(error)
+    return str(error) if isinstance(error, BombusError) else with_place(error)

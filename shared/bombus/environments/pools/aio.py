@@ -270,7 +270,11 @@ class AsyncEnvPool:
                 try:
                     return await rollout(task.model_copy(deep=True), environment)
                 except InfraError as error:
-                    log.warning("an episode of task %s ends as infra: %s", task.task_id, in_one_line(error))
+                    log.warning(
+                        "an episode of task %r has no reward, as its environment failed: %s",
+                        task.task_id,
+                        in_one_line(error),
+                    )
                     if left < 1:
                         return error
                     left -= 1
