@@ -194,7 +194,9 @@ async def test_p3_a_backend_of_a_step_that_took_too_long_is_replaced(blocking: t
         blocking.may_end.set()
 
 
-async def test_p3_no_message_follows_one_that_took_too_long_and_its_backend_is_replaced(blocking: type[Blocking]) -> None:
+async def test_p3_no_message_follows_one_that_took_too_long_in_its_session(
+    blocking: type[Blocking],
+) -> None:
     memories = Memories()
     async with BackendPool(memories.make, 1) as backends, served(blocking, backends, step_s=0.2) as (server, url):
         session = await server.open_by_post(0, asyncio.Future[Any]())

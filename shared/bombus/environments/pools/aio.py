@@ -274,6 +274,11 @@ class AsyncEnvPool:
                     if left < 1:
                         return error
                     left -= 1
+                except asyncio.CancelledError as error:
+                    this = asyncio.current_task()
+                    if this is not None and this.cancelling():
+                        raise
+                    raise RuntimeError("a rollout raised CancelledError, which nobody had asked for") from error
                 finally:
                     await environment.close()
 
@@ -411,11 +416,21 @@ async def close_all(sessions: Sequence[EnvSession], within_s: float) -> None:
 
 
 async def _undo(tasks: Sequence["asyncio.Task[EnvSession]"]) -> None:
-    """Close what was opened of sessions, and open no more of them."""
-    for task in tasks:
-        task.cancel()
-    done = await asyncio.gather(*tasks, return_exceptions=True)
-    await close_all([session for session in done if isinstance(session, EnvSession)], CLOSE_S)
+    """Close what was opened of sessions, and open no more of them. If this is cancelled too, they are cut."""
+    try:
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        await close_all([session for session in done if isinstance(session, EnvSession)], CLOSE_S)
+    except BaseException:
+        for task in tasks:
+            task.add_done_callback(_cut_opened)
+        raise
+
+
+def _cut_opened(task: "asyncio.Task[EnvSession]") -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().cut()
 
 
 def _raised(result: StepResult | BaseException) -> StepResult:

@@ -163,8 +163,8 @@ class EnvSession:
             await self.state()
         except StepRefused:
             pass  # the world has no state before its reset, but it is there
-        except BaseException:
-            await self.close()
+        except BaseException:  # a cancellation may come again, and nothing is said that needs an answer
+            self.cut()
             raise
 
     async def _observe(self, kind: str, data: dict[str, Any]) -> StepResult:
