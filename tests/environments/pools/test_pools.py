@@ -563,6 +563,21 @@ async def test_worlds_that_rollouts_use_are_not_reset_by_others(make: MakePool) 
         await playing
 
 
+async def test_p1_a_rollout_that_begins_in_the_middle_of_a_reset_of_the_group_waits_and_opens_nothing_twice() -> None:
+    async def play(task: Task, environment: AgentEnvironment) -> str:
+        return str((await environment.open(task)).messages[0]["content"])
+
+    async with served(slots=4) as (server, url), opened(AsyncEnvPool, url, 2, group_size=2) as pool:
+        await pool.reset_group(TASK)
+        await pool.run_group_step([{"tool": "break"}] * 2)
+        await until(lambda: server.counts()["leased"] == 0)
+        resetting = asyncio.create_task(pool.reset_group(TASK))
+        await asyncio.sleep(0)
+        assert await pool.run_group(Task(main_query="its own"), play) == ["count for its own"] * 2
+        assert len(await resetting) == 2
+        assert server.counts()["leased"] == 2
+
+
 class Recorder:
     """Keeps what it is told."""
 

@@ -5,7 +5,8 @@ import logging
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -297,8 +298,7 @@ class AsyncEnvPool:
             session = self.session(number)
             return await session.reset({"task": data} if session.is_ours else reset_of(task))
 
-        async with self._using:
-            self._check_idle()
+        async with self._all_idle():
             done = await asyncio.gather(*(reset(number) for number in range(count)), return_exceptions=True)
         return [_raised(each) for each in done]
 
@@ -317,8 +317,7 @@ class AsyncEnvPool:
             except (InfraError, StepRefused) as error:
                 return error
 
-        async with self._using:
-            self._check_idle()
+        async with self._all_idle():
             return list(await asyncio.gather(*(step(number, action) for number, action in enumerate(actions))))
 
     def record_group_result(self, task: Task, rewards: Sequence[float]) -> None:
@@ -336,10 +335,20 @@ class AsyncEnvPool:
             raise Refused(Code.BAD_CONFIG, f"a group of {count} does not fit into a pool of {self.size} environments")
         return count
 
-    def _check_idle(self) -> None:
-        if (used := self.size - self._idle.qsize()) > 0:
-            why = f"{used} environments of this pool are being used by rollouts: wait for them, or make another pool"
-            raise Refused(Code.WRONG_PHASE, why)
+    @asynccontextmanager
+    async def _all_idle(self) -> AsyncIterator[None]:
+        """Keep all environments for a group that is stepped together: rollouts wait for them meanwhile."""
+        async with self._using:
+            idle = self._idle
+            if (used := self.size - idle.qsize()) > 0:
+                why = "are being used by rollouts: wait for them, or make another pool"
+                raise Refused(Code.WRONG_PHASE, f"{used} environments of this pool {why}")
+            numbers = [idle.get_nowait() for _ in range(self.size)]
+            try:
+                yield
+            finally:
+                for number in numbers:
+                    idle.put_nowait(number)
 
     def _check_open(self) -> None:
         if not self._sessions:
