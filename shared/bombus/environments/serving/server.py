@@ -22,6 +22,7 @@ from bombus.environments.openenv.messages import (
     SESSION_HEADER,
     CloseCode,
     NotAMessage,
+    NotSendable,
     WireError,
     WireMessage,
     decode,
@@ -498,13 +499,9 @@ def _stopping() -> NotLetIn:
 def _text_of(answer: WireMessage) -> str:
     """Return an answer as it is sent, and in the place of one that cannot be sent, an error that says why."""
     try:
-        text = encode(answer)
-    except (TypeError, ValueError, RecursionError) as error:
-        return encode(error_message(WireError.EXECUTION_ERROR, f"the world's answer is not JSON: {in_one_line(error)}"))
-    if (size := len(text.encode())) > MESSAGE_BYTES_MAX:
-        why = f"the world's answer has {size} bytes, and a message up to {MESSAGE_BYTES_MAX}: let it say less at once"
-        return encode(error_message(WireError.EXECUTION_ERROR, why))
-    return text
+        return encode(answer)
+    except NotSendable as error:
+        return encode(error_message(WireError.EXECUTION_ERROR, f"the world's answer cannot be sent: {error}"))
 
 
 @contextlib.asynccontextmanager
