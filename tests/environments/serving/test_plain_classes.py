@@ -229,13 +229,15 @@ async def kill_backend(backends: BackendPool, session: EnvSession) -> None:
     os.kill(backend.pid, signal.SIGKILL)
 
 
-async def test_a_backend_that_dies_before_the_score_is_infra_and_not_the_models_failure() -> None:
+@pytest.mark.parametrize("is_step", [False, True])
+async def test_a_backend_that_dies_before_the_score_is_infra_and_not_the_models_failure(is_step: bool) -> None:
     async with BackendPool(simulator, 1) as backends, served(Store, backends) as (_, url):
         session = await EnvSession.open(url)
         await session.reset({})
         await kill_backend(backends, session)
+        score = session.step({"message": "done"}) if is_step else session.rpc(Rpc.SCORE, {"transcript": {}})
         with pytest.raises(EnvironmentLost, match="backend 0 of this session has died"):
-            await session.rpc(Rpc.SCORE, {"transcript": {}})
+            await score
 
 
 async def test_a_backend_that_dies_in_the_middle_is_infra_and_not_the_models_failure() -> None:
