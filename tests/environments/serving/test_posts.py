@@ -253,7 +253,7 @@ async def test_who_may_not_connect_may_not_post() -> None:
         assert (await http.post("/mcp", json=body, headers={"Host": "evil.example"})).status_code == 421
         assert (await http.post("/reset", json=body)).status_code == 404
         assert (await http.post("/mcp?wait_s=soon", json=body)).status_code == 400
-        assert (await http.post("/mcp", content=b"x" * (MESSAGE_BYTES_MAX + 1))).status_code == 413
+        assert (await http.post("/mcp", content=b"x" * (3 * MESSAGE_BYTES_MAX))).status_code == 413
 
 
 async def raw(url: str, *parts: bytes) -> bytes:
@@ -277,4 +277,12 @@ async def test_a_request_may_come_in_any_parts_and_one_that_is_not_http_is_refus
         waits = head.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length")
         assert (await raw(url, waits, body)).startswith(b"HTTP/1.1 100 \r\n\r\nHTTP/1.1 200 OK")
         assert b" 400 " in (await raw(url, b"POST nonsense\r\n\r\n")).splitlines()[0]
+        for method in (b"GET", b"POST"):
+            for wrong in (
+                b"//[ HTTP/1.1",
+                b"/mcp HTTP/1.1\r\nOrigin: http://[",
+                b"/mcp HTTP/1.1\r\nOrigin: a\r\nOrigin: b",
+            ):
+                answer = await raw(url, b"%s %s\r\nHost: 127.0.0.1\r\n\r\n" % (method, wrong))
+                assert answer[9:12] in (b"400", b"403"), (method, wrong, answer)
         assert b" 426 " in (await raw(url, b"G", b"ET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")).splitlines()[0]

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -29,7 +28,15 @@ from bombus.environments.openenv.messages import (
     encode,
     error_message,
 )
-from bombus.environments.serving.doors import NotLetIn, check_caller, json_response, response, session_of, wait_s_of
+from bombus.environments.serving.doors import (
+    NotLetIn,
+    check_caller,
+    json_response,
+    response,
+    session_of,
+    url_of,
+    wait_s_of,
+)
 from bombus.environments.serving.mcp import answer_post
 from bombus.environments.serving.posts import ClientGone, PostingConnection
 from bombus.environments.serving.settings import WAIT_S_MAX, ServingSettings
@@ -166,7 +173,7 @@ class EnvironmentServer:
             return refused.response()
 
     async def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        url = urlsplit(request.path)
+        url = url_of(request)
         check_caller(request, self.settings.key, self._names)
         if url.path == "/health":
             return json_response(HTTPStatus.OK, {"status": "healthy", **self.counts()})
