@@ -14,6 +14,7 @@ from bombus.environments.backends.kinds import Backend
 from bombus.environments.backends.pool import START_TRIES, BackendPool
 from bombus.environments.backends.process import SimulatorProcess, free_port
 from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy
+from bombus.environments.serving.server import HANDSHAKE_S
 from tests.patience import until
 
 PROGRAM = Path(__file__).parent.parent / "serving/programs/simulator.py"
@@ -74,6 +75,40 @@ async def test_a_backend_that_was_killed_is_replaced_and_a_spare_takes_its_place
         assert second is not first
         await put(second, "of b")
         await until(lambda: pool.counts()["ready"] == 1)
+
+
+async def test_a_backend_that_is_frozen_while_it_is_free_is_replaced_within_a_handshake() -> None:
+    async with BackendPool(simulator, 1, spares=1) as pool:
+        backends = {}
+        for session in ("a", "b"):
+            backends[session] = await pool.take(session)
+            await pool.give_back(session)
+        frozen = backends["a"]
+        assert isinstance(frozen, SimulatorProcess)
+        assert frozen.pid is not None
+        os.kill(frozen.pid, signal.SIGSTOP)
+        async with asyncio.timeout(HANDSHAKE_S - 1):
+            assert await pool.take("c") is backends["b"]
+
+
+async def test_p3_a_backend_whose_scrub_is_cancelled_is_replaced() -> None:
+    class Clinging(Odd):
+        async def scrub(self) -> None:
+            await asyncio.Event().wait()
+
+    made: list[Odd] = []
+
+    def make(number: int) -> Odd:
+        made.append(Odd() if made else Clinging())
+        return made[-1]
+
+    async with BackendPool(make, 1) as pool:
+        await pool.take("a")
+        giving_back = asyncio.create_task(pool.give_back("a"))
+        await until(lambda: pool.counts()["bound"] == 0)
+        giving_back.cancel()
+        await asyncio.wait({giving_back})
+        assert await pool.take("b") is made[1]
 
 
 async def test_p3_a_backend_that_cannot_be_scrubbed_is_released_all_the_same_and_replaced() -> None:

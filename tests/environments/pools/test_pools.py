@@ -237,6 +237,24 @@ async def test_p4_a_pool_that_is_cancelled_while_it_connects_leaves_no_slot() ->
         await until(lambda: server.counts() == {"slots": 1, "leased": 0, "waiting": 0})
 
 
+@pytest.mark.parametrize("ticks", range(1, 6))
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+async def test_p4_a_pool_that_is_given_up_twice_while_it_connects_leaves_no_slot(how: str, ticks: int) -> None:
+    async with served(slots=3) as (server, url):
+        pool = AsyncEnvPool(url, 4, group_size=4, settings=SessionSettings(wait_s=600))
+        connecting = asyncio.create_task(pool.connect())
+        await until(lambda: server.counts() == {"slots": 3, "leased": 3, "waiting": 1})
+        for _ in range(2):
+            if how == "closed":
+                await pool.close()
+            else:
+                connecting.cancel()
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+        await asyncio.wait({connecting})
+        await until(lambda: server.counts() == {"slots": 3, "leased": 0, "waiting": 0})
+
+
 async def test_p4_a_pool_that_is_connected_twice_at_once_opens_its_sessions_once() -> None:
     async with served(slots=4) as (server, url):
         pool = AsyncEnvPool(url, 2, group_size=2)
@@ -415,6 +433,15 @@ async def test_a_bug_of_a_rollout_is_raised_as_it_is(make: MakePool) -> None:
         assert len(await pool.reset_group(TASK)) == 2
 
 
+async def test_a_cancellation_that_a_rollout_lets_out_is_a_bug_of_it_and_cancels_nobody(make: MakePool) -> None:
+    async def wrong(task: Task, environment: AgentEnvironment) -> None:
+        raise asyncio.CancelledError
+
+    async with served(slots=2) as (_, url), opened(make, url, 2, group_size=2) as pool:
+        with pytest.raises(RuntimeError, match="raised CancelledError, which nobody had asked for"):
+            await pool.run_group(TASK, wrong)
+
+
 async def test_a_plain_function_whose_world_was_lost_is_played_again_at_a_server_with_a_name() -> None:
     """A name is looked up in a thread, of which the waiting functions must leave one."""
     tried: list[int] = []
@@ -478,7 +505,7 @@ async def test_an_environment_of_another_loop_is_closed_after_what_was_cancelled
             ended.append("close")
 
     thread = LoopThread()
-    environment = AcrossLoops(Slow(), thread.loop)
+    environment = AcrossLoops(Slow(), thread)
     opening = asyncio.create_task(environment.open(TASK))
     await until(begun.is_set)
     opening.cancel()
@@ -534,6 +561,21 @@ async def test_worlds_that_rollouts_use_are_not_reset_by_others(make: MakePool) 
             await pool.reset_group(TASK)
         done.set()
         await playing
+
+
+async def test_p1_a_rollout_that_begins_in_the_middle_of_a_reset_of_the_group_waits_and_opens_nothing_twice() -> None:
+    async def play(task: Task, environment: AgentEnvironment) -> str:
+        return str((await environment.open(task)).messages[0]["content"])
+
+    async with served(slots=4) as (server, url), opened(AsyncEnvPool, url, 2, group_size=2) as pool:
+        await pool.reset_group(TASK)
+        await pool.run_group_step([{"tool": "break"}] * 2)
+        await until(lambda: server.counts()["leased"] == 0)
+        resetting = asyncio.create_task(pool.reset_group(TASK))
+        await asyncio.sleep(0)
+        assert await pool.run_group(Task(main_query="its own"), play) == ["count for its own"] * 2
+        assert len(await resetting) == 2
+        assert server.counts()["leased"] == 2
 
 
 class Recorder:

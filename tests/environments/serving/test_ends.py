@@ -19,7 +19,7 @@ from bombus.environments.serving.server import EnvironmentServer
 from bombus.environments.serving.settings import ServingSettings
 from bombus.host.host_names import OwnHostNames
 from tests.environments.serving.served import served
-from tests.environments.serving.worlds import Counter
+from tests.environments.serving.worlds import Clinging, Counter
 from tests.patience import PATIENCE_S, until
 
 
@@ -194,7 +194,9 @@ async def test_p3_a_backend_of_a_step_that_took_too_long_is_replaced(blocking: t
         blocking.may_end.set()
 
 
-async def test_p3_no_message_follows_one_that_took_too_long_and_its_backend_is_replaced(blocking: type[Blocking]) -> None:
+async def test_p3_no_message_follows_one_that_took_too_long_in_its_session(
+    blocking: type[Blocking],
+) -> None:
     memories = Memories()
     async with BackendPool(memories.make, 1) as backends, served(blocking, backends, step_s=0.2) as (server, url):
         session = await server.open_by_post(0, asyncio.Future[Any]())
@@ -222,6 +224,30 @@ async def test_a_backend_of_a_session_that_was_idle_at_its_end_is_scrubbed_and_k
         await until(lambda: len(server.table.free) == 1)
         assert (len(memories.made), memories.made[0].scrubs) == (1, 2), "at the reset, and at the end"
         assert blocking.made[0].is_closed
+
+
+async def test_p3_a_backend_of_a_world_that_was_not_closed_is_replaced() -> None:
+    class ClingingTo(Clinging):
+        def __init__(self, backend: Backend) -> None:
+            super().__init__()
+
+    memories = Memories()
+    async with BackendPool(memories.make, 1) as backends, served(ClingingTo, backends, close_s=0.2) as (_, url):
+        await (await EnvSession.open(url)).close()
+        async with await EnvSession.open(url, SessionSettings(wait_s=60)):
+            assert memories.made[0].is_stopped
+
+
+async def test_a_client_that_leaves_while_its_world_is_made_by_post_leaves_no_slot(blocking: type[Blocking]) -> None:
+    blocking.is_slow_to_make = True
+    leaving = asyncio.Future[Any]()
+    async with BackendPool(Memories().make, 1) as backends, served(blocking, backends) as (server, _):
+        opening = asyncio.create_task(server.open_by_post(0, leaving))
+        await until(lambda: server.counts()["leased"] == 1)
+        leaving.set_result(None)
+        blocking.may_end.set()
+        await opening
+        assert server.counts()["leased"] == 0
 
 
 async def test_a_session_that_was_over_before_its_backend_had_started_does_not_keep_it(

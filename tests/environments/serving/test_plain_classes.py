@@ -217,7 +217,7 @@ async def test_a_tool_that_says_too_much_is_cut_and_the_session_goes_on() -> Non
 
 async def test_a_reset_that_says_too_much_fails_and_the_session_goes_on() -> None:
     async with served(Wordy) as (_, url), await EnvSession.open(url) as session:
-        with pytest.raises(ResetFailed, match="and a message up to 16777216: let it say less at once"):
+        with pytest.raises(ResetFailed, match="and a message up to 16777216: say less at once"):
             await session.reset({"task": {"metadata": {"goal": 3, "characters": 17 << 20}}})
         await session.reset({"task": TASK.model_dump()})
 
@@ -229,13 +229,15 @@ async def kill_backend(backends: BackendPool, session: EnvSession) -> None:
     os.kill(backend.pid, signal.SIGKILL)
 
 
-async def test_a_backend_that_dies_before_the_score_is_infra_and_not_the_models_failure() -> None:
+@pytest.mark.parametrize("is_step", [False, True])
+async def test_a_backend_that_dies_before_the_score_is_infra_and_not_the_models_failure(is_step: bool) -> None:
     async with BackendPool(simulator, 1) as backends, served(Store, backends) as (_, url):
         session = await EnvSession.open(url)
         await session.reset({})
         await kill_backend(backends, session)
+        score = session.step({"message": "done"}) if is_step else session.rpc(Rpc.SCORE, {"transcript": {}})
         with pytest.raises(EnvironmentLost, match="backend 0 of this session has died"):
-            await session.rpc(Rpc.SCORE, {"transcript": {}})
+            await score
 
 
 async def test_a_backend_that_dies_in_the_middle_is_infra_and_not_the_models_failure() -> None:

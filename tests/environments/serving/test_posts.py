@@ -1,6 +1,7 @@
 """Sessions over `POST /mcp`: they lapse without a sign of life, and no call is carried out in a world of nobody's."""
 
 import asyncio
+import threading
 from typing import Any
 
 import httpx
@@ -8,7 +9,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from bombus.environments.openenv.messages import MESSAGE_BYTES_MAX, RpcError
+from bombus.environments.openenv.messages import MESSAGE_BYTES_MAX, RpcError, WireMessage
 from bombus.environments.serving.server import POSTS_MAX
 from tests.environments.serving.served import served
 from tests.environments.worlds import Counter as PlainCounter
@@ -103,6 +104,53 @@ async def test_one_that_nobody_holds_lives_from_call_to_call_and_lapses_without_
             await poster.ask("tools/list", session_id=session)
         await until(lambda: server.counts()["leased"] == 0)
         assert "is over, or never was" in await poster.why("tools/list", session_id=session)
+
+
+async def test_one_that_nobody_holds_does_not_lapse_in_the_middle_of_a_call() -> None:
+    may_end = threading.Event()
+
+    class Slow(PlainCounter):
+        def wait(self) -> str:
+            """Wait."""
+            return str(may_end.wait())
+
+    async with served(Slow, ttl_s=0.5) as (server, url), Poster(url) as poster:
+        session = await poster.opened()
+        seat = server._seats[session]
+        assert seat.worlds is not None
+        await seat.worlds.answer(WireMessage(type="reset", data={"task": {"metadata": {"goal": 3}}}))
+        calling = asyncio.create_task(poster.ask("tools/call", name="wait", session_id=session))
+        await until(lambda: server.working() == 1)
+        clock = asyncio.get_running_loop().time
+        over_at = clock() + 1
+        await until(lambda: clock() > over_at)
+        may_end.set()
+        assert (await calling)["result"]["data"] == "True"
+
+
+async def test_messages_of_a_connection_and_calls_by_post_are_carried_out_one_at_a_time() -> None:
+    under_way: list[int] = []
+
+    class Alone(PlainCounter):
+        tools_run_together = True
+
+        async def alone(self) -> str:
+            """Say how many are under way."""
+            under_way.append(1)
+            await asyncio.sleep(0.01)
+            seen = len(under_way)
+            under_way.pop()
+            return str(seen)
+
+    async with served(Alone) as (_, url), Poster(url) as poster:
+        session = await poster.opened()
+        async with poster.held(session) as socket:
+            await socket.send('{"type": "reset", "data": {"task": {"metadata": {"goal": 3}}}}')
+            await socket.recv()
+            calls = [asyncio.create_task(poster.ask("tools/call", name="alone", session_id=session)) for _ in range(4)]
+            await socket.send('{"type": "step", "data": {"tool": "alone"}}')
+            assert '"text":"1"' in str(await socket.recv())
+            assert [(await call)["result"]["data"] for call in calls] == ["1"] * 4
 
 
 async def test_one_that_is_closed_gives_its_slot_back_and_closing_again_does_nothing() -> None:
@@ -205,7 +253,7 @@ async def test_who_may_not_connect_may_not_post() -> None:
         assert (await http.post("/mcp", json=body, headers={"Host": "evil.example"})).status_code == 421
         assert (await http.post("/reset", json=body)).status_code == 404
         assert (await http.post("/mcp?wait_s=soon", json=body)).status_code == 400
-        assert (await http.post("/mcp", content=b"x" * (MESSAGE_BYTES_MAX + 1))).status_code == 413
+        assert (await http.post("/mcp", content=b"x" * (3 * MESSAGE_BYTES_MAX))).status_code == 413
 
 
 async def raw(url: str, *parts: bytes) -> bytes:
@@ -229,4 +277,12 @@ async def test_a_request_may_come_in_any_parts_and_one_that_is_not_http_is_refus
         waits = head.replace(b"Content-Length", b"Expect: 100-continue\r\nContent-Length")
         assert (await raw(url, waits, body)).startswith(b"HTTP/1.1 100 \r\n\r\nHTTP/1.1 200 OK")
         assert b" 400 " in (await raw(url, b"POST nonsense\r\n\r\n")).splitlines()[0]
+        for method in (b"GET", b"POST"):
+            for wrong in (
+                b"//[ HTTP/1.1",
+                b"/mcp HTTP/1.1\r\nOrigin: http://[",
+                b"/mcp HTTP/1.1\r\nOrigin: a\r\nOrigin: b",
+            ):
+                answer = await raw(url, b"%s %s\r\nHost: 127.0.0.1\r\n\r\n" % (method, wrong))
+                assert answer[9:12] in (b"400", b"403"), (method, wrong, answer)
         assert b" 426 " in (await raw(url, b"G", b"ET /ws HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")).splitlines()[0]

@@ -18,6 +18,7 @@ START_TRIES = 3
 PAUSE_S = 5.0  # before a backend that could not be started is tried again; it doubles up to
 PAUSE_S_MAX = 60.0
 CALL_S = 10.0  # for a scrub, for a question whether a backend is healthy, and for its end
+IDLE_CALL_S = 3.0  # for that question to one that does nothing: a client waits, and another backend may be ready
 
 
 class BackendPool:
@@ -83,7 +84,7 @@ class BackendPool:
                 await self._changed.wait()
                 continue
             number, backend = self._bound[session] = self._ready.popleft()
-            if await self._answers(backend):
+            if await self._answers(backend, IDLE_CALL_S):
                 return backend
             del self._bound[session]
             log.warning("backend %d at %s does not answer, and is replaced", number, backend.address)
@@ -205,9 +206,9 @@ class BackendPool:
         except Exception as error:  # the backend is given up in any case
             log.error("backend %d at %s was not stopped: %s", number, backend.address, in_one_line(error))
 
-    async def _answers(self, backend: Backend) -> bool:
+    async def _answers(self, backend: Backend, limit_s: float = CALL_S) -> bool:
         try:
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(limit_s):
                 return await backend.is_healthy()
         except Exception as error:  # one that cannot answer is as good as dead
             log.warning("backend at %s does not answer: %s", backend.address, in_one_line(error))

@@ -3,10 +3,13 @@
 What a server of ours adds is in `Rpc`: methods of JSON-RPC, which other servers answer with an error.
 """
 
+import json
 from enum import StrEnum
 from typing import Any
 
 import msgspec
+
+from bombus.errors import in_one_line
 
 MESSAGE_BYTES_MAX = 16 << 20  # an observation may hold a picture
 SESSION_HEADER = "x-bombus-session"  # in a handshake's answer: the server is ours, and this session has a slot
@@ -94,6 +97,10 @@ class NotARequest(ValueError):
         self.code = code
 
 
+class NotSendable(ValueError):
+    """Raised for a message that is too large, or holds what JSON cannot."""
+
+
 class NotAMessage(ValueError):
     """Raised for bytes that are no message; `code` is that of the answer."""
 
@@ -103,7 +110,24 @@ class NotAMessage(ValueError):
 
 
 def encode(message: WireMessage) -> str:
-    return msgspec.json.encode(message).decode()
+    """Return a message as it is sent. Halves of surrogate pairs, which UTF-8 cannot hold, become question marks.
+
+    Raises `NotSendable`.
+    """
+    try:
+        sent = _json(message)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise NotSendable(f"it is not JSON: {in_one_line(error)}") from error
+    if (size := len(sent)) > MESSAGE_BYTES_MAX:
+        raise NotSendable(f"it has {size} bytes, and a message up to {MESSAGE_BYTES_MAX}: say less at once")
+    return sent.decode()
+
+
+def _json(message: WireMessage) -> bytes:
+    try:
+        return msgspec.json.encode(message)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(message), ensure_ascii=False).encode(errors="replace")
 
 
 def decode(text: str | bytes) -> WireMessage:

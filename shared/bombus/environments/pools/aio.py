@@ -5,7 +5,8 @@ import logging
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -278,6 +279,11 @@ class AsyncEnvPool:
                     if left < 1:
                         return error
                     left -= 1
+                except asyncio.CancelledError as error:
+                    this = asyncio.current_task()
+                    if this is not None and this.cancelling():
+                        raise
+                    raise RuntimeError("a rollout raised CancelledError, which nobody had asked for") from error
                 finally:
                     await environment.close()
 
@@ -296,8 +302,7 @@ class AsyncEnvPool:
             session = self.session(number)
             return await session.reset({"task": data} if session.is_ours else reset_of(task))
 
-        async with self._using:
-            self._check_idle()
+        async with self._all_idle():
             done = await asyncio.gather(*(reset(number) for number in range(count)), return_exceptions=True)
         return [_raised(each) for each in done]
 
@@ -316,8 +321,7 @@ class AsyncEnvPool:
             except (InfraError, StepRefused) as error:
                 return error
 
-        async with self._using:
-            self._check_idle()
+        async with self._all_idle():
             return list(await asyncio.gather(*(step(number, action) for number, action in enumerate(actions))))
 
     def record_group_result(self, task: Task, rewards: Sequence[float]) -> None:
@@ -335,10 +339,20 @@ class AsyncEnvPool:
             raise Refused(Code.BAD_CONFIG, f"a group of {count} does not fit into a pool of {self.size} environments")
         return count
 
-    def _check_idle(self) -> None:
-        if (used := self.size - self._idle.qsize()) > 0:
-            why = f"{used} environments of this pool are being used by rollouts: wait for them, or make another pool"
-            raise Refused(Code.WRONG_PHASE, why)
+    @asynccontextmanager
+    async def _all_idle(self) -> AsyncIterator[None]:
+        """Keep all environments for a group that is stepped together: rollouts wait for them meanwhile."""
+        async with self._using:
+            idle = self._idle
+            if (used := self.size - idle.qsize()) > 0:
+                why = "are being used by rollouts: wait for them, or make another pool"
+                raise Refused(Code.WRONG_PHASE, f"{used} environments of this pool {why}")
+            numbers = [idle.get_nowait() for _ in range(self.size)]
+            try:
+                yield
+            finally:
+                for number in numbers:
+                    idle.put_nowait(number)
 
     def _check_open(self) -> None:
         if not self._sessions:
@@ -415,11 +429,21 @@ async def close_all(sessions: Sequence[EnvSession], within_s: float) -> None:
 
 
 async def _undo(tasks: Sequence["asyncio.Task[EnvSession]"]) -> None:
-    """Close what was opened of sessions, and open no more of them."""
-    for task in tasks:
-        task.cancel()
-    done = await asyncio.gather(*tasks, return_exceptions=True)
-    await close_all([session for session in done if isinstance(session, EnvSession)], CLOSE_S)
+    """Close what was opened of sessions, and open no more of them. If this is cancelled too, they are cut."""
+    try:
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        await close_all([session for session in done if isinstance(session, EnvSession)], CLOSE_S)
+    except BaseException:
+        for task in tasks:
+            task.add_done_callback(_cut_opened)
+        raise
+
+
+def _cut_opened(task: "asyncio.Task[EnvSession]") -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().cut()
 
 
 def _raised(result: StepResult | BaseException) -> StepResult:

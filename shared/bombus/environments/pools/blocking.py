@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -29,10 +31,13 @@ from bombus.environments.pools.aio import (
     StepOutcome,
 )
 from bombus.environments.pools.session import SessionSettings
+from bombus.errors import Code, Refused
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
 
-STOP_S = 2.0
+log = logging.getLogger("bombus")
+
+STOP_S = 1.0
 
 T = TypeVar("T")
 
@@ -42,25 +47,64 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="bombus-environments", daemon=True)
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run_loop, name="bombus-environments", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop and return its result. An interruption of the caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+    @property
+    def is_running(self) -> bool:
+        """Return whether the loop runs. It does not in a process that was forked from the one that began it."""
+        return self._thread.is_alive() and not self._is_stopped
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin to run a coroutine in the loop. Raises `EnvironmentLost` where that does not run."""
+        if not self.is_running:
+            work.close()
+            why = "it was closed, or this process was forked from the one that opened it"
+            raise EnvironmentLost(f"the pool of environments is not open here: {why}")
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
+        """Run a coroutine in the loop and return its result. An interruption of the caller cancels it.
+
+        Raises `Refused` in the loop's own thread, `EnvironmentLost` when the loop is stopped meanwhile, and
+        `TimeoutError` after `limit_s`.
+        """
         try:
-            return future.result()
+            self.check_caller()
+        except Refused:
+            work.close()
+            raise
+        future = self.submit(work)
+        try:
+            return future.result(limit_s)
+        except CancelledError as error:
+            raise EnvironmentLost("the pool of environments was closed meanwhile") from error
         except BaseException:
             future.cancel()
             raise
 
+    def check_caller(self) -> None:
+        """Raise `Refused` in the loop's own thread, which must not wait for itself."""
+        if threading.current_thread() is self._thread:
+            why = "a coroutine that this pool runs would wait for itself: let it use the environment that it is given"
+            raise Refused(Code.WRONG_PHASE, f"{why}, or an AsyncEnvPool")
+
     def stop(self) -> None:
-        """End the loop, and whatever still waits in it."""
-        if not self.loop.is_closed():
-            with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop).result(STOP_S)
+        """End the loop, and whatever still waits in it. A coroutine that blocks it is not waited for."""
+        if self.is_running:
+            self._is_stopped = True
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
+            self._thread.join(2 * STOP_S)
+
+    def _run_loop(self) -> None:
+        while not self._is_stopped:
+            # Such as `sys.exit` in a rollout: it is raised where the rollout is waited for, and the others go on.
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                self.loop.run_forever()
+        try:
+            self.loop.run_until_complete(_cancel_others())
+        finally:
             self.loop.close()
 
 
@@ -111,9 +155,9 @@ class AcrossLoops:
     A method begins when the one before it has ended there, which takes a moment after that was cancelled here.
     """
 
-    def __init__(self, environment: AgentEnvironment, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, environment: AgentEnvironment, thread: LoopThread) -> None:
         self._environment = environment
-        self._loop = loop
+        self._thread = thread
         self._turn = asyncio.Lock()
 
     async def open(self, task: Task) -> Opening:
@@ -129,10 +173,17 @@ class AcrossLoops:
         return await self._there(self._environment.score(transcript))
 
     async def close(self) -> None:
-        await self._there(self._environment.close())
+        """Give the session back. After the pool was closed there is none."""
+        if self._thread.is_running:
+            await self._there(self._environment.close())
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._in_turn(work), self._loop))
+        try:
+            future = self._thread.submit(self._in_turn(work))
+        except EnvironmentLost:
+            work.close()
+            raise
+        return await asyncio.wrap_future(future)
 
     async def _in_turn(self, work: Coroutine[Any, Any, T]) -> T:
         try:
@@ -158,8 +209,10 @@ class EnvPool:
         settings: SessionSettings | None = None,
         curriculum: ResultRecorder | None = None,
     ) -> None:
-        self._pool = AsyncEnvPool(url, size, group_size=group_size, settings=settings, curriculum=curriculum)
+        self._make = partial(AsyncEnvPool, url, size, group_size=group_size, settings=settings, curriculum=curriculum)
+        self._pool = self._make()
         self._thread: LoopThread | None = None
+        self._changing = threading.Lock()  # of the two above
 
     @property
     def size(self) -> int:
@@ -171,24 +224,36 @@ class EnvPool:
 
     def connect(self) -> Self:
         """Open all sessions, or raise the first error and leave none open: it can be tried again."""
-        thread = self._thread or LoopThread()
+        with self._changing:
+            if self._thread is None or not self._thread.is_running:
+                self._pool, self._thread = self._make(), LoopThread()  # what waits in a pool belongs to one loop
+            pool, thread = self._pool, self._thread
         try:
-            thread.run(self._pool.connect())
+            thread.run(pool.connect())
         except BaseException:
+            with self._changing:
+                self._thread = None if self._thread is thread else self._thread
             thread.stop()
-            self._thread = None
             raise
-        self._thread = thread
         return self
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Give all slots back, and cut what has not answered after `within_s` seconds. Closing again does nothing."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            try:
-                thread.run(self._pool.close(within_s))
-            finally:
-                thread.stop()
+        """Give all slots back, and cut what has not answered after `within_s` seconds. Closing again does nothing.
+
+        Where a coroutine of the caller's blocks the loop, which then cannot give them back, they lapse.
+        """
+        if self._thread is not None:
+            self._thread.check_caller()
+        with self._changing:
+            pool, thread, self._thread = self._pool, self._thread, None
+        if thread is None or not thread.is_running:
+            return
+        try:
+            thread.run(pool.close(within_s), within_s + STOP_S)
+        except TimeoutError:
+            log.warning("a coroutine blocks the loop of the pool, so that its environments are not given back in order")
+        finally:
+            thread.stop()
 
     def __enter__(self) -> Self:
         return self.connect()
@@ -211,7 +276,7 @@ class EnvPool:
 
     def environment(self) -> AcrossLoops:
         """Return an environment that takes a session when it opens, and gives it back when it closes: for `Rollout`."""
-        return AcrossLoops(self._pool.environment(), self._opened().loop)
+        return AcrossLoops(self._pool.environment(), self._opened())
 
     def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
         """Make the first `n` worlds new for the same task."""

@@ -19,6 +19,7 @@ from bombus.environments.openenv.messages import (
     MESSAGE_BYTES_MAX,
     SESSION_HEADER,
     NotAMessage,
+    NotSendable,
     StepResult,
     WireError,
     WireMessage,
@@ -151,7 +152,8 @@ class EnvSession:
             with contextlib.suppress(ConnectionClosed, TimeoutError):
                 async with asyncio.timeout(CLOSE_HANDSHAKE_S):
                     await self._connection.send(encode(WireMessage(type="close")))
-        await self._connection.close()
+        if not self._has_ended:
+            await self._connection.close()
 
     def cut(self) -> None:
         """End the connection at once, without a word to the server."""
@@ -173,8 +175,8 @@ class EnvSession:
             await self.state()
         except StepRefused:
             pass  # the world has no state before its reset, but it is there
-        except BaseException:
-            await self.close()
+        except BaseException:  # a cancellation may come again, and nothing is said that needs an answer
+            self.cut()
             raise
 
     async def _observe(self, kind: str, data: dict[str, Any]) -> StepResult:
@@ -187,11 +189,15 @@ class EnvSession:
 
     async def _ask(self, message: WireMessage) -> WireMessage:
         """Send a message and return its answer. Raises `EnvironmentLost`, `EnvironmentsBusy` and `StepRefused`."""
+        try:
+            text = encode(message)
+        except NotSendable as error:
+            raise StepRefused(WireError.VALIDATION_ERROR, f"the {message.type} cannot be sent: {error}") from error
         async with self._lock:
             if self._why_dead():
                 raise EnvironmentLost(self._sentence())
             try:
-                answer = decode(await self._exchange(encode(message)))
+                answer = decode(await self._exchange(text))
             except ConnectionClosed as error:
                 self._die(_closed_why(error))
                 raise EnvironmentLost(self._sentence()) from error
@@ -239,7 +245,14 @@ class EnvSession:
 
     def _die(self, why: str) -> None:
         self._dead = self._dead or why
-        self._connection.transport.abort()
+        if not self._has_ended:
+            self._connection.transport.abort()
+
+    @property
+    def _has_ended(self) -> bool:
+        """Return whether the connection is gone. Python 3.11 raises where one that has flushed its end is aborted."""
+        has_ended: bool = self._connection.connection_lost_waiter.done()
+        return has_ended
 
     def _sentence(self) -> str:
         return f"the session at {self.url} is lost: {self._dead}; take another one"

@@ -3,7 +3,7 @@
 import hmac
 import json
 from http import HTTPStatus
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
@@ -43,18 +43,35 @@ def response(status: HTTPStatus, kind: str, body: bytes) -> Response:
 def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
     """Raise `NotLetIn` for a caller without the key, for another server's name, and for the page of another site."""
     headers = request.headers
+    host, origin = _only(headers, "Host") or "", _only(headers, "Origin")
     if key:
-        given = headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        given = (_only(headers, "Authorization") or "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(), key.encode()):
             why = "this server needs its key, in the header `Authorization: Bearer KEY`"
             raise NotLetIn(HTTPStatus.UNAUTHORIZED, Code.BAD_KEY, why)
-    host = headers.get("Host", "")
     if not key and host and not names.include(host):
         why = f"{host[:200]!r} is not a name of this server: start it with --host-name if it is one"
         raise NotLetIn(HTTPStatus.MISDIRECTED_REQUEST, Code.UNKNOWN_HOST, why)
-    origin = headers.get("Origin")  # only browsers send it
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and (not host or origin.partition("://")[2] != host):  # only browsers send an origin
         raise NotLetIn(HTTPStatus.FORBIDDEN, Code.UNKNOWN_HOST, "pages of other sites may not use this server")
+
+
+def _only(headers: Headers, name: str) -> str | None:
+    """Return the header with a name, None where there is none. Raises `NotLetIn` for several."""
+    given = headers.get_all(name)
+    if len(given) > 1:
+        raise NotLetIn(HTTPStatus.BAD_REQUEST, Code.MALFORMED, f"the request has {len(given)} headers {name}: send one")
+    return given[0] if given else None
+
+
+def url_of(request: Request) -> SplitResult:
+    """Return what is asked for. Raises `NotLetIn`."""
+    try:
+        url: SplitResult = urlsplit(request.path)
+    except ValueError as error:
+        why = f"{request.path[:200]!r} is not the path of a URL: {error}"
+        raise NotLetIn(HTTPStatus.BAD_REQUEST, Code.MALFORMED, why) from error
+    return url
 
 
 def session_of(query: str) -> str | None:

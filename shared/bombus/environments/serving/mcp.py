@@ -2,7 +2,6 @@
 
 from http import HTTPStatus
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 from websockets.http11 import Request, Response
@@ -17,7 +16,7 @@ from bombus.environments.openenv.messages import (
     rpc_error,
     rpc_result,
 )
-from bombus.environments.serving.doors import NotLetIn, json_response, wait_s_of
+from bombus.environments.serving.doors import NotLetIn, json_response, url_of, wait_s_of
 from bombus.environments.serving.posts import ClientGone
 from bombus.errors import Code
 
@@ -46,7 +45,7 @@ async def answer_post(sessions: PostedSessions, request: Request, body: bytes, g
     What is wrong with a request of JSON-RPC, also that no slot is free, is an error of JSON-RPC: OpenEnv's client shows
     its sentence, and of an HTTP status only the number.
     """
-    url = urlsplit(request.path)
+    url = url_of(request)
     if url.path != PATH:
         why = f"there is nothing to post to here but {PATH}: sessions are at /ws"
         raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, why)

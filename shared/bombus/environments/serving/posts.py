@@ -16,6 +16,7 @@ from bombus.errors import Code
 
 POST = b"POST "
 REQUEST_S = 10.0  # for a whole request to come
+ANSWER_S = 60.0  # for its answer to be read
 
 ClientGone = asyncio.Future[Any]  # done once the client has left
 PostAnswerer = Callable[[Request, bytes, ClientGone], Awaitable[Response]]
@@ -36,10 +37,12 @@ class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets i
         self._body = bytearray()
         self._answering: asyncio.Task[None] | None = None
         self._gone: ClientGone = self.loop.create_future()
+        self._is_whole = False
+        self._cutting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.loop.call_later(REQUEST_S, self._cut_when_silent)
+        self._cutting = self.loop.call_later(REQUEST_S, self._cut_when_silent)
 
     def data_received(self, data: bytes) -> None:
         if self._begun is not None:
@@ -60,6 +63,8 @@ class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets i
             super().eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._cutting is not None:
+            self._cutting.cancel()
         if not self._gone.done():
             self._gone.set_result(None)
         super().connection_lost(error)
@@ -74,14 +79,14 @@ class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets i
         """Read on, and begin to answer once the request is whole, or cannot be read."""
         try:
             post.receive_data(data)
-            is_whole = self._takes_events(post)
+            self._is_whole = self._takes_events(post)
         except NotLetIn as refused:
             self._reply(self._refused(refused))
         except h11.RemoteProtocolError as error:
             why = f"the request is not HTTP: {error}"
             self._reply(self._refused(NotLetIn(HTTPStatus.BAD_REQUEST, Code.MALFORMED, why)))
         else:
-            if is_whole:
+            if self._is_whole:
                 head = self._head
                 assert head is not None
                 named = Headers((name.decode("latin-1"), value.decode("latin-1")) for name, value in head.headers)
@@ -115,6 +120,15 @@ class PostingConnection(ServerConnection):  # type: ignore[misc]  # websockets i
 
     async def _send(self, answer: Awaitable[Response]) -> None:
         try:
-            self.transport.write((await answer).serialize())
-        finally:
+            sent = (await answer).serialize()
+        except BaseException:
+            self.transport.abort()
+            raise
+        if self.transport.is_closing():  # its client has left
+            return
+        self.transport.write(sent)
+        if self._is_whole:
             self.transport.close()
+        else:  # the client still sends: in a closed connection it would not find its answer
+            self.transport.write_eof()
+        self._cutting = self.loop.call_later(ANSWER_S if self._is_whole else REQUEST_S, self.transport.abort)

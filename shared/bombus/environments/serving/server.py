@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -22,13 +21,22 @@ from bombus.environments.openenv.messages import (
     SESSION_HEADER,
     CloseCode,
     NotAMessage,
+    NotSendable,
     WireError,
     WireMessage,
     decode,
     encode,
     error_message,
 )
-from bombus.environments.serving.doors import NotLetIn, check_caller, json_response, response, session_of, wait_s_of
+from bombus.environments.serving.doors import (
+    NotLetIn,
+    check_caller,
+    json_response,
+    response,
+    session_of,
+    url_of,
+    wait_s_of,
+)
 from bombus.environments.serving.mcp import answer_post
 from bombus.environments.serving.posts import ClientGone, PostingConnection
 from bombus.environments.serving.settings import WAIT_S_MAX, ServingSettings
@@ -165,7 +173,7 @@ class EnvironmentServer:
             return refused.response()
 
     async def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
-        url = urlsplit(request.path)
+        url = url_of(request)
         check_caller(request, self.settings.key, self._names)
         if url.path == "/health":
             return json_response(HTTPStatus.OK, {"status": "healthy", **self.counts()})
@@ -498,13 +506,9 @@ def _stopping() -> NotLetIn:
 def _text_of(answer: WireMessage) -> str:
     """Return an answer as it is sent, and in the place of one that cannot be sent, an error that says why."""
     try:
-        text = encode(answer)
-    except (TypeError, ValueError, RecursionError) as error:
-        return encode(error_message(WireError.EXECUTION_ERROR, f"the world's answer is not JSON: {in_one_line(error)}"))
-    if (size := len(text.encode())) > MESSAGE_BYTES_MAX:
-        why = f"the world's answer has {size} bytes, and a message up to {MESSAGE_BYTES_MAX}: let it say less at once"
-        return encode(error_message(WireError.EXECUTION_ERROR, why))
-    return text
+        return encode(answer)
+    except NotSendable as error:
+        return encode(error_message(WireError.EXECUTION_ERROR, f"the world's answer cannot be sent: {error}"))
 
 
 @contextlib.asynccontextmanager

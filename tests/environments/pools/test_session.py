@@ -1,0 +1,76 @@
+"""Messages that a session cannot send, and servers that close while it sends."""
+
+import pytest
+from websockets.asyncio.server import ServerConnection, serve
+
+from bombus.environments.kinds import EnvironmentLost, Opening, RolloutScores, ToolCall, ToolOutcome, Transcript
+from bombus.environments.openenv.messages import MESSAGE_BYTES_MAX
+from bombus.environments.pools.remote import RemoteEnvironment
+from bombus.environments.pools.session import EnvSession, StepRefused
+from bombus.sdk.types import Task
+from tests.environments.serving.served import served
+from tests.environments.serving.worlds import Counter
+
+HALF = "\ud83d"
+
+
+class Said(Counter):
+    """Says again what it was told."""
+
+    async def open(self, task: Task) -> Opening:
+        return Opening(messages=[{"role": "user", "content": f"{task.main_query}{HALF}"}])
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        return ToolOutcome(text=call.arguments)
+
+    async def score(self, transcript: Transcript) -> RolloutScores:
+        return RolloutScores(reward=1.0, metrics={"length": len(transcript.messages[-1]["content"])})
+
+
+async def test_a_message_that_cannot_be_sent_is_refused_and_the_session_goes_on() -> None:
+    async with served() as (_, url), await EnvSession.open(url) as session:
+        await session.reset({})
+        with pytest.raises(StepRefused, match="the step cannot be sent: it is not JSON: TypeError"):
+            await session.step({"tool": "add", "arguments": {"x": object()}})
+        with pytest.raises(StepRefused, match=f"and a message up to {MESSAGE_BYTES_MAX}: say less at once"):
+            await session.step({"tool": "add", "arguments": {"x": "x" * MESSAGE_BYTES_MAX}})
+        assert (await session.step({"tool": "add"})).observation["text"].endswith(":1")
+
+
+async def test_half_a_surrogate_pair_is_sent_as_a_question_mark_in_both_directions() -> None:
+    async with served(Said) as (_, url):
+        environment = RemoteEnvironment(await EnvSession.open(url))
+        opened = await environment.open(Task(main_query=HALF))
+        assert opened.messages[0]["content"] == "??"
+        assert (await environment.session.step({"tool": "say", "arguments": {"x": HALF}})).observation["text"] == (
+            '{"x":"?"}'
+        )
+        said = Transcript(messages=[{"role": "assistant", "content": f"a{HALF}b"}])
+        assert (await environment.score(said)).metrics == {"length": 3}
+        await environment.close()
+
+
+async def test_a_transcript_that_is_too_large_for_a_message_is_infra_and_says_so() -> None:
+    async with served(Said) as (_, url):
+        environment = RemoteEnvironment(await EnvSession.open(url))
+        await environment.open(Task())
+        pictures = Transcript(messages=[{"role": "user", "content": "x" * MESSAGE_BYTES_MAX}])
+        with pytest.raises(EnvironmentLost, match="the mcp cannot be sent: it has"):
+            await environment.score(pictures)
+        await environment.close()
+
+
+async def test_a_server_that_closes_while_a_message_is_sent_to_it_is_infra() -> None:
+    async def refuse(connection: ServerConnection) -> None:
+        await connection.wait_closed()
+
+    headers = {"x-bombus-session": "s"}
+
+    def name(connection: ServerConnection, request: object, answer: object) -> None:
+        answer.headers.update(headers)  # type: ignore[attr-defined]
+
+    async with serve(refuse, "127.0.0.1", 0, max_size=1000, process_response=name) as server:
+        session = await EnvSession.open(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(EnvironmentLost, match=r"code 1009|connection broke"):
+            await session.step({"x": "x" * (MESSAGE_BYTES_MAX - 1000)})
+        await session.close()
