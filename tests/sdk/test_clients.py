@@ -389,6 +389,41 @@ async def test_so_has_one_that_has_caught_a_failed_group_of_tasks_before(
     assert not played.engine.open
 
 
+class _BrokenEnd(httpx.HTTPTransport):
+    """Fails in the request that ends episodes, as nothing that the client knows."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/end_episodes"):
+            raise OSError("the disk is full")
+        return super().handle_request(request)
+
+
+class _AsyncBrokenEnd(httpx.AsyncHTTPTransport):
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/end_episodes"):
+            raise OSError("the disk is full")
+        return await super().handle_async_request(request)
+
+
+@pytest.mark.parametrize("kind", ["async", "threads"])
+async def test_a_group_whose_end_fails_leaves_no_episode_open(url: str, played: PlayedHive, kind: str) -> None:
+    def threaded() -> None:
+        with SwarmClient(url, verbose=False, transport_=_BrokenEnd()) as client:
+            client.run_group(TASK, lambda *_: 1.0, 2)
+
+    async def grouped() -> None:
+        async def agent(task: Task, credentials: Credentials) -> float:
+            return 1.0
+
+        async with AsyncSwarmClient(url, verbose=False, transport_=_AsyncBrokenEnd()) as client:
+            await client.run_group(TASK, agent, 2)
+
+    with pytest.raises(OSError, match="the disk is full"):
+        await (grouped() if kind == "async" else asyncio.to_thread(threaded))
+    await played.gateway.follower.wait_for(lambda _: not played.engine.open, PATIENCE_S)
+    assert {closed.aborted for closed in played.engine.closed.values()} == {AbortReason.CLIENT}
+
+
 @pytest.mark.parametrize("kind", ["async", "threads"])
 async def test_an_outcome_that_cannot_be_sent_costs_its_group_one_episode(
     url: str, played: PlayedHive, kind: str

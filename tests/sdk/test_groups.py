@@ -5,20 +5,21 @@ from typing import Any
 
 import pytest
 
-from bombus import Task, WorkflowOutput
+from bombus import InfraError, Task, WorkflowOutput
 from bombus.sdk import running
 from bombus.sdk.errors import BadReward, EpisodeGone
 from bombus.sdk.groups import GroupClaim, JointGroup, SingleGroup
 from tests.sdk.test_core import EPISODE, no, ok
+from tests.sdk.test_core import GRANTED as GRANTED_ONE
 from tests.sdk.test_joint import GRANTED, ROLES, JointDriver
 
 TASK = Task(task_id="t1")
 TWO = {"success": True, "episodes": [EPISODE, EPISODE | {"episode_uuid": "e2"}], "model": "tiny"}
 
 
-def group_of_two(driver: JointDriver, idle_s: float | None = None) -> SingleGroup:
+def group_of_two(driver: JointDriver, idle_s: float | None = None, replace_infra: int = 0) -> SingleGroup:
     claimed = driver.run(driver.joint.begin_episodes(2, idle_s))
-    return SingleGroup(driver.joint, TASK, GroupClaim(discard_episode_timeout=idle_s), claimed)
+    return SingleGroup(driver.joint, TASK, GroupClaim(discard_episode_timeout=idle_s), claimed, replace_infra)
 
 
 @pytest.mark.parametrize("reward", [1e10, -1e10, math.nan, math.inf, None, [0.5, math.nan], {"a": 1e10}])
@@ -86,6 +87,17 @@ def test_an_end_that_is_refused_for_an_episode_that_nobody_names_is_tried_one_by
     ]
     assert [one and one.reward for one in group.outcome()] == [1.0, None]
     assert group.lost == {"EpisodeGone": 1}
+
+
+def test_a_group_of_errors_is_infrastructures_where_all_of_them_are() -> None:
+    driver = JointDriver([ok(TWO), ok({}), ok(GRANTED_ONE)])
+    group = group_of_two(driver, replace_infra=2)
+    group.failed(0, ExceptionGroup("two tasks", [InfraError("a"), ExceptionGroup("more", [InfraError("b")])]))
+    group.failed(1, ExceptionGroup("two tasks", [InfraError("a"), ValueError("a bug")]))
+    assert driver.run(group.replace(0))
+    assert driver.body(1)["infra"] is True
+    assert not driver.run(group.replace(1))
+    assert group.lost == {"InfraError": 1, "ExceptionGroup": 1}
 
 
 def test_an_abort_that_fails_costs_nothing_of_what_has_ended() -> None:
