@@ -210,9 +210,70 @@ async def test_a_function_may_reward_the_samples_of_a_prompt_together(
 async def test_a_sample_that_a_filter_removes_is_not_trained(served: GatewayHive, model: str, tmp_path: Path) -> None:
     served.replica.otherwise = says(ANSWER)
     path = f"{HOOKS}:removes_the_first"
-    (report,) = await played(options_of(served, model, tmp_path, rollout_sample_filter_path=path))
-    assert (report.removed, report.rewards) == (1, [1.0])
-    await served.until(lambda engine: len(engine.pool) == 1 and not engine.open)
+    options = options_of(served, model, tmp_path, rollout_sample_filter_path=path, n_samples_per_prompt=3)
+    said: list[str] = []
+    (report,) = await played(options, said.append)
+    assert (report.removed, report.rewards) == (1, [1.0, 1.0])
+    assert "of 3 samples of a prompt 1 are not trained unless others are removed" in said[0]
+    await served.until(lambda engine: len(engine.pool) == 2 and not engine.open)
+
+
+@pytest.mark.parametrize("option", ["rollout_sample_filter_path", "custom_generate_function_path"])
+async def test_a_group_that_is_too_small_once_samples_are_removed_is_dropped_and_said(
+    option: str, served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:{'removes_the_first' if 'filter' in option else 'generate_and_remove_every_other'}"
+    options = options_of(served, model, tmp_path, num_rollout=9, **{option: path})
+    why = r"8 groups in a row were lost.*1 samples are left after 1 were removed, and the engine trains groups of 2"
+    with pytest.raises(BombusError, match=why):
+        await played(options)
+    await served.until(lambda engine: not engine.open)
+    assert not served.engine.pool, "nothing waits there for a group that will never be full"
+
+
+async def test_a_group_that_no_engine_would_fill_is_refused_before_anything_is_played(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    why = r"groups of 2 episodes \(rollout.num_repeat\), which --n-samples-per-prompt 1 never fills"
+    with pytest.raises(Refused, match=why):
+        await played(options_of(served, model, tmp_path, n_samples_per_prompt=1))
+    assert not served.replica.requests
+    served.replica.otherwise = says(ANSWER)
+    alone = options_of(served, model, tmp_path, n_samples_per_prompt=1, debug_rollout_only=True)
+    assert [report.kept for report in await played(alone)] == [1], "what is not trained may have any number"
+
+
+async def test_rewards_that_the_hive_refuses_lose_the_group_and_not_the_run(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:two_chats_with_their_own_rewards_at_first"
+    (report,) = await played(options_of(served, model, tmp_path, custom_generate_function_path=path))
+    assert (report.kept, report.lost) == (1, {"BadReward": 1})
+    await served.until(lambda engine: len(engine.pool) == 2 and not engine.open)
+
+
+async def test_groups_that_are_dropped_are_said_while_the_batch_is_not_full(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.scripts.extend(says(text) for text in (WRONG, WRONG, WRONG, WRONG, ANSWER, WRONG))
+    zero = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    said: list[str] = []
+    await played(options_of(served, model, tmp_path, dynamic_sampling_filter_path=zero), said.append)
+    assert said[:2] == [
+        f"so far in rollout 0: 0 groups, mean reward -, {count} dropped (zero_std_0.0); going on" for count in (1, 2)
+    ]
+
+
+async def test_lost_groups_end_the_run_only_where_none_is_played_between_them(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:gives_every_other_group_up"
+    more: dict[str, Any] = {"num_rollout": 9, "debug_rollout_only": True, "n_samples_per_prompt": 1}
+    reports = await played(options_of(served, model, tmp_path, custom_generate_function_path=path, **more))
+    assert sum(report.lost["SampleAborted"] for report in reports) == 9
 
 
 async def test_without_a_function_each_prompt_gets_one_answer(served: GatewayHive, model: str, tmp_path: Path) -> None:
