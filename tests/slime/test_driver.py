@@ -282,6 +282,17 @@ async def test_without_a_function_each_prompt_gets_one_answer(served: GatewayHiv
     assert report.rewards == [1.0, 1.0]
 
 
+async def test_more_of_an_answer_is_sampled_within_the_length_of_a_response(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says("fine")
+    count = len(TEXT.tokenizer.encode("fine")) + 1  # and the token of the end
+    path = f"{HOOKS}:generate_three_times"
+    more: dict[str, Any] = {"custom_generate_function_path": path, "rollout_max_response_len": 2 * count + 1}
+    await played(options_of(served, model, tmp_path, n_samples_per_prompt=1, debug_rollout_only=True, **more))
+    assert [request.sampling.max_tokens for request in served.replica.requests] == [2 * count + 1, count]
+
+
 async def test_samples_that_are_given_up_each_time_end_the_run_with_the_reason(
     served: GatewayHive, model: str, tmp_path: Path
 ) -> None:

@@ -150,6 +150,16 @@ async def test_of_several_texts_that_are_known_the_longest_is_gone_on_from(
     assert third.prompt == second.prompt + split + TEXT.tokenizer.encode(" fox")
 
 
+@pytest.mark.parametrize(("skips", "shown"), [(True, "hello"), (False, "hello<|im_end|>")])
+async def test_special_tokens_are_shown_unless_they_are_to_be_skipped(
+    skips: bool, shown: str, served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    address = await relay.open(claimed)
+    served.replica.scripts.append(says("hello"))
+    params = {"max_new_tokens": 8, "no_stop_trim": True, "skip_special_tokens": skips}
+    assert (await ask(http, address.port, {"text": "what?", "sampling_params": params}))["text"] == shown
+
+
 async def test_text_after_a_stop_is_shown_as_sglang_shows_it(
     served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
 ) -> None:
@@ -205,7 +215,8 @@ async def test_refusals_say_what_to_do(
     assert "use the args that the generate function was called with" in str(refused)
     assert "image_data" in str(await ask(http, address.port, {"text": "a", "image_data": ["x"]}, 400))
     assert "not a JSON object" in str(await ask(http, address.port, [1], 400))
-    assert "one prompt at a time" in str(await ask(http, address.port, {"text": ["a", "b"]}, 400))
+    for wrong in ({"text": ["a", "b"]}, {"input_ids": 5}, {"text": "a", "input_ids": [5]}, {}):
+        assert "one prompt at a time" in str(await ask(http, address.port, wrong, 400))
     assert "min_new_tokens" in str(
         await ask(http, address.port, {"text": "a", "sampling_params": {"min_new_tokens": 2}}, 400)
     )

@@ -27,7 +27,7 @@ UNSUPPORTED = ("image_data", "video_data", "audio_data", "input_embeds")
 
 
 class SampledCall(msgspec.Struct, frozen=True):
-    """A call of a sample: its id on the log, the tokens of the prompt, and those that were sampled."""
+    """An answer to a sample: the id of its call on the log, the tokens of the prompt, and those that were sampled."""
 
     id: str
     prompt: list[int]
@@ -161,8 +161,8 @@ class SampleAddress:
         answer was conditioned on.
         """
         text = asked.pop("text", None)
-        if text is None:
-            return list(asked.get("input_ids") or ()), None
+        if text is None and isinstance(asked.get("input_ids"), list):
+            return asked["input_ids"], None
         if not isinstance(text, str) or asked.get("input_ids"):
             raise Refused(Code.MALFORMED, "send one prompt at a time, as a text or as input_ids")
         before, tokens = max(

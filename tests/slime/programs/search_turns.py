@@ -126,6 +126,17 @@ async def gives_every_other_group_up(args, sample, sampling_params):
     return await generate_once(args, sample, sampling_params)
 
 
+async def generate_three_times(args, sample, sampling_params):
+    """Two turns with a token between them fill the response; of the third nothing is asked."""
+    for _ in range(2):
+        sample = await generate_once(args, sample, sampling_params)
+        sample.append_response_tokens(args, tokens=[5], trainable=False)
+    sample = await generate_once(args, sample, sampling_params)
+    assert sample.status is Sample.Status.TRUNCATED
+    sample.reward = {"score": 1.0}
+    return sample
+
+
 async def fails_at_first(args, sample, sampling_params):
     global has_failed
     if not has_failed:
