@@ -16,6 +16,7 @@ from bombus.bus import Bus
 from bombus.errors import BombusError, Refused
 from bombus.hive.generation import Generate
 from bombus.hive.records import CallRecord, decode_record, unpack_tokens
+from bombus.sdk.core import EpisodeReport
 from bombus.slime.driver import RolloutReport, SlimeDriver, Told
 from bombus.slime.functions import load_function, make_slime_importable
 from bombus.slime.generation import GenerateState, load_tokenizer
@@ -254,6 +255,26 @@ async def test_rewards_that_the_hive_refuses_lose_the_group_and_not_the_run(
     await served.until(lambda engine: len(engine.pool) == 2 and not engine.open)
 
 
+async def test_a_group_of_which_an_episode_is_over_is_lost_whole(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    groups: list[str] = []
+
+    class LosesOne(AsyncSwarmClient):
+        async def end_episodes(self, ends: Sequence[EpisodeReport]) -> None:
+            groups.append(ends[0][0].task_id)
+            if len(groups) == 1:
+                await self.abort_episode(ends[0][1])
+            await super().end_episodes(ends)
+
+    served.replica.otherwise = says(ANSWER)
+    async with driving(options_of(served, model, tmp_path), kind=LosesOne) as driver:
+        report = await asyncio.wait_for(driver.rollout(0), 60)
+        await served.until(lambda engine: not engine.open)
+    assert (report.kept, report.lost, len(groups)) == (1, {"EpisodeGone": 1}, 2)
+    assert set(served.engine.by_task) == {groups[1]}
+
+
 async def test_groups_that_are_dropped_are_said_while_the_batch_is_not_full(
     served: GatewayHive, model: str, tmp_path: Path
 ) -> None:
@@ -362,6 +383,9 @@ async def test_prompts_that_no_rollout_has_come_to_are_said(served: GatewayHive,
     assert said[1] == ("1 of the 4 prompts were not begun in 1 rollouts of 3: --num-rollout 2 begins all of them")
     await played(of_three.model_copy(update={"rollout_batch_size": 2}), said.append)
     assert [line.partition(":")[0] for line in said[2:]] == ["rollout 0", "rollout 1"], "these were all of them"
+    await played(of_three.model_copy(update={"num_epoch": 2}), said.append)
+    twice = "2 of the 8 prompts in 2 epochs were not begun in 2 rollouts of 3: --num-rollout 3 begins all of them"
+    assert said[-1] == twice
 
 
 async def test_a_group_of_equal_rewards_is_kept_where_the_batch_would_not_be_filled(

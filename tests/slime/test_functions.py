@@ -51,6 +51,10 @@ def test_a_path_of_no_function_is_refused(path: str, why: str) -> None:
             "imports build_processor_kwargs of slime.utils.processing_utils, which is not here: it is for images",
         ),
         (
+            WRAPPED.replace(" from error", ""),
+            "imports build_processor_kwargs of slime.utils.processing_utils, which is not here: it is for images",
+        ),
+        (
             "from slime.rollout.rm_hub import f1_score",
             "imports f1_score of slime.rollout.rm_hub, .*: it is a reward of",
         ),
