@@ -17,6 +17,7 @@ from bombus.errors import BombusError, Refused
 from bombus.hive.generation import Generate
 from bombus.hive.records import CallRecord, decode_record, unpack_tokens
 from bombus.sdk.core import EpisodeReport
+from bombus.sdk.errors import EngineOffline
 from bombus.slime.driver import RolloutReport, SlimeDriver, Told
 from bombus.slime.functions import load_function, make_slime_importable
 from bombus.slime.generation import GenerateState, load_tokenizer
@@ -243,6 +244,23 @@ async def test_a_group_that_no_engine_would_fill_is_refused_before_anything_is_p
     served.replica.otherwise = says(ANSWER)
     alone = options_of(served, model, tmp_path, n_samples_per_prompt=1, debug_rollout_only=True)
     assert [report.kept for report in await played(alone)] == [1], "what is not trained may have any number"
+    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
+        await client.stop_engine()
+    with pytest.raises(EngineOffline):
+        await played(options_of(served, model, tmp_path, n_samples_per_prompt=1))
+
+
+async def test_where_episodes_are_counted_and_not_groups_any_number_is_trained(
+    bus: Bus, model: str, tmp_path: Path
+) -> None:
+    collection = {"batch_size": 2, "method": "rollout_until_finish_enough_episodes"}
+    async with gateway_hive(bus, {"bombus": {**JOB["bombus"], "collection": collection}}) as served:
+        served.replica.otherwise = says(ANSWER)
+        path = f"{HOOKS}:removes_the_first"
+        (one,) = await played(options_of(served, model, tmp_path, n_samples_per_prompt=1))
+        (two,) = await played(options_of(served, model, tmp_path, rollout_sample_filter_path=path))
+        assert (one.kept, one.removed, two.kept, two.removed) == (1, 0, 1, 1)
+        await served.until(lambda engine: len(engine.pool) == 2)
 
 
 async def test_rewards_that_the_hive_refuses_lose_the_group_and_not_the_run(
@@ -295,6 +313,18 @@ async def test_lost_groups_end_the_run_only_where_none_is_played_between_them(
     more: dict[str, Any] = {"num_rollout": 9, "debug_rollout_only": True, "n_samples_per_prompt": 1}
     reports = await played(options_of(served, model, tmp_path, custom_generate_function_path=path, **more))
     assert sum(report.lost["SampleAborted"] for report in reports) == 9
+
+
+async def test_groups_that_are_too_small_end_the_run_only_where_none_is_ended_between_them(
+    bus: Bus, model: str, tmp_path: Path
+) -> None:
+    async with gateway_hive(bus, {"bombus": {**JOB["bombus"], "collection": {"batch_size": 32}}}) as served:
+        served.replica.otherwise = says(ANSWER)
+        path = f"{HOOKS}:removes_the_first_of_every_other_group"
+        more: dict[str, Any] = {"num_rollout": 9, "custom_generate_function_path": path}
+        reports = await played(options_of(served, model, tmp_path, **more))
+        assert sum(report.lost["too few left"] for report in reports) == 9
+        await served.until(lambda engine: len(engine.pool) == 18 and not engine.open)
 
 
 async def test_without_a_function_each_prompt_gets_one_answer(served: GatewayHive, model: str, tmp_path: Path) -> None:

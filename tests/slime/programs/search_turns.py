@@ -107,6 +107,12 @@ async def generate_and_remove_every_other(args, sample, sampling_params):
     return sample
 
 
+async def removes_the_first_of_every_other_group(args, sample, sampling_params):
+    sample = await generate_once(args, sample, sampling_params)
+    sample.remove_sample = sample.group_index % 2 == 0 and sample.index % 2 == 0
+    return sample
+
+
 async def two_chats_with_their_own_rewards_at_first(args, sample, sampling_params):
     if sample.group_index:
         return await generate_once(args, sample, sampling_params)
