@@ -16,6 +16,8 @@ from bombus.bus import Bus
 from bombus.errors import BombusError, Refused
 from bombus.hive.generation import Generate
 from bombus.hive.records import CallRecord, decode_record, unpack_tokens
+from bombus.sdk.core import EpisodeReport
+from bombus.sdk.errors import EngineOffline
 from bombus.slime.driver import RolloutReport, SlimeDriver, Told
 from bombus.slime.functions import load_function, make_slime_importable
 from bombus.slime.generation import GenerateState, load_tokenizer
@@ -210,15 +212,136 @@ async def test_a_function_may_reward_the_samples_of_a_prompt_together(
 async def test_a_sample_that_a_filter_removes_is_not_trained(served: GatewayHive, model: str, tmp_path: Path) -> None:
     served.replica.otherwise = says(ANSWER)
     path = f"{HOOKS}:removes_the_first"
-    (report,) = await played(options_of(served, model, tmp_path, rollout_sample_filter_path=path))
-    assert (report.removed, report.rewards) == (1, [1.0])
-    await served.until(lambda engine: len(engine.pool) == 1 and not engine.open)
+    options = options_of(served, model, tmp_path, rollout_sample_filter_path=path, n_samples_per_prompt=3)
+    said: list[str] = []
+    (report,) = await played(options, said.append)
+    assert (report.removed, report.rewards) == (1, [1.0, 1.0])
+    assert "of 3 samples of a prompt 1 are not trained unless others are removed" in said[0]
+    await served.until(lambda engine: len(engine.pool) == 2 and not engine.open)
+
+
+@pytest.mark.parametrize("option", ["rollout_sample_filter_path", "custom_generate_function_path"])
+async def test_a_group_that_is_too_small_once_samples_are_removed_is_dropped_and_said(
+    option: str, served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:{'removes_the_first' if 'filter' in option else 'generate_and_remove_every_other'}"
+    options = options_of(served, model, tmp_path, num_rollout=9, **{option: path})
+    why = r"8 groups in a row were lost.*1 samples are left after 1 were removed, and the engine trains groups of 2"
+    with pytest.raises(BombusError, match=why):
+        await played(options)
+    await served.until(lambda engine: not engine.open)
+    assert not served.engine.pool, "nothing waits there for a group that will never be full"
+
+
+async def test_a_group_that_no_engine_would_fill_is_refused_before_anything_is_played(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    why = r"groups of 2 episodes \(rollout.num_repeat\), which --n-samples-per-prompt 1 never fills"
+    with pytest.raises(Refused, match=why):
+        await played(options_of(served, model, tmp_path, n_samples_per_prompt=1))
+    assert not served.replica.requests
+    served.replica.otherwise = says(ANSWER)
+    alone = options_of(served, model, tmp_path, n_samples_per_prompt=1, debug_rollout_only=True)
+    assert [report.kept for report in await played(alone)] == [1], "what is not trained may have any number"
+    async with AsyncSwarmClient(served.base_url, verbose=False) as client:
+        await client.stop_engine()
+    with pytest.raises(EngineOffline):
+        await played(options_of(served, model, tmp_path, n_samples_per_prompt=1))
+
+
+async def test_where_episodes_are_counted_and_not_groups_any_number_is_trained(
+    bus: Bus, model: str, tmp_path: Path
+) -> None:
+    collection = {"batch_size": 2, "method": "rollout_until_finish_enough_episodes"}
+    async with gateway_hive(bus, {"bombus": {**JOB["bombus"], "collection": collection}}) as served:
+        served.replica.otherwise = says(ANSWER)
+        path = f"{HOOKS}:removes_the_first"
+        (one,) = await played(options_of(served, model, tmp_path, n_samples_per_prompt=1))
+        (two,) = await played(options_of(served, model, tmp_path, rollout_sample_filter_path=path))
+        assert (one.kept, one.removed, two.kept, two.removed) == (1, 0, 1, 1)
+        await served.until(lambda engine: len(engine.pool) == 2)
+
+
+async def test_rewards_that_the_hive_refuses_lose_the_group_and_not_the_run(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:two_chats_with_their_own_rewards_at_first"
+    (report,) = await played(options_of(served, model, tmp_path, custom_generate_function_path=path))
+    assert (report.kept, report.lost) == (1, {"BadReward": 1})
+    await served.until(lambda engine: len(engine.pool) == 2 and not engine.open)
+
+
+async def test_a_group_of_which_an_episode_is_over_is_lost_whole(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    groups: list[str] = []
+
+    class LosesOne(AsyncSwarmClient):
+        async def end_episodes(self, ends: Sequence[EpisodeReport]) -> None:
+            groups.append(ends[0][0].task_id)
+            if len(groups) == 1:
+                await self.abort_episode(ends[0][1])
+            await super().end_episodes(ends)
+
+    served.replica.otherwise = says(ANSWER)
+    async with driving(options_of(served, model, tmp_path), kind=LosesOne) as driver:
+        report = await asyncio.wait_for(driver.rollout(0), 60)
+        await served.until(lambda engine: not engine.open)
+    assert (report.kept, report.lost, len(groups)) == (1, {"EpisodeGone": 1}, 2)
+    assert set(served.engine.by_task) == {groups[1]}
+
+
+async def test_groups_that_are_dropped_are_said_while_the_batch_is_not_full(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.scripts.extend(says(text) for text in (WRONG, WRONG, WRONG, WRONG, ANSWER, WRONG))
+    zero = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    said: list[str] = []
+    await played(options_of(served, model, tmp_path, dynamic_sampling_filter_path=zero), said.append)
+    assert said[:2] == [
+        f"so far in rollout 0: 0 groups, mean reward -, {count} dropped (zero_std_0.0); going on" for count in (1, 2)
+    ]
+
+
+async def test_lost_groups_end_the_run_only_where_none_is_played_between_them(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    path = f"{HOOKS}:gives_every_other_group_up"
+    more: dict[str, Any] = {"num_rollout": 9, "debug_rollout_only": True, "n_samples_per_prompt": 1}
+    reports = await played(options_of(served, model, tmp_path, custom_generate_function_path=path, **more))
+    assert sum(report.lost["SampleAborted"] for report in reports) == 9
+
+
+async def test_groups_that_are_too_small_end_the_run_only_where_none_is_ended_between_them(
+    bus: Bus, model: str, tmp_path: Path
+) -> None:
+    async with gateway_hive(bus, {"bombus": {**JOB["bombus"], "collection": {"batch_size": 32}}}) as served:
+        served.replica.otherwise = says(ANSWER)
+        path = f"{HOOKS}:removes_the_first_of_every_other_group"
+        more: dict[str, Any] = {"num_rollout": 9, "custom_generate_function_path": path}
+        reports = await played(options_of(served, model, tmp_path, **more))
+        assert sum(report.lost["too few left"] for report in reports) == 9
+        await served.until(lambda engine: len(engine.pool) == 18 and not engine.open)
 
 
 async def test_without_a_function_each_prompt_gets_one_answer(served: GatewayHive, model: str, tmp_path: Path) -> None:
     served.replica.otherwise = says(ANSWER)
     (report,) = await played(options_of(served, model, tmp_path, custom_generate_function_path=None))
     assert report.rewards == [1.0, 1.0]
+
+
+async def test_more_of_an_answer_is_sampled_within_the_length_of_a_response(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says("fine")
+    count = len(TEXT.tokenizer.encode("fine")) + 1  # and the token of the end
+    path = f"{HOOKS}:generate_three_times"
+    more: dict[str, Any] = {"custom_generate_function_path": path, "rollout_max_response_len": 2 * count + 1}
+    await played(options_of(served, model, tmp_path, n_samples_per_prompt=1, debug_rollout_only=True, **more))
+    assert [request.sampling.max_tokens for request in served.replica.requests] == [2 * count + 1, count]
 
 
 async def test_samples_that_are_given_up_each_time_end_the_run_with_the_reason(
@@ -290,6 +413,9 @@ async def test_prompts_that_no_rollout_has_come_to_are_said(served: GatewayHive,
     assert said[1] == ("1 of the 4 prompts were not begun in 1 rollouts of 3: --num-rollout 2 begins all of them")
     await played(of_three.model_copy(update={"rollout_batch_size": 2}), said.append)
     assert [line.partition(":")[0] for line in said[2:]] == ["rollout 0", "rollout 1"], "these were all of them"
+    await played(of_three.model_copy(update={"num_epoch": 2}), said.append)
+    twice = "2 of the 8 prompts in 2 epochs were not begun in 2 rollouts of 3: --num-rollout 3 begins all of them"
+    assert said[-1] == twice
 
 
 async def test_a_group_of_equal_rewards_is_kept_where_the_batch_would_not_be_filled(

@@ -23,7 +23,7 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     load_function.cache_clear()
     assert make_slime_importable()
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("slime", "hook")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "slime" or name.startswith("hook")]:
         del sys.modules[name]
 
 
@@ -51,6 +51,10 @@ def test_a_path_of_no_function_is_refused(path: str, why: str) -> None:
             "imports build_processor_kwargs of slime.utils.processing_utils, which is not here: it is for images",
         ),
         (
+            WRAPPED.replace(" from error", ""),
+            "imports build_processor_kwargs of slime.utils.processing_utils, which is not here: it is for images",
+        ),
+        (
             "from slime.rollout.rm_hub import f1_score",
             "imports f1_score of slime.rollout.rm_hub, .*: it is a reward of",
         ),
@@ -74,3 +78,20 @@ def test_what_slime_scores_boxed_answers_with_is_there(tmp_path: Path) -> None:
     (tmp_path / "hook.py").write_text("from slime.rollout.rm_hub.math_dapo_utils import compute_score\n")
     score = load_function(f"{tmp_path}/hook.py:compute_score")
     assert score(r"so \boxed{7}", "7", strict_box_verify=True) == {"score": 1.0, "acc": True, "pred": "7"}
+
+
+def test_files_of_one_name_are_modules_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for folder, score in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "hook_of_two.py").write_text(f"def score(): return {score}\ndef other(): return score()")
+    one, two = (f"{tmp_path}/{folder}/hook_of_two.py" for folder in "ab")
+    assert [load_function(f"{file}:score")() for file in (one, two)] == [1, 2]
+    assert load_function(f"{two}:other").__globals__ is load_function(f"{two}:score").__globals__, "a file is read once"
+    assert load_function(f"{one}:other")() == 1
+    (tmp_path / "types.py").write_text("def score(): return 3")  # a module of Python's has this name
+    assert load_function(f"{tmp_path}/types.py:score")() == 3
+    (tmp_path / "b/hook_that_raises.py").write_text("raise KeyError(5)")
+    for _ in range(2):
+        with pytest.raises(Refused, match=r"hook_that_raises\.py:score cannot be imported: KeyError: 5"):
+            load_function(f"{tmp_path}/b/hook_that_raises.py:score")

@@ -5,23 +5,40 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 
 from bombus import AsyncSwarmClient
 from bombus.bus import Bus
 from bombus.hive.records import unpack_tokens
 from bombus.sdk.types import Credentials
 from bombus.slime.relay import SampleRelay
-from tests.gateway.openai_hive import TEXT, GatewayHive, gateway_hive, says
+from bombus_gateway.text.rendering import TextModel, TextOptions
+from tests.gateway.openai_hive import FILES, MODEL, TEXT, GatewayHive, gateway_hive, says
 
 
-class TestTokenizer:
+class HookTokenizer:
     """The tests' tokenizer with the methods that transformers' has."""
 
+    def __init__(self, text: TextModel = TEXT) -> None:
+        self._of = text.tokenizer
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return TEXT.tokenizer.encode(text)
+        return self._of.encode(text)
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return TEXT.tokenizer.fast.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return self._of.fast.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+
+def sentence_piece_files() -> dict[str, bytes]:
+    """Return the files of a model whose tokens begin with a space, which its decoder takes from the first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), strip])
+    specials = [AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")]
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator(["what is the weather, fine"], trainer)
+    return {**FILES, "tokenizer.json": tokenizer.to_str().encode()}
 
 
 @pytest.fixture
@@ -38,7 +55,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def relay(served: GatewayHive) -> AsyncIterator[SampleRelay]:
-    async with SampleRelay(served.base_url, TestTokenizer()) as relay:
+    async with SampleRelay(served.base_url, HookTokenizer()) as relay:
         yield relay
 
 
@@ -150,6 +167,36 @@ async def test_of_several_texts_that_are_known_the_longest_is_gone_on_from(
     assert third.prompt == second.prompt + split + TEXT.tokenizer.encode(" fox")
 
 
+@pytest.mark.parametrize("params", [{}, {"no_stop_trim": True}])
+async def test_the_space_that_an_answer_begins_with_is_shown_and_keeps_its_token(
+    params: dict[str, Any], bus: Bus, http: httpx.AsyncClient
+) -> None:
+    files = sentence_piece_files()
+    tokenizer = HookTokenizer(TextModel(files, MODEL, TextOptions()))
+    async with (
+        gateway_hive(bus, files=files) as served,
+        SampleRelay(served.base_url, tokenizer) as relay,
+        AsyncSwarmClient(served.base_url, verbose=False) as client,
+    ):
+        address = await relay.open((await client.begin_episodes(1, task_id="t1"))[0])
+        fine = tokenizer.encode("fine")
+        served.replica.scripts.append(says(fine, finish="length"))
+        params = {"max_new_tokens": 8, **params}
+        assert (await ask(http, address.port, {"text": "what is", "sampling_params": params}))["text"] == " fine"
+        await ask(http, address.port, {"text": "what is fine weather", "sampling_params": params})
+        assert address.calls[1].prompt[: len(address.calls[0].prompt) + len(fine)] == address.calls[0].prompt + fine
+
+
+@pytest.mark.parametrize(("skips", "shown"), [(True, "hello"), (False, "hello<|im_end|>")])
+async def test_special_tokens_are_shown_unless_they_are_to_be_skipped(
+    skips: bool, shown: str, served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    address = await relay.open(claimed)
+    served.replica.scripts.append(says("hello"))
+    params = {"max_new_tokens": 8, "no_stop_trim": True, "skip_special_tokens": skips}
+    assert (await ask(http, address.port, {"text": "what?", "sampling_params": params}))["text"] == shown
+
+
 async def test_text_after_a_stop_is_shown_as_sglang_shows_it(
     served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
 ) -> None:
@@ -205,7 +252,8 @@ async def test_refusals_say_what_to_do(
     assert "use the args that the generate function was called with" in str(refused)
     assert "image_data" in str(await ask(http, address.port, {"text": "a", "image_data": ["x"]}, 400))
     assert "not a JSON object" in str(await ask(http, address.port, [1], 400))
-    assert "one prompt at a time" in str(await ask(http, address.port, {"text": ["a", "b"]}, 400))
+    for wrong in ({"text": ["a", "b"]}, {"input_ids": 5}, {"text": "a", "input_ids": [5]}, {}):
+        assert "one prompt at a time" in str(await ask(http, address.port, wrong, 400))
     assert "min_new_tokens" in str(
         await ask(http, address.port, {"text": "a", "sampling_params": {"min_new_tokens": 2}}, 400)
     )

@@ -1,11 +1,13 @@
 """Rollouts as files, and the scored groups that are pushed of them."""
 
+import os
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bombus.bus import Bus
 from bombus.errors import BombusError, Refused
@@ -17,6 +19,11 @@ from tests.trainer.test_scored_runs import ScoredStage, scored_stage
 
 ARGS = Namespace(reward_key=None, rollout_temperature=0.5)
 ABORTED = SlimeSample.Status.ABORTED
+
+
+class RunsCode:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("echo this was run",)
 
 
 def sample_of(reward: float, group: int | None = 0) -> SlimeSample:
@@ -109,6 +116,43 @@ def test_a_group_is_pushed_with_what_its_samples_say_is_trained() -> None:
     broken.loss_mask = [1]
     with pytest.raises(Refused, match="does not fit its tokens"):
         scored_group([broken], ARGS)
+
+
+def test_a_file_of_slimes_with_numbers_of_numpy_and_counters_of_another_release_is_read(tmp_path: Path) -> None:
+    row = sample_of(1.0).to_dict()
+    row |= {
+        "reward": np.float64(0.5),
+        "metadata": {"seen": np.arange(3), "count": np.int64(7), "right": np.bool_(True)},
+    }
+    row |= {"tokens": torch.tensor(row["tokens"]), "rollout_log_probs": np.array(row["rollout_log_probs"])}
+    row |= {"spec_info": {"spec_verify_ct": 2, "spec_draft_ct": 9}}
+    torch.save({"rollout_id": 0, "samples": [row]}, tmp_path / "slime.pt")
+    (sample,) = load_rollout(tmp_path / "slime.pt")
+    assert (sample.metadata["seen"].tolist(), sample.metadata["count"]) == ([0, 1, 2], 7)
+    assert sample.spec_info.spec_verify_ct == 2
+    body = scored_group([sample], ARGS)
+    assert body is not None
+    assert (body["tokens"], body["scores"]) == ([[1, 2, 3, 4]], [0.5])
+    assert body["inference_logprobs"] == [[1.0, -0.5, 1.0, -0.25]]
+
+
+@pytest.mark.parametrize(
+    ("held", "named"),
+    [(RunsCode(), r"posix\.system"), (np.array([RunsCode()], dtype=object), "ObjectDType"), (ABORTED, "getattr")],
+)
+def test_what_takes_code_to_read_is_refused_by_its_name(
+    held: object, named: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"samples": [{"metadata": held}]}, tmp_path / "r.pt")
+    with pytest.raises(Refused, match=f"{named}.*, which takes code: save plain values"):
+        load_rollout(tmp_path / "r.pt")
+    assert not capfd.readouterr().out
+
+
+def test_an_empty_line_is_no_sample(tmp_path: Path) -> None:
+    save_rollout(tmp_path / "r.jsonl", 0, [sample_of(1.0)])
+    (tmp_path / "r.jsonl").write_bytes(b"\n" + (tmp_path / "r.jsonl").read_bytes() + b"\r\n")
+    assert len(load_rollout(tmp_path / "r.jsonl")) == 1
 
 
 def test_samples_of_one_prompt_are_a_group() -> None:

@@ -91,6 +91,18 @@ def test_a_call_that_several_samples_begin_with_has_the_mean_of_their_rewards() 
     assert output_of(samples, calls, ONE).reward == {"both": 0.75, "first": 1.0, "second": 0.5}
 
 
+def test_answers_of_one_call_have_their_mean() -> None:
+    samples = [sample_of(tokens=[1, 2, 3, 4], reward=1.0), sample_of(tokens=[1, 2, 3, 5], reward=0.5)]
+    calls = [SampledCall("two", [1, 2], [3, 4]), SampledCall("two", [1, 2], [3, 5])]
+    assert output_of(samples, calls, ONE).reward == {"two": 0.75}
+
+
+def test_calls_of_the_same_tokens_are_not_equal_where_their_prompts_differ() -> None:
+    samples = [sample_of(tokens=[1, 2, 3], reward=reward) for reward in (1.0, 0.5)]
+    calls = [SampledCall("long", [1], [2, 3]), SampledCall("short", [1, 2], [3])]
+    assert output_of(samples, calls, ONE).reward == {"long": 0.75, "short": 0.75}
+
+
 @pytest.mark.parametrize("reward", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor([0.5])])
 def test_a_number_of_numpy_or_torch_is_a_reward(reward: object) -> None:
     assert output_of([sample_of(reward=reward)], [], ONE).reward == 0.5

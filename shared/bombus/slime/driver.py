@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from bombus.errors import BombusError, Refused, in_one_line
+from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.sdk.aio import AsyncSwarmClient
-from bombus.sdk.errors import EpisodeGone, InfraError, SwarmError
+from bombus.sdk.core import OFFLINE
+from bombus.sdk.errors import BadReward, EpisodeGone, InfraError, SwarmError
 from bombus.sdk.types import Credentials, EpisodeKind, Task, WorkflowOutput
 from bombus.slime import generation
 from bombus.slime.filters import as_filter_output, flattened
@@ -34,6 +35,7 @@ ATTEMPTS = 2  # at each sample of a group, with an episode of its own, before th
 LOST_MAX = 8  # groups in a row, after which something is wrong that will not pass
 TOUCH_S = 30.0
 TOUCHED_MAX = 512  # episodes in one request
+WHOLE_GROUPS = "_tasks"  # how the names of those methods end that train full groups alone
 
 log = logging.getLogger("bombus.slime")
 Told = Callable[[str], None]
@@ -81,10 +83,11 @@ class RolloutReport(msgspec.Struct):
     lost: Counter[str] = msgspec.field(default_factory=Counter)  # by the kind of the error
     unused: int = 0  # begun, and not needed any more
     removed: int = 0  # samples that a filter marked
+    told: int = 0  # groups that were dropped or lost when it was last said how the rollout goes
 
-    def line(self) -> str:
+    def line(self, title: str = "rollout") -> str:
         mean = f"{sum(self.rewards) / len(self.rewards):.3f}" if self.rewards else "-"
-        parts = [f"rollout {self.rollout_id}: {self.kept} groups, mean reward {mean}"]
+        parts = [f"{title} {self.rollout_id}: {self.kept} groups, mean reward {mean}"]
         parts += [f"{count} dropped ({reason})" for reason, count in sorted(self.dropped.items())]
         parts += [f"{count} lost ({kind})" for kind, count in sorted(self.lost.items())]
         parts += [f"{self.unused} begun and not needed"] if self.unused else []
@@ -110,7 +113,8 @@ class SlimeDriver:
         self._touch_s = touch_s
         self._name = uuid.uuid4().hex[:8]  # so that the groups of two drivers are not compared with each other
         self._open: set[str] = set()
-        self._lost_in_a_row = 0
+        self._in_a_row = Counter[str]()  # groups that were lost, by where: as they were played, or as they were ended
+        self._group_size = 0  # episodes of a prompt, without which the engine trains none of them
         self.args = options.namespace()
         self._state = GenerateState(self.args)
         self._relay = SampleRelay(client.server_url, self._state.tokenizer)
@@ -144,6 +148,7 @@ class SlimeDriver:
     async def run(self) -> list[RolloutReport]:
         """Play all rollouts. Raises `BombusError` where many groups in a row are lost."""
         options = self._options
+        await self._learn_group_size()
         needed = len(self._source.prompts) * options.num_epoch // options.rollout_batch_size
         reports = []
         for rollout_id in range(options.num_rollout or max(needed, 1)):
@@ -152,6 +157,21 @@ class SlimeDriver:
             reports.append(report)
         self._tell_what_was_not_begun(len(reports))
         return reports
+
+    async def _learn_group_size(self) -> None:
+        """Ask the engine of how many episodes its groups are. Raises `Refused` where none would ever be full."""
+        pool = await self._client.get_rollout_stat()
+        trains = pool.engine_status != OFFLINE and pool.sample_collection_method.endswith(WHOLE_GROUPS)
+        if self._options.debug_rollout_only or not trains:
+            return
+        self._group_size, given = pool.task_expected_num_repeat, self._options.n_samples_per_prompt
+        groups = f"the engine trains groups of {self._group_size} episodes (rollout.num_repeat)"
+        if given < self._group_size:
+            why = f"{groups}, which --n-samples-per-prompt {given} never fills: nothing would be trained"
+            raise Refused(Code.BAD_CONFIG, f"{why}. Give {self._group_size}, or start a job that has {given}")
+        if given % self._group_size:
+            left = given % self._group_size
+            self._tell(f"{groups}: of {given} samples of a prompt {left} are not trained unless others are removed")
 
     def _tell_what_was_not_begun(self, rollouts: int) -> None:
         """Say how many prompts no rollout has come to: a batch is never played in part."""
@@ -191,6 +211,7 @@ class SlimeDriver:
         done: set[asyncio.Task[PlayedGroup]] = set()
         try:
             while len(kept) < size:
+                self._tell_what_came_to_nothing(report, len(kept))
                 if len(kept) + len(pending) < size:
                     begun = [self._source.group() for _ in range(self._options.over_sampling)]
                     pending |= {asyncio.create_task(self._play_group(group)) for group in begun}
@@ -215,6 +236,13 @@ class SlimeDriver:
                     await self._drop(left, "the batch was full")
         return kept
 
+    def _tell_what_came_to_nothing(self, report: RolloutReport, kept: int) -> None:
+        """Say how the rollout goes each time that as many groups as a batch has were dropped or lost."""
+        gone = report.dropped.total() + report.lost.total()
+        if gone >= report.told + self._options.rollout_batch_size:
+            report.told, report.kept = gone, kept
+            self._tell(f"{report.line('so far in rollout')}; going on")
+
     async def _is_kept(self, group: PlayedGroup, report: RolloutReport, available: int) -> bool:
         if not await self._passes(group, report, available):
             return False
@@ -225,14 +253,18 @@ class SlimeDriver:
         try:
             group = task.result()
         except GroupLost as error:
-            report.lost[type(error.__cause__).__name__] += 1
-            self._lost_in_a_row += 1
-            log.warning("%s", error)
-            if self._lost_in_a_row >= LOST_MAX:
-                raise BombusError(f"{LOST_MAX} groups in a row were lost, the last one thus: {error}") from error
+            self._lose(report, "played", type(error.__cause__).__name__, str(error))
             return None
-        self._lost_in_a_row = 0
+        self._in_a_row["played"] = 0
         return group
+
+    def _lose(self, report: RolloutReport, stage: str, kind: str, why: str) -> None:
+        """Count a group that was lost as it was played or ended. Raises `BombusError` once too many in a row are."""
+        report.lost[kind] += 1
+        self._in_a_row[stage] += 1
+        log.warning("%s", why)
+        if self._in_a_row[stage] >= LOST_MAX:
+            raise BombusError(f"{LOST_MAX} groups in a row were lost, the last one thus: {why}")
 
     async def _passes(self, group: PlayedGroup, report: RolloutReport, available: int) -> bool:
         """Ask the filter. A group that it drops is aborted, so that it is no part of a batch."""
@@ -348,14 +380,23 @@ class SlimeDriver:
     # ---- their episodes ---------------------------------------------------------------------------------------
 
     async def _end(self, group: PlayedGroup, report: RolloutReport) -> bool:
-        """End the episodes of a group. Returns whether the hive has taken them."""
+        """End the episodes of a group. Returns whether the hive has taken them.
+
+        A group of which so many are removed that the hive would never train it is dropped.
+        """
         removed = [one for one in group.played if any(sample.remove_sample for sample in one.samples)]
+        report.removed += len(removed)
+        if removed and (left := len(group.played) - len(removed)) < self._group_size:
+            await self._drop(group, "too few are left after others were removed")
+            why = f"of the group of prompt {group.number} {left} samples are left after {len(removed)} were removed"
+            needs = f"the engine trains groups of {self._group_size} alone: give a larger --n-samples-per-prompt"
+            self._lose(report, "ended", "too few left", f"{why}, and {needs}")
+            return False
         ends: list[tuple[Task, str, WorkflowOutput]] = []
         for one in group.played:
             if one not in removed:
                 output = output_of(one.samples, one.calls, self.args)
                 ends.append((group.task, one.credentials.episode_uuid, output))
-        report.removed += len(removed)
         await self._abort([one.credentials.episode_uuid for one in removed], "removed by the sample filter")
         try:
             if ends:
@@ -365,6 +406,12 @@ class SlimeDriver:
             log.warning("the group of %s is lost: %s", group.task.task_id, error)
             await self._abort([episode for _, episode, _ in ends], "another of the group is over")
             return False
+        except BadReward as error:
+            await self._abort([episode for _, episode, _ in ends], "the rewards were refused")
+            hint = "what is asked below /v1/ cannot be told apart: give all samples of an attempt one reward"
+            self._lose(report, "ended", "BadReward", f"the group of prompt {group.number} is lost: {error} ({hint})")
+            return False
+        self._in_a_row["ended"] = 0
         self._open -= {episode for _, episode, _ in ends}
         ended = [one for one in group.played if one not in removed]
         report.rewards += [reward_of(sample, self.args) for one in ended for sample in one.samples]

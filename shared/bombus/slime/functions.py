@@ -7,7 +7,9 @@ from collections.abc import Callable
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from bombus.errors import Code, Refused, in_one_line
@@ -58,9 +60,9 @@ def load_function(path: str) -> Any:
     """
     module, function = _parts(path)
     try:
-        found: Any = importlib.import_module(module)
+        found: Any = _import_file(module) if isinstance(module, Path) else importlib.import_module(module)
     except Exception as error:  # the user's code: whatever it raises while it is imported
-        raise Refused(Code.BAD_CONFIG, f"{path} cannot be imported: {_why_not(error, module)}") from error
+        raise Refused(Code.BAD_CONFIG, f"{path} cannot be imported: {_why_not(error, str(module))}") from error
     if not hasattr(found, function):
         raise Refused(Code.BAD_CONFIG, f"{path} cannot be imported: {module} has no {function!r}. {FORMS}")
     return getattr(found, function)
@@ -90,7 +92,29 @@ def _not_here(module: str, name: str) -> str:
     return f"it imports {what}, which is not here: {NEEDED[above]}. docs/slime.md lists what is here"
 
 
-def _parts(path: str) -> tuple[str, str]:
+def _import_file(file: Path) -> ModuleType:
+    """Return the module of a file, which has the file's name unless another module has it already."""
+    known = sys.modules.get(file.stem)
+    name = file.stem if known is None or _is_of(known, file) else f"{file.stem} at {file}"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _is_of(module: ModuleType, file: Path) -> bool:
+    origin = getattr(module, "__file__", None)
+    return origin is not None and Path(origin).resolve() == file
+
+
+def _parts(path: str) -> tuple[str | Path, str]:
     file, mark, function = path.rpartition(":")
     if mark and file.endswith(".py"):
         found = Path(file).resolve()
@@ -98,7 +122,7 @@ def _parts(path: str) -> tuple[str, str]:
             raise Refused(Code.BAD_CONFIG, f"{file} is not a file: name a function as file.py:function")
         if str(found.parent) not in sys.path:
             sys.path.insert(0, str(found.parent))
-        return found.stem, function
+        return found, function
     module, dot, function = path.rpartition(".")
     if not dot:
         raise Refused(Code.BAD_CONFIG, f"{path!r} names no function. {FORMS}")

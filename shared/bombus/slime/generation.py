@@ -73,7 +73,7 @@ def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate")
 
 
 async def generate(args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
-    """Sample one answer to a prompt."""
+    """Sample an answer to a prompt, or more of it: `max_new_tokens` counts what the response has already."""
     tokenizer = GenerateState(args).tokenizer
     if not isinstance(sample.prompt, str):
         what = (
@@ -83,7 +83,12 @@ async def generate(args: Namespace, sample: SlimeSample, sampling_params: dict[s
         raise Refused(Code.BAD_CONFIG, why)
     if not sample.tokens:
         sample.tokens = list(tokenizer.encode(sample.prompt, add_special_tokens=False))
-    asked = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+    left = sampling_params["max_new_tokens"] - sample.response_length
+    if left <= 0:
+        sample.status = SlimeSample.Status.TRUNCATED
+        return sample
+    params = {**sampling_params, "max_new_tokens": left}
+    asked = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
     answer = await post(get_model_url(args, ""), asked)
     meta = answer["meta_info"]
     scored = meta.get("output_token_logprobs", [])

@@ -18,7 +18,7 @@ def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namesp
 
     Where a hook made several samples of one attempt with different rewards, each call has that of the sample whose
     tokens begin with the call's. Equal calls of as many samples have the rewards in the order of the samples; calls
-    that are in more or in fewer samples than that have their mean.
+    that are in more or in fewer samples than that have their mean, and so has a call of several answers.
     """
     rewards = [reward_of(sample, args) for sample in samples]
     elsewhere = sum(all(not _has(sample, call) for sample in samples) for call in calls)
@@ -62,7 +62,7 @@ def _by_call(samples: Sequence[Any], rewards: Sequence[float], calls: Sequence[S
     equal: dict[tuple[int, ...], list[SampledCall]] = defaultdict(list)
     for call in calls:
         equal[(len(call.prompt), *call.prompt, *call.sampled)].append(call)
-    found: dict[str, float] = {}
+    found: dict[str, list[float]] = defaultdict(list)  # of a call's answers, by its id
     for same in equal.values():
         fitting = [reward for sample, reward in zip(samples, rewards, strict=True) if _has(sample, same[0])]
         if not fitting:
@@ -72,8 +72,9 @@ def _by_call(samples: Sequence[Any], rewards: Sequence[float], calls: Sequence[S
             )
         if len(fitting) != len(same):
             fitting = [math.fsum(fitting) / len(fitting)] * len(same)
-        found |= {call.id: reward for call, reward in zip(same, fitting, strict=True)}
-    return found
+        for call, reward in zip(same, fitting, strict=True):
+            found[call.id].append(reward)
+    return {call: math.fsum(given) / len(given) for call, given in found.items()}
 
 
 def _has(sample: Any, call: SampledCall) -> bool:

@@ -27,7 +27,7 @@ UNSUPPORTED = ("image_data", "video_data", "audio_data", "input_embeds")
 
 
 class SampledCall(msgspec.Struct, frozen=True):
-    """A call of a sample: its id on the log, the tokens of the prompt, and those that were sampled."""
+    """An answer to a sample: the id of its call on the log, the tokens of the prompt, and those that were sampled."""
 
     id: str
     prompt: list[int]
@@ -45,6 +45,7 @@ class SampleAddress:
         self.port = 0
         self._http = http
         self._tokenizer = tokenizer
+        self._before = list(tokenizer.encode("a", add_special_tokens=False))  # of which answers are decoded
         self._credentials = credentials
         self._known: deque[tuple[str, list[int]]] = deque(maxlen=TEXTS_MAX)  # texts so far, and their tokens
         self._server = LocalServer(self._answer)
@@ -115,7 +116,7 @@ class SampleAddress:
             self._note(response.headers.get("x-request-id", ""), prompt, answer)
             if shown.get("no_stop_trim"):
                 skips = bool(shown.get("skip_special_tokens", True))
-                answer["text"] = self._tokenizer.decode(answer["output_ids"], skip_special_tokens=skips)
+                answer["text"] = self._decoded(answer["output_ids"], skips)
             if text is not None:
                 self._remember(text, prompt, answer["text"], list(answer["output_ids"]))
             if not asked.get("return_logprob"):
@@ -151,8 +152,13 @@ class SampleAddress:
             count -= 1  # its last character is not whole
         return max(count, 0)
 
-    def _decoded(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False)) if tokens else ""
+    def _decoded(self, tokens: list[int], skips: bool = False) -> str:
+        """Return the text that tokens add to others. Decoded alone, SentencePiece's lose the space they begin with."""
+        before, whole = (
+            str(self._tokenizer.decode(some, skip_special_tokens=skips))
+            for some in (self._before, self._before + tokens)
+        )
+        return whole[len(before) :]
 
     def _prompt(self, asked: dict[str, Any]) -> tuple[list[int], str | None]:
         """Return the tokens of a prompt, and its text where it was given as one.
@@ -161,8 +167,8 @@ class SampleAddress:
         answer was conditioned on.
         """
         text = asked.pop("text", None)
-        if text is None:
-            return list(asked.get("input_ids") or ()), None
+        if text is None and isinstance(asked.get("input_ids"), list):
+            return asked["input_ids"], None
         if not isinstance(text, str) or asked.get("input_ids"):
             raise Refused(Code.MALFORMED, "send one prompt at a time, as a text or as input_ids")
         before, tokens = max(

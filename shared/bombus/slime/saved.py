@@ -1,5 +1,6 @@
 """Rollouts as files: those that slime itself reads and writes (.pt), and JSON lines."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.slime.types import SlimeSample
@@ -16,13 +18,15 @@ TORCH_ENDING = ".pt"
 DEPTH_MAX = 32  # of values within values
 INTEGERS = range(-(1 << 63), 1 << 64)  # that JSON can hold here
 LEFT_OUT = object()  # in the place of a value that a file cannot hold
+NUMBERS_OF_NUMPY = "?bhilqBHILQefd"
+NEEDS_CODE = re.compile(r"GLOBAL (\S+)|but got (<class '[^']+'>)")
 
 
 def rollout_file(template: str, rollout_id: int) -> Path:
     """Return the file of a rollout: `{rollout_id}` stands for its number. Raises `Refused`."""
     try:
         return Path(template.format(rollout_id=rollout_id))
-    except (KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
         why = f"{template!r} names no file: write {{rollout_id}} where the number goes, and no other braces"
         raise Refused(Code.BAD_CONFIG, why) from error
 
@@ -123,11 +127,23 @@ def load_rollout(path: Path) -> list[SlimeSample]:
     """Return the samples of a file. Code in a .pt file is never run. Raises `Refused`."""
     try:
         if path.suffix == TORCH_ENDING:
-            import torch
-
-            rows: Iterable[Any] = torch.load(path, weights_only=True)["samples"]
+            rows: Iterable[Any] = _load_torch(path)["samples"]
         else:
-            rows = map(msgspec.json.decode, path.read_bytes().splitlines())
+            rows = (msgspec.json.decode(line) for line in path.read_bytes().splitlines() if line.strip())
         return [SlimeSample.from_dict(row) for row in rows]
     except Exception as error:  # whatever a damaged file makes of its reader
-        raise Refused(Code.BAD_CONFIG, f"{path} cannot be read as a rollout: {in_one_line(error)}") from error
+        needs = NEEDS_CODE.search(str(error))
+        why = f"it holds {needs[1] or needs[2]}, which takes code: save plain values" if needs else in_one_line(error)
+        raise Refused(Code.BAD_CONFIG, f"{path} cannot be read as a rollout: {why}") from error
+
+
+def _load_torch(path: Path) -> Any:
+    """Return what a .pt file holds: plain values, tensors, and numbers and arrays of NumPy."""
+    import torch
+
+    makes: dict[Any, str] = {np.float64(0).__reduce__()[0]: "scalar", np.zeros(1).__reduce__()[0]: "_reconstruct"}
+    places = ("numpy._core.multiarray", "numpy.core.multiarray")  # of NumPy 2, and of 1
+    named = [(function, f"{place}.{name}") for function, name in makes.items() for place in places]
+    kinds = {type(np.dtype(letter)) for letter in NUMBERS_OF_NUMPY}
+    with torch.serialization.safe_globals([np.ndarray, np.dtype, *kinds, *named]):
+        return torch.load(path, weights_only=True)

@@ -105,8 +105,12 @@ class SlimeSample:
         own = {one.name for one in fields(SlimeSample)}
         given = dict(data)
         given["status"] = SlimeSample.Status(given["status"])
-        given["spec_info"] = SlimeSample.SpecInfo(**given.get("spec_info", {}))
-        given["prefix_cache_info"] = SlimeSample.PrefixCacheInfo(**given.get("prefix_cache_info", {}))
+        for name, counters in (("spec_info", SlimeSample.SpecInfo), ("prefix_cache_info", SlimeSample.PrefixCacheInfo)):
+            known = {one.name for one in fields(counters)}  # another release of slime may count more
+            given[name] = counters(**{key: value for key, value in given.get(name, {}).items() if key in known})
+        for name in ("tokens", "loss_mask", "rollout_log_probs"):
+            if hasattr(given.get(name), "tolist"):
+                given[name] = given[name].tolist()
         sample = SlimeSample(**{name: value for name, value in given.items() if name in own})
         for name, value in given.items():
             if name not in own:

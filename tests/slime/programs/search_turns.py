@@ -101,6 +101,48 @@ async def generate_anew(args, sample, sampling_params):
     return made
 
 
+async def generate_and_remove_every_other(args, sample, sampling_params):
+    sample = await generate_once(args, sample, sampling_params)
+    sample.remove_sample = sample.index % 2 == 0
+    return sample
+
+
+async def removes_the_first_of_every_other_group(args, sample, sampling_params):
+    sample = await generate_once(args, sample, sampling_params)
+    sample.remove_sample = sample.group_index % 2 == 0 and sample.index % 2 == 0
+    return sample
+
+
+async def two_chats_with_their_own_rewards_at_first(args, sample, sampling_params):
+    if sample.group_index:
+        return await generate_once(args, sample, sampling_params)
+    made = []
+    for number in range(2):
+        url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/v1/chat/completions"
+        answer = await post(url, {"model": "m", "messages": [{"role": "user", "content": sample.prompt}]})
+        text = answer["choices"][0]["message"]["content"]
+        made.append(Sample(prompt=sample.prompt, response=text, reward={"score": float(number)}))
+    return made
+
+
+async def gives_every_other_group_up(args, sample, sampling_params):
+    if sample.group_index % 2 == 0:
+        sample.status = Sample.Status.ABORTED
+        return sample
+    return await generate_once(args, sample, sampling_params)
+
+
+async def generate_three_times(args, sample, sampling_params):
+    """Two turns with a token between them fill the response; of the third nothing is asked."""
+    for _ in range(2):
+        sample = await generate_once(args, sample, sampling_params)
+        sample.append_response_tokens(args, tokens=[5], trainable=False)
+    sample = await generate_once(args, sample, sampling_params)
+    assert sample.status is Sample.Status.TRUNCATED
+    sample.reward = {"score": 1.0}
+    return sample
+
+
 async def fails_at_first(args, sample, sampling_params):
     global has_failed
     if not has_failed:
