@@ -74,7 +74,6 @@ class AwsWorld:
             raise
         except CommandKilled as error:  # which is what the model did, and no fault of the simulator
             self._failed += 1
-            await console.start()
             return f"({error}: it was killed)"
         self._failed += code != 0
         return "\n".join(filter(None, (text, FAILED.format(code) if code else ""))) or "(done, without output)"
