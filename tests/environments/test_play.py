@@ -112,6 +112,16 @@ async def test_calls_over_the_budget_cut_the_episode_unless_the_class_goes_on_wi
     assert result.transcript.turns == 3
 
 
+@pytest.mark.parametrize("code", ["context_length_exceeded", "prompt_too_long"])
+async def test_a_prompt_that_has_become_too_long_cuts_the_episode_unless_it_is_the_first(code: str) -> None:
+    refusal = httpx.Response(400, json={"error": {"message": "818 tokens", "code": code}})
+    result = await played(ScriptedModel("a", "bcd", refusal))
+    assert (result.status, result.transcript.turns) == (RolloutStatus.TRUNCATED, 2)
+    assert result.output().reward == {"1": 2.0 * 1 + 0.5, "2": 2.0 * 3 + 0.5}
+    first = await played(ScriptedModel(otherwise=refusal))
+    assert first.status == RolloutStatus.ABORTED, "a task that no model call fits is not the model's fault"
+
+
 async def test_what_fails_in_a_play_is_infrastructure() -> None:
     class Buggy(Debate):
         async def play(self, task: Task, agents: PlayAgents) -> None:

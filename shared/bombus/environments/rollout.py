@@ -26,7 +26,7 @@ from bombus.environments.kinds import (
 )
 from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
-from bombus.environments.plain.play import Play, RewardedCall
+from bombus.environments.plain.play import BudgetSpent, Play, RewardedCall
 from bombus.environments.plain.world_thread import WorldThread
 from bombus.errors import BombusError, in_one_line, without_surrogates
 from bombus.sdk.errors import InfraError
@@ -197,14 +197,19 @@ class Rollout:
             if model is None:
                 raise ValueError(f"the joint episode has no role {role!r}: name it among the engines of the claim")
             room = max(1, budgets.tokens_max - _tokens_guessed(messages))
-            return await model.ask(
-                messages,
-                within_s=budgets.turn_s,
-                tools=tools,
-                max_tokens=min(room, max_tokens or room),
-                total_tokens=budgets.tokens_max,
-                role=role,
-            )
+            try:
+                return await model.ask(
+                    messages,
+                    within_s=budgets.turn_s,
+                    tools=tools,
+                    max_tokens=min(room, max_tokens or room),
+                    total_tokens=budgets.tokens_max,
+                    role=role,
+                )
+            except ModelRefused as error:
+                if error.is_too_long and transcript.turns:  # as for an environment with tools
+                    raise BudgetSpent(f"a prompt of {role} has become too long, so end the episode: {error}") from error
+                raise
 
         transcript.status = await play.run(ask)
         scores, calls = await _within(budgets.setup_s, play.score(), "scoring the environment")
