@@ -5,6 +5,7 @@ import pickle
 import select
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,11 +32,31 @@ print(entries._maker._process.pid, flush=True)
 os._exit(0)
 """
 
+FORKED = """
+import os, threading
+from bombus.tasks import entries
+
+entries.entry_of("leg_counting", 0, 0)
+held = threading.Event()
+threading.Thread(target=lambda: (entries._maker._one.acquire(), held.set())).start()
+held.wait()  # a thread that draws as the program forks
+children = []
+for child in (1, 2):
+    children.append(os.fork())
+    if not children[-1]:
+        for index in range(50):
+            print(child, index, repr(entries.entry_of("leg_counting", child, index)["question"]), flush=True)
+        os._exit(0)
+for child in children:
+    os.waitpid(child, 0)
+os._exit(0)
+"""
+
 
 def printed(program: str, salt: str) -> str:
     variables = {**os.environ, "PYTHONHASHSEED": salt}
     return subprocess.run(
-        [sys.executable, "-c", program], env=variables, check=True, capture_output=True, text=True
+        [sys.executable, "-c", program], env=variables, check=True, capture_output=True, text=True, timeout=120
     ).stdout
 
 
@@ -43,6 +64,26 @@ def test_programs_whose_hashes_are_salted_differently_draw_the_same_tasks() -> N
     first, second = printed(DRAWS, "1"), printed(DRAWS, "2")
     assert len(first.splitlines()) == 3 * len(SALTED)
     assert first == second
+
+
+def test_programs_that_were_forked_have_processes_of_their_own() -> None:
+    lines = sorted(printed(FORKED, "0").splitlines())
+    expected = [
+        f"{child} {index} {entry_of('leg_counting', child, index)['question']!r}"
+        for child in (1, 2)
+        for index in range(50)
+    ]
+    assert lines == sorted(expected)
+
+
+def test_files_of_the_folder_that_a_program_runs_in_are_no_modules_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise OSError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    maker = EntryMaker()
+    assert maker.pickled_entry("leg_counting", 0, 0)
+    maker.close()
 
 
 def test_an_entry_is_another_object_each_time() -> None:

@@ -5,6 +5,7 @@ index are the same entry, whichever program asks.
 """
 
 import atexit
+import contextlib
 import os
 import pickle
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 from bombus.environments.kinds import ResetFailed
@@ -23,6 +25,11 @@ END_S = 10.0
 DATASETS_KEPT = 8
 ENTRIES_KEPT = 4096
 HASH_SEED = "0"
+# With -P, and our own folder last: no file of the folder that it is run in, such as random.py, is a module.
+PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); from bombus.tasks.entries import serve_entries; "
+    "serve_entries(int(sys.argv[2]))"
+)
 
 
 class EntryMaker:
@@ -65,7 +72,7 @@ class EntryMaker:
             self._connection, theirs = Pipe()
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "bombus.tasks.entries", str(theirs.fileno())],
+                    [sys.executable, "-P", "-c", PROGRAM, str(Path(__file__).parents[2]), str(theirs.fileno())],
                     env={**os.environ, "PYTHONHASHSEED": HASH_SEED},
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -110,18 +117,20 @@ def _answered(generator: str, seed: int, index: int) -> tuple[bytes, str]:
         return b"", in_one_line(error) or type(error).__name__
 
 
-def _serve(connection: Connection) -> None:
-    """Answer until the program that asks has ended."""
-    while True:
-        try:
-            asked = connection.recv()
-        except (EOFError, ConnectionError):
-            return
-        connection.send(_answered(*asked))
+def serve_entries(descriptor: int) -> None:
+    """Answer what comes through a connection until the program that asks has ended."""
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            connection.send(_answered(*connection.recv()))
+
+
+def _make_anew() -> None:
+    """Let a forked program start a process of its own: in that of its parent, each would get answers of the other."""
+    global _maker
+    _maker = EntryMaker()
 
 
 _maker = EntryMaker()
-atexit.register(_maker.close)
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+atexit.register(lambda: _maker.close())  # whichever it is then
+os.register_at_fork(after_in_child=_make_anew)

@@ -3,7 +3,8 @@
 import pytest
 
 from bombus.tasks.aws.catalogue import TASKS
-from bombus.tasks.aws.commands import CommandRefused, words_of_command
+from bombus.tasks.aws.commands import words_of_command
+from bombus.tasks.aws.line import CommandRefused
 
 REGION = "--region=us-east-1"
 
@@ -29,6 +30,10 @@ def test_every_command_of_every_task_is_one_that_is_carried_out() -> None:
          [REGION, "sqs", "get-queue-attributes", "--queue-url", "http://x/1/jobs", "--attribute-names", "A", "B"]),
         ("aws sqs send-message --queue-url=u --message-body=--profile",
          [REGION, "sqs", "send-message", "--queue-url=u", "--message-body=--profile"]),
+        ("aws sns publish --topic-arn t --subject '|' --message=help;",
+         [REGION, "sns", "publish", "--topic-arn", "t", "--subject", "|", "--message=help"]),
+        ("aws sqs create-queue \\\n  --queue-name jobs \\\n  --attributes VisibilityTimeout=120",
+         [REGION, "sqs", "create-queue", "--queue-name", "jobs", "--attributes", "VisibilityTimeout=120"]),
         ("aws dynamodb query --limit -1 --no-consistent-read",
          [REGION, "dynamodb", "query", "--limit", "-1", "--no-consistent-read"]),
     ],
@@ -49,8 +54,11 @@ def test_options_of_every_command_come_first_and_the_region_is_always_said(line:
         ("aws s3 ls | wc -l", "there is no shell"),
         ("aws s3 ls && aws s3 ls", "there is no shell"),
         ("aws s3 ls '", "cannot be split into words"),
-        ("aws s3 ls\naws s3 ls", "aws s3 ls takes 1 of the form s3://bucket/key, and not 3"),
-        ("aws sqs list-queues\naws s3 ls", "aws does not belong to an option"),
+        ("aws s3 ls\naws s3 ls", "give one command at a time"),
+        ("aws s3 ls; aws s3 ls", "give one command at a time"),
+        ("aws s3 ls s3://logs aws s3 ls", "aws s3 ls takes 1 of the form s3://bucket/key, and not 4"),
+        ("aws sqs list-queues aws s3 ls", "aws does not belong to an option"),
+        ("aws ssm put-parameter --value help", "As a value it is written --name=help"),
         ("aws s3 ls " + "x" * 20_000, "over 20000 characters"),
         ("aws s3 ls s3://\ud800", "is not text"),
         ("aws s3 ls s3://a\0", "is not text"),

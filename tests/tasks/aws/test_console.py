@@ -67,14 +67,29 @@ async def listener() -> AsyncIterator[Listener]:
     made.close()
 
 
-async def test_a_console_whose_command_was_cancelled_is_dead(console: AwsConsole) -> None:
-    running = asyncio.create_task(console.run(["s3", "ls"]))
+async def test_a_command_that_is_cancelled_costs_its_process_and_the_next_one_has_a_new_one(
+    console: AwsConsole,
+) -> None:
+    first = console.pid
+    running = asyncio.create_task(console.run(["s3", "mb", "s3://one"]))
     await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    with pytest.raises(EnvironmentLost, match="is closed"):
-        await console.run(["s3", "ls"])
+    assert console.pid is None
+    assert await console.run(["s3", "mb", "s3://two"]) == (0, "make_bucket: two")
+    assert console.pid not in (None, first)
+
+
+async def test_a_closed_console_carries_out_nothing_and_starts_nothing(simulator: SimulatorProcess) -> None:
+    console = AwsConsole(simulator.address)
+    starting = asyncio.create_task(console.start())
+    await asyncio.sleep(0)
+    await console.close()
+    for each in (starting, console.run(["s3", "ls"]), console.start()):
+        with pytest.raises(EnvironmentLost, match="is closed"):
+            await each
+    assert console.pid is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the variables of a process from /proc")
@@ -138,9 +153,6 @@ async def test_a_command_that_does_not_end_is_killed_and_the_next_one_has_a_new_
         growing = "|".join(["[@[],@[]][]"] * 30)
         with pytest.raises(CommandKilled, match="did not end within 3 s"):
             await console.run(words_of_command(f"aws sts get-caller-identity --query 'values(@)|{growing}'"))
-        with pytest.raises(EnvironmentLost, match="is closed"):
-            await console.run(words_of_command("aws s3 ls"))
-        await console.start()
         assert await console.run(words_of_command("aws s3 mb s3://logs")) == (0, "make_bucket: logs")
         assert console.pid != first
     finally:

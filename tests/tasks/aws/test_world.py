@@ -67,6 +67,18 @@ async def test_parts_are_worth_08_of_their_share_and_what_is_broken_costs_all(si
     await world.close()
 
 
+async def test_an_account_has_its_score_where_the_last_command_was_cut_off(simulator: SimulatorProcess) -> None:
+    world = AwsWorld(simulator)
+    await world.reset(Task(metadata={"aws": "queue"}))
+    await world.aws("aws sqs create-queue --queue-name jobs")
+    url = f"{simulator.address}/000000000000/jobs"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):  # as the limits of an episode do
+            await world.aws(f"aws sqs receive-message --wait-time-seconds 20 --queue-url {url}")
+    assert (await world.progress(), await world.is_done()) == (1.0, True)
+    await world.close()
+
+
 async def test_a_command_that_fails_or_is_refused_is_shown_and_counted(simulator: SimulatorProcess) -> None:
     environment = PlainEnvironment(lambda: AwsWorld(simulator))
     await environment.open(BUCKET)

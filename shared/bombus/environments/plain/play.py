@@ -26,7 +26,10 @@ ROLE_CHARACTERS = 64  # what a hive keeps of the name of a role
 
 
 class BudgetSpent(BombusError):
-    """The calls of the episode's agents have used up its budget. Unless `play` catches it, the episode is truncated."""
+    """The calls of the episode's agents have used up its turns or its tokens.
+
+    The episode is truncated, unless `play` catches this.
+    """
 
 
 class AgentCall(msgspec.Struct, frozen=True, kw_only=True):

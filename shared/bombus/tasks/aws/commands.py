@@ -5,16 +5,13 @@ options at any place and in abbreviated form, and reads files named by values.
 """
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 
-from bombus.errors import BombusError
+from bombus.tasks.aws.line import CommandRefused, words_of_line
 from bombus.tasks.aws.operations import PROTOCOLS, S3_COMMANDS, S3_FLAGS, S3_REPEATED, S3_VALUES, SERVICES, AwsService
 
-COMMAND_CHARACTERS_MAX = 20_000
 WAIT_S_MAX = 20  # for a message
 REGION = "us-east-1"
-OPERATORS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "<", "<<"})
 OUTPUTS = ("json", "text", "table")
 GLOBAL_VALUES = frozenset({"--region", "--output", "--query", "--color"})
 GLOBAL_FLAGS = frozenset({"--no-paginate", "--no-cli-pager"})
@@ -26,13 +23,9 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 _SECONDS = re.compile(r"[0-9]{1,2}")
 
 
-class CommandRefused(BombusError):
-    """A command line is not carried out; the sentence says why."""
-
-
 def words_of_command(line: str) -> list[str]:
     """Return the words after `aws`, options of every command first, the region among them. Raises `CommandRefused`."""
-    general, words = _general_options(_split(line))
+    general, words = _general_options(_words_after_aws(line))
     service, operation, arguments = _service_and_operation(words)
     if service == "s3":
         arguments = _s3_arguments(operation, arguments)
@@ -41,19 +34,10 @@ def words_of_command(line: str) -> list[str]:
     return [*general, service, operation, *arguments]
 
 
-def _split(line: str) -> list[str]:
-    if len(line) > COMMAND_CHARACTERS_MAX:
-        raise CommandRefused(f"the command has over {COMMAND_CHARACTERS_MAX} characters")
-    if any("\ud800" <= each <= "\udfff" or each == "\0" for each in line):
-        raise CommandRefused("the command has a character that is not text: write it without")
-    try:
-        words = shlex.split(line)
-    except ValueError as error:
-        raise CommandRefused(f"the command cannot be split into words: {error}") from error
+def _words_after_aws(line: str) -> list[str]:
+    words = words_of_line(line)
     if words[:1] != ["aws"]:
         raise CommandRefused("only commands of aws are carried out, such as: aws s3 ls")
-    if OPERATORS & set(words):
-        raise CommandRefused("there is no shell: give one command of aws, without pipes and redirections")
     if any("file://" in word.lower() or "fileb://" in word.lower() for word in words):
         raise CommandRefused("there are no files here: write the value itself into the command")
     return words[1:]
@@ -90,7 +74,9 @@ def _general_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _service_and_operation(words: Sequence[str]) -> tuple[str, str, list[str]]:
     if "help" in words:
-        raise CommandRefused("help is not shown here: give a command that does something")
+        raise CommandRefused(
+            "help is not shown here: give a command that does something. As a value it is written --name=help"
+        )
     for word in words[:2]:
         if word.startswith("-"):
             raise CommandRefused(

@@ -18,11 +18,12 @@ CONFIG = "[default]\nregion = us-east-1\noutput = json\ncli_follow_urlparam = fa
 
 
 class CommandKilled(EnvironmentLost):
-    """A command did not end in time, or took its process with it. The console can be started again."""
+    """A command did not end in time, or took its process with it. The next one has a new process."""
 
 
 class AwsConsole:
-    """Carries out commands at a simulator's address, one at a time. After one that is cancelled or hangs it is dead.
+    """Carries out commands at a simulator's address, one at a time. One that is cancelled or hangs costs its process,
+    and the next one has a new process: whoever cancels a command may still ask for the account's state.
 
     `is_isolated` says whether its process is in namespaces of its own, which have nothing of this machine's files and
     network.
@@ -36,23 +37,40 @@ class AwsConsole:
         self._isolated = IsolatedWorker(Path(self._folder.name), address)
         self._process: asyncio.subprocess.Process | None = None
         self._one = asyncio.Lock()
+        self._is_closed = False
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the process, also once more after a command that was killed."""
+        """Start the process, so that the first command need not wait for it."""
+        async with self._one:
+            await self._running()
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        """Return the process, which is started where there is none. Raises `EnvironmentLost` once this is closed."""
+        if self._process is None and not self._is_closed:
+            try:
+                self._process = await self._started()
+            except BaseException:  # a cancellation, too: what has been started of it is ended
+                await self._end()
+                raise
+        if self._is_closed or self._process is None:  # perhaps while it started
+            await self._end()
+            raise EnvironmentLost("the console of this world is closed")
+        return self._process
+
+    async def _started(self) -> asyncio.subprocess.Process:
         folder = Path(self._folder.name)
         config, home = folder / "config", folder / "home"
         config.write_text(CONFIG)
         home.mkdir(exist_ok=True)
         variables = _variables(str(home), str(config))
         self.is_isolated = await self._isolated.start(config, variables)
-        if self.is_isolated:
-            self._process = self._isolated.process
-            return
-        self._process = await asyncio.create_subprocess_exec(
+        if self._isolated.process is not None:
+            return self._isolated.process
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             *WORKER,
             env=variables,
@@ -68,12 +86,12 @@ class AwsConsole:
     async def run(self, words: list[str]) -> tuple[int, str]:
         """Carry out a command, given by the words of `words_of_command`. Return its exit code, and what it printed.
 
-        Raises `CommandKilled`, and `EnvironmentLost` where there is no process.
+        Raises `CommandKilled`, and `EnvironmentLost` once it is closed.
         """
         async with self._one:
-            process = self._process
-            if process is None or process.stdin is None or process.stdout is None:
-                raise EnvironmentLost("the console of this world is closed")
+            process = await self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
             whole = ["--endpoint-url", self.address, *words]
             answered = False
             try:
@@ -96,6 +114,7 @@ class AwsConsole:
 
     async def close(self) -> None:
         """End the process. Closing again does nothing."""
+        self._is_closed = True
         await self._end()
         await asyncio.to_thread(self._folder.cleanup)
 

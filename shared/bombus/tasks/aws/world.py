@@ -8,8 +8,9 @@ from bombus.environments.kinds import EnvironmentLost, ResetFailed
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.sdk.types import Task
 from bombus.tasks.aws.catalogue import ENDPOINT, TASKS, AwsTask, StateCheck
-from bombus.tasks.aws.commands import CommandRefused, words_of_command
+from bombus.tasks.aws.commands import words_of_command
 from bombus.tasks.aws.console import AwsConsole, CommandKilled
+from bombus.tasks.aws.line import CommandRefused
 
 PARTIAL = 0.8  # of the share of what is to be achieved, as long as it is not all there
 FAILED = "(the command failed with exit code {0})"
@@ -73,7 +74,6 @@ class AwsWorld:
             raise
         except CommandKilled as error:  # which is what the model did, and no fault of the simulator
             self._failed += 1
-            await console.start()
             return f"({error}: it was killed)"
         self._failed += code != 0
         return "\n".join(filter(None, (text, FAILED.format(code) if code else ""))) or "(done, without output)"
