@@ -1,6 +1,7 @@
 """`bombus env validate`: what is wrong with a class is found before it is trained on."""
 
 import asyncio
+import inspect
 import itertools
 import subprocess
 import tempfile
@@ -144,7 +145,12 @@ async def test_a_gold_solution_that_solves_nothing_is_found() -> None:
     assert (await problems(NoSolution))["plays"][0].startswith(
         "It cannot be played: NoSolution.gold returned list, or has other things in it: it returns a list of "
     )
-    assert await problems(Broken) == {"plays": ("It cannot be played: Broken.reset failed: OSError: no simulator.",)}
+
+
+async def test_what_a_class_raises_is_told_with_the_line_of_its_file() -> None:
+    line = inspect.getsourcelines(Broken)[1] + 2
+    why = f"It cannot be played: Broken.reset failed: OSError: no simulator (test_validation.py, line {line})."
+    assert await problems(Broken) == {"plays": (why,)}
 
 
 class Quiz:

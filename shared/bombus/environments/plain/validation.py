@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import sys
 import tempfile
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -45,7 +47,7 @@ class ClassValidation:
                 nothing = await self._trial(task, gold=False)
                 best = await self._trial(task, gold=True) if self._has_gold else nothing
         except Exception as error:  # the class's own code: whatever it raises is what is wrong with it
-            return [CheckedTask(check="plays", problems=(f"It cannot be played: {_said(error)}.",))]
+            return [CheckedTask(check="plays", problems=(f"It cannot be played: {_said(error, self._kind)}.",))]
         return [
             CheckedTask(check="plays", detail=f"reward {nothing.scores.reward:g} for nothing"),
             self._gold(nothing, best),
@@ -62,7 +64,7 @@ class ClassValidation:
             async with asyncio.timeout(CHECK_S):
                 return CheckedTask(check=name, problems=tuple([each async for each in problems]))
         except Exception as error:  # the class's own code
-            return CheckedTask(check=name, problems=(f"It could not be played once more: {_said(error)}.",))
+            return CheckedTask(check=name, problems=(f"It could not be played once more: {_said(error, self._kind)}.",))
 
     @asynccontextmanager
     async def _environment(self) -> AsyncIterator[PlainEnvironment]:
@@ -159,7 +161,16 @@ def _temporary_folder() -> Iterator[Path]:
                 os.environ["TMPDIR"] = variable
 
 
-def _said(error: Exception) -> str:
+def _said(error: Exception, kind: type) -> str:
     if isinstance(error, TimeoutError):
         return f"it took longer than {CHECK_S:g} s"
-    return str(error) if isinstance(error, BombusError) else in_one_line(error)
+    return (str(error) if isinstance(error, BombusError) else in_one_line(error)) + _place(error, kind)
+
+
+def _place(error: BaseException, kind: type) -> str:
+    """Return the line of the class's own file in which an error began, nothing where it did not begin there."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    own = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
+    return f" ({Path(own).name}, line {lines[-1]})" if own and lines else ""
