@@ -20,18 +20,30 @@ def arguments(about: str, model: str = "tiny") -> argparse.Namespace:
     return parser.parse_args()
 
 
-def job(model: str, batch_size: int = 4, num_repeat: int = 8) -> Job:
-    """Return a job in which `batch_size` tasks with `num_repeat` episodes each make one optimizer step."""
+def job(model: str, batch_size: int = 4, num_repeat: int = 8, tools: str = "template") -> Job:
+    """Return a job in which `batch_size` tasks with `num_repeat` episodes each make one optimizer step.
+
+    With `tools="hermes"`, tools are described in messages: the template of smollm2, for one, has no place for them.
+    """
     tuning = TINY if model == "tiny" else LORA
     name = f"{Path(sys.argv[0]).stem}-{model}"  # run again, an example goes on where it was stopped
     return Job(
-        model=model, experiment_name=name, batch_size=batch_size, num_repeat=num_repeat, max_model_len=2048, **tuning
+        model=model,
+        experiment_name=name,
+        batch_size=batch_size,
+        num_repeat=num_repeat,
+        max_model_len=2048,
+        bombus={"model": {"tools": tools}},
+        **tuning,
     )
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run `main`. A refusal by the hive is printed without a traceback, since it says what to do."""
+    """Run `main`. Refusals by the hive are printed without a traceback, since they say what to do."""
+    refused: list[str] = []
     try:
         main()
-    except BombusError as error:
-        sys.exit(f"{sys.argv[0]}: {error}")
+    except* BombusError as group:  # of several engines that are started together, each may be refused
+        refused = [f"{sys.argv[0]}: {error}" for error in group.exceptions]
+    if refused:
+        sys.exit("\n".join(refused))

@@ -1,6 +1,6 @@
 """Teach a model to use a calculator: several turns, OpenAI's tools, a reward for the call and one for the answer.
 
-The default model is smollm2. `tiny` has a token for each character and does not learn to write calls.
+The default model is smollm2, which writes a call now and then. `tiny` has a token for each character, and never does.
 """
 
 import json
@@ -47,7 +47,7 @@ def agent(task: Task, credentials: Credentials) -> WorkflowOutput:
 def main() -> None:
     options = arguments(__doc__ or "", model="smollm2")
     with SwarmClient(options.url) as client:
-        client.auto_sync_train_config_and_start_engine(job(options.model, 1, NUM_REPEAT))
+        client.auto_sync_train_config_and_start_engine(job(options.model, 1, NUM_REPEAT, tools="hermes"))
         for step in range(options.steps):
             a, b = random.randint(2, 9), random.randint(2, 9)
             task = Task(task_id=f"{a}*{b}", main_query=f"What is {a} times {b}?", metadata={"answer": str(a * b)})

@@ -4,16 +4,20 @@ import asyncio
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from bombus.bus import Bus
+from bombus.cli import OUTPUT_CLOSED
 from bombus.logs import JsonFormatter, LineFormatter
 from bombus.terminal import escaped, json_escaped, say, say_json
 from tests.gateway.swarm_hive import played_hive
+from tests.logs.facts import TINY
 
 CLEAR, C1, RIGHT_TO_LEFT = "\x1b[2J", "\x9b31m", "\u202e"
 FORGED = f"a\n12:00:00 coordinator  run 2 failed{CLEAR}{C1}{RIGHT_TO_LEFT}\x7f"
@@ -132,6 +136,30 @@ async def test_no_client_reaches_the_terminal_through_status_or_replay(bus: Bus,
             assert text, words
             assert is_safe(text), words
             assert not any(line.startswith("12:00:00") for line in text.split("\n")), words
+
+
+async def test_a_status_has_the_time_at_which_it_is_shown_and_not_that_of_the_last_event(
+    bus: Bus, nats_url: str
+) -> None:
+    async with played_hive(bus) as played:
+        await played.start()
+        command = [sys.executable, "-m", "bombus", "status", "--json", "--nats", nats_url, "--hive", bus.subjects.hive]
+        asked_ns = time.time_ns()
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=120, check=True)
+        assert json.loads(done.stdout)["now_ns"] > asked_ns
+
+
+@pytest.mark.parametrize("words", [["tasks"], ["replay", "state", "--log", str(TINY)]])
+def test_a_command_whose_output_nobody_reads_any_more_ends_without_a_traceback(words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "bombus", *words], stdout=writing, stderr=subprocess.PIPE, timeout=120
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (OUTPUT_CLOSED, b"")
 
 
 def test_doctor_shows_a_hostile_file_name_harmlessly(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from bombus.config.flags import Parser, name_of
 from bombus.errors import BombusError, Refused
 from bombus.terminal import complain, say
 
+OUTPUT_CLOSED = 141  # as a shell says it of a program that SIGPIPE has ended
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 URL_FILE = Path(".bombus/nats-url")  # while `bombus up` runs, its data folder has the address of its bus
 
@@ -188,7 +189,12 @@ def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
         module: CommandModule = load(command.module, command.extra)
         parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
         module.add_arguments(parser)
-        return module.run(parser.parse_args(given))
+        code = module.run(parser.parse_args(given))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read our output, such as `head`, has closed it: nothing is written to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OUTPUT_CLOSED
     except NotInstalled as error:
         complain(f"{prog} needs {error.package}: {error.remedy}")
         return 1

@@ -111,6 +111,10 @@ def test_values_that_change_nothing_are_accepted_and_others_are_refused_by_name(
         ({"expert_parallel_size": 8}, "expert_parallel_size = 8 is refused: no backend splits experts"),
         ({"expert_parallel_size": True}, "expert_parallel_size = true is refused"),
         ({"ulyses_parallel_size": 1}, "ulyses_parallel_size is unknown; did you mean ulysses_parallel_size?"),
+        (
+            {"model": "tiny", "batch_size": 4},  # the keywords of a program's `Job`
+            "model is unknown; did you mean model_path? Our own settings stand in groups, such as bombus: {",
+        ),
         ({"flux_capacitor": 1}, "flux_capacitor is unknown; docs/configuration.md lists the keys"),
         ({"engines": {}}, "engines is unknown: it belongs in a cluster file, which is for `bombus up --config`"),
         ({"data_parallel_mode": "ddp"}, 'data_parallel_mode = "ddp" is refused: it takes one of fsdp2, none'),

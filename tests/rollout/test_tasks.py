@@ -31,15 +31,15 @@ def test_texts_are_put_into_commands_as_they_are_and_other_values_as_json(tmp_pa
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("[1]", "line 2: it is not a JSON object"),
-        ('{"prompt": "half', "line 2: it is not a JSON object"),
-        ('{"task_id": "b"}', "line 2: it has no `prompt`"),
-        ('{"prompt": ""}', "line 2: it has no `prompt`"),
-        ('{"prompt": "p", "task_id": 7}', "line 2: `task_id` is a text"),
-        ('{"prompt": "p", "task_id": "a"}', "line 2: task_id 'a' is that of line 1 too"),
-        ('{"prompt": "p", "workspace": "x"}', "line 2: `workspace` is not for tasks"),
-        ('{"prompt": "\\u0000"}', "line 2: it has a null character"),
-        (f'{{"prompt": "{"x" * TASK_BYTES}"}}', f"line 2: it has over {TASK_BYTES} bytes"),
+        ("[1]", "line 2 is not a task: it is not a JSON object"),
+        ('{"prompt": "half', "line 2 is not a task: it is not a JSON object"),
+        ('{"task_id": "b"}', "line 2 is not a task: it has no `prompt`"),
+        ('{"prompt": ""}', "line 2 is not a task: it has no `prompt`"),
+        ('{"prompt": "p", "task_id": 7}', "line 2 is not a task: `task_id` is a text"),
+        ('{"prompt": "p", "task_id": "a"}', "line 2 is not a task: task_id 'a' is that of line 1 too"),
+        ('{"prompt": "p", "workspace": "x"}', "line 2 is not a task: `workspace` is not for tasks"),
+        ('{"prompt": "\\u0000"}', "line 2 is not a task: it has a null character"),
+        (f'{{"prompt": "{"x" * TASK_BYTES}"}}', f"line 2 is not a task: it has over {TASK_BYTES} bytes"),
     ],
 )
 def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path: Path, line: str, why: str) -> None:
@@ -74,5 +74,5 @@ def test_only_a_newline_ends_a_line_and_a_mark_of_the_encoding_is_ignored(tmp_pa
 
 def test_a_line_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     nested = "[" * 5000 + "]" * 5000
-    with pytest.raises(Refused, match="line 1: it is nested too deeply"):
+    with pytest.raises(Refused, match="line 1 is not a task: it is nested too deeply"):
         read_tasks(written(tmp_path, f'{{"prompt": "p", "lists": {nested}}}'))

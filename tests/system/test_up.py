@@ -219,8 +219,8 @@ def test_the_arithmetic_agent_runs(up: Up) -> None:
     stop(up)
 
 
-def test_the_tool_agent_runs_and_its_turns_merge(up: Up) -> None:
-    example(up, "tool_agent.py", "--model", "tiny", "--steps", "1")
+def test_the_tool_agent_runs_with_the_model_that_comes_with_bombus(up: Up) -> None:
+    assert "step 0: What is" in example(up, "tool_agent.py", "--steps", "1")
     stop(up)
 
 
@@ -228,6 +228,15 @@ def test_solvers_rewriters_and_a_selector_are_trained_together(up: Up) -> None:
     printed = example(up, "solve_rewrite_select.py", "--model", "tiny", "--steps", "1")
     assert re.search(r"step 0: [0-4] of 4 right", printed)
     stop(up)
+
+
+def test_an_example_of_engines_that_the_hive_does_not_have_says_so_in_a_sentence_for_each(up: Up) -> None:
+    command = [sys.executable, "planner_worker.py", "--url", up.url]
+    done = subprocess.run(command, cwd=ROOT / "examples", capture_output=True, text=True, timeout=EXAMPLE_S)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("planner_worker.py: The server has no /get_engine_status") for line in lines)
 
 
 def test_the_debug_client_completes_no_episode(up: Up) -> None:

@@ -3,6 +3,7 @@ its streams are."""
 
 import argparse
 import asyncio
+import time
 
 import msgspec
 
@@ -33,11 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
         why = error or "the log could not be read in time"
         complain(f"bombus status: {why}", *hint_at_bus(arguments))
         return 1
+    now_ns = time.time_ns()  # a hive in which nothing happens has no newer event
     if arguments.json:
         shown = {"doing": doing, "environments": msgspec.to_builtins(environments)}
-        say_json({**status_dict(hive), "streams": msgspec.to_builtins(streams), **shown})
+        say_json({**status_dict(hive, now_ns), "streams": msgspec.to_builtins(streams), **shown})
     else:
-        say(*render_status(hive, arguments.engine).splitlines())
+        say(*render_status(hive, arguments.engine, now_ns).splitlines())
         chosen = {name: what for name, what in doing.items() if arguments.engine in ("", name)}
         if chosen:
             say("", "at work:", *(f"  {name:<6} {what}" for name, what in chosen.items()))

@@ -244,7 +244,8 @@ def _hint(key: str) -> str:
     if key in ("engines", "gateway", "coordinator", "hive", "nats", "data_dir"):
         return ": it belongs in a cluster file, which is for `bombus up --config`"
     close = difflib.get_close_matches(key, (*KEYS, "ajet", "bombus"), n=1)
-    return f"; did you mean {close[0]}?" if close else "; docs/configuration.md lists the keys"
+    hint = f"; did you mean {close[0]}?" if close else "; docs/configuration.md lists the keys."
+    return f"{hint} Our own settings stand in groups, such as bombus: {{model: {{path: tiny}}, trainer: {{lr: 0.003}}}}"
 
 
 def put(given: Mapping[str, object], tree: Tree) -> None:

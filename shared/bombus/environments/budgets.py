@@ -5,22 +5,12 @@ from functools import partial
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from bombus.errors import Code, Refused
+from bombus.environments.variables import number_of
 
 TURNS_VARIABLE = "MAX_TURNS"
 TOKENS_VARIABLE = "MAX_TOTAL_TOKENS"
 TURNS_MAX = 10_000
 TOKENS_MAX = 10_000_000
-
-
-def _number_in(variable: str, default: int, least: int, most: int) -> int:
-    """Return the number in a variable of the process, or `default` where it is not set. Raises `Refused`."""
-    text = os.environ.get(variable, "").strip()
-    if not text:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) < 20) or not least <= int(text) <= most:
-        raise Refused(Code.BAD_CONFIG, f"{variable} is {text[:40]!r}: it is a number from {least} to {most}")
-    return int(text)
 
 
 class RolloutBudgets(BaseModel):
@@ -34,13 +24,13 @@ class RolloutBudgets(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     turns_max: int = Field(
-        default_factory=partial(_number_in, TURNS_VARIABLE, 6, 1, TURNS_MAX),
+        default_factory=partial(number_of, os.environ, TURNS_VARIABLE, 6, 1, TURNS_MAX),
         ge=1,
         le=TURNS_MAX,
         description="answers of the model",
     )
     tokens_max: int = Field(
-        default_factory=partial(_number_in, TOKENS_VARIABLE, 4096, 2, TOKENS_MAX),
+        default_factory=partial(number_of, os.environ, TOKENS_VARIABLE, 4096, 2, TOKENS_MAX),
         ge=2,
         le=TOKENS_MAX,
         description="tokens of the conversation: its newest prompt and the answer",

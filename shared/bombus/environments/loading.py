@@ -4,14 +4,13 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 
 from bombus.errors import Code, Refused, in_one_line
+from bombus.json_lines import read_json_lines
 from bombus.sdk.types import Task
 
 TASK_FIELDS = frozenset(Task.model_fields)
@@ -42,27 +41,14 @@ def read_environment_tasks(path: Path) -> list[Task]:
     Fields that `Task` does not have go into its metadata; `prompt` is another name of `main_query`. Raises `Refused`
     with the number of the line that is wrong.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(Code.BAD_CONFIG, f"{path} cannot be read: {in_one_line(error)}") from error
-    tasks = list(_tasks(path, lines))
-    if not tasks:
-        raise Refused(Code.BAD_CONFIG, f'{path} has no task: each line is a JSON object, such as {{"prompt": ...}}')
-    return tasks
 
+    def task(line: str, number: int) -> Task:
+        values = msgspec.json.decode(line, type=dict[str, Any])
+        if "prompt" in values:
+            values.setdefault("main_query", values.pop("prompt"))
+        values.setdefault("task_id", f"{path.stem}-{number}")
+        own = {name: value for name, value in values.items() if name in TASK_FIELDS}
+        others = {name: value for name, value in values.items() if name not in TASK_FIELDS}
+        return Task(**{**own, "metadata": {**own.get("metadata", {}), **others}})
 
-def _tasks(path: Path, lines: list[str]) -> Iterator[Task]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            values = msgspec.json.decode(line, type=dict[str, Any])
-            if "prompt" in values:
-                values.setdefault("main_query", values.pop("prompt"))
-            values.setdefault("task_id", f"{path.stem}-{number}")
-            own = {name: value for name, value in values.items() if name in TASK_FIELDS}
-            others = {name: value for name, value in values.items() if name not in TASK_FIELDS}
-            yield Task(**{**own, "metadata": {**own.get("metadata", {}), **others}})
-        except (msgspec.MsgspecError, ValidationError, TypeError, RecursionError) as error:
-            raise Refused(Code.BAD_CONFIG, f"{path} line {number} is not a task: {in_one_line(error)}") from error
+    return read_json_lines(path, "task", task)

@@ -564,17 +564,7 @@ def _episode_lines(running: tuple[OpenEpisode, ...]) -> list[str]:
     episodes = [row for row in running if not row.partners]
     joint = len(running) - len(episodes)
     lines = [f"  {joint} of them are parts of joint episodes, which are listed below"] if joint else []
-    if not episodes:
-        return lines
-    lines.append(f"  {'episode':<20} {'client':<16} {'type':<5} {'calls':>5} {'idle s':>8} {'limit s':>8}")
-    for row in episodes[:EPISODES_SHOWN]:
-        lines.append(
-            f"  {one_line(row.episode):<20} {one_line(row.owner or row.client)[:16]:<16} {row.type:<5} {row.calls:>5} "
-            f"{row.idle_s:>8.1f} {row.limit_s:>8.0f}"
-        )
-    if len(episodes) > EPISODES_SHOWN:
-        lines.append(f"  and {len(episodes) - EPISODES_SHOWN} more")
-    return lines
+    return lines + _claim_rows("episode", "", [(one_line(row.episode), "", row) for row in episodes], "more")
 
 
 def _joint_lines(claims: Sequence[JointClaimStatus]) -> list[str]:
@@ -582,17 +572,23 @@ def _joint_lines(claims: Sequence[JointClaimStatus]) -> list[str]:
     if not claims:
         return []
     count = _counted(sum(len(row.episodes) for row in claims), "joint episode")
-    lines = [f"{count} of {_counted(len(claims), 'claim')}:"]
-    head = f"{'engines':<20} {'client':<16} {'type':<5} {'joint':>5} {'calls':>5} {'idle s':>8} {'limit s':>8}"
-    lines.append(f"  {head}")
-    for row in claims[:EPISODES_SHOWN]:
-        lines.append(
-            f"  {' + '.join(row.engines):<20} {one_line(row.owner or row.client)[:16]:<16} {row.type:<5} "
-            f"{len(row.episodes):>5} {row.calls:>5} {row.idle_s:>8.1f} {row.limit_s:>8.0f}"
-        )
-    if len(claims) > EPISODES_SHOWN:
-        lines.append(f"  and {len(claims) - EPISODES_SHOWN} more claims")
-    return lines
+    rows = [(" + ".join(row.engines), f"{len(row.episodes):>6}", row) for row in claims]
+    return [f"{count} of {_counted(len(claims), 'claim')}:", *_claim_rows("engines", " joint", rows, "more claims")]
+
+
+def _claim_rows(
+    name: str, column: str, rows: Sequence[tuple[str, str, OpenEpisode | JointClaimStatus]], more: str
+) -> list[str]:
+    """Return a table of what clients have claimed, each with its name and the text of a column of its own."""
+    if not rows:
+        return []
+    lines = [f"  {name:<20} {'client':<16} {'type':<5}{column} {'calls':>5} {'idle s':>8} {'limit s':>8}"]
+    lines += [
+        f"  {named:<20} {one_line(row.owner or row.client)[:16]:<16} {row.type:<5}{own} {row.calls:>5} "
+        f"{row.idle_s:>8.1f} {row.limit_s:>8.0f}"
+        for named, own, row in rows[:EPISODES_SHOWN]
+    ]
+    return lines + ([f"  and {len(rows) - EPISODES_SHOWN} {more}"] if len(rows) > EPISODES_SHOWN else [])
 
 
 def way_on(status: EngineStatus) -> str:

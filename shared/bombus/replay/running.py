@@ -2,8 +2,6 @@
 
 import argparse
 import asyncio
-import os
-import sys
 from collections.abc import Awaitable, Callable
 
 from bombus.errors import BombusError
@@ -35,9 +33,8 @@ def reported(prog: str, work: Callable[[], None]) -> int:
     """
     try:
         work()
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output (`head`) has closed it; do not write to it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever reads our output has closed it: that ends every command alike
+        raise
     except BadUsage as error:
         complain(f"{prog}: {error}")
         return 2

@@ -1,13 +1,13 @@
 """The tasks of a rollout, and how they are read from a file of JSON lines."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bombus.errors import Code, Refused
+from bombus.json_lines import read_json_lines
 
 TASK_ID_CHARACTERS = 512  # what the hive takes
 TASK_BYTES = 100_000  # Linux gives a program no argument or variable over 128 KiB
@@ -57,29 +57,15 @@ def read_tasks(path: Path) -> list[AgentTask]:
     line and its digest, so that other files of the same name have other tasks. Its other fields can be put into
     commands. Raises `Refused` with the number of the line that is wrong.
     """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(Code.BAD_CONFIG, f"--task {path} cannot be read: {error}") from error
-    tasks = list(_tasks(path, lines))
-    if not tasks:
-        raise Refused(Code.BAD_CONFIG, f"--task {path} has no task: each line is an object with a `prompt`")
-    return tasks
-
-
-def _tasks(path: Path, lines: list[str]) -> Iterator[AgentTask]:
     seen: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            task = task_of(line, f"{path.stem}-{number}-{_digest(line)}")
-            if task.task_id in seen:
-                raise ValueError(f"task_id {task.task_id!r} is that of line {seen[task.task_id]} too")
-        except ValueError as error:
-            raise Refused(Code.BAD_CONFIG, f"{path} line {number}: {error}") from error
-        seen[task.task_id] = number
-        yield task
+
+    def read(line: str, number: int) -> AgentTask:
+        task = task_of(line, f"{path.stem}-{number}-{_digest(line)}")
+        if seen.setdefault(task.task_id, number) != number:
+            raise ValueError(f"task_id {task.task_id!r} is that of line {seen[task.task_id]} too")
+        return task
+
+    return read_json_lines(path, "task", read, option="--task")
 
 
 def task_of(line: str, default_id: str) -> AgentTask:

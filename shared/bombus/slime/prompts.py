@@ -2,17 +2,14 @@
 
 import copy
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bombus.errors import Code, Refused, in_one_line
+from bombus.json_lines import read_json_lines
 from bombus.slime.settings import SlimeOptions
 from bombus.slime.types import SlimeSample
-
-FILE_BYTES_MAX = 4 << 30
 
 
 class PromptSource:
@@ -51,26 +48,11 @@ class PromptSource:
 
 def read_prompts(path: Path, options: SlimeOptions, tokenizer: Any) -> list[SlimeSample]:
     """Return a sample for each line that is not empty. Raises `Refused` with the number of the line that is wrong."""
-    try:
-        if path.stat().st_size > FILE_BYTES_MAX:
-            raise Refused(Code.TOO_LARGE, f"{path} has more than {FILE_BYTES_MAX >> 30} GiB: split it")
-        with path.open(encoding="utf-8-sig") as file:
-            prompts = list(_samples(path, file, options, tokenizer))
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(Code.BAD_CONFIG, f"--prompt-data {path} cannot be read: {in_one_line(error)}") from error
-    if not prompts:
-        raise Refused(Code.BAD_CONFIG, f"--prompt-data {path} has no prompt: each line is a JSON object")
-    return prompts
 
+    def sample(line: str, number: int) -> SlimeSample:
+        return _sample(msgspec.json.decode(line, type=dict[str, Any]), options, tokenizer)
 
-def _samples(path: Path, lines: Iterator[str], options: SlimeOptions, tokenizer: Any) -> Iterator[SlimeSample]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            yield _sample(msgspec.json.decode(line, type=dict[str, Any]), options, tokenizer)
-        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError) as error:
-            raise Refused(Code.BAD_CONFIG, f"{path} line {number} is not a prompt: {in_one_line(error)}") from error
+    return read_json_lines(path, "prompt", sample, option="--prompt-data")
 
 
 def _sample(data: dict[str, Any], options: SlimeOptions, tokenizer: Any) -> SlimeSample:

@@ -22,7 +22,7 @@ from bombus.environments.kinds import (
     Transcript,
 )
 from bombus.environments.openenv.messages import StepResult
-from bombus.environments.pools.aio import AsyncEnvPool, close_all, group_size_of
+from bombus.environments.pools.aio import AsyncEnvPool, close_all
 from bombus.environments.pools.blocking import AcrossLoops, BlockingEnvironment, EnvPool, LoopThread, as_coroutine
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.errors import Refused
@@ -373,15 +373,19 @@ async def test_p9_a_group_that_does_not_fit_is_refused(make: MakePool) -> None:
             await pool.run_group(TASK, count_to_three, 3)
 
 
-@pytest.mark.parametrize(("given", "size"), [({}, 8), ({"NUM_GENERATIONS": "4"}, 4), ({"NUM_GENERATIONS": " "}, 8)])
-def test_the_size_of_a_group_is_that_of_num_generations(given: dict[str, str], size: int) -> None:
-    assert group_size_of(given) == size
+@pytest.mark.parametrize(("given", "size"), [(None, 8), ("4", 4), (" ", 8)])
+def test_the_size_of_a_group_is_that_of_num_generations(
+    given: str | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("NUM_GENERATIONS", given)
+    assert AsyncEnvPool("http://127.0.0.1:9").group_size == size
 
 
-@pytest.mark.parametrize("text", ["0", "eight", "-1", "2000"])
-def test_a_num_generations_that_makes_no_sense_is_refused(text: str) -> None:
-    with pytest.raises(Refused, match="NUM_GENERATIONS"):
-        group_size_of({"NUM_GENERATIONS": text})
+def test_a_num_generations_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_GENERATIONS", "2000")
+    with pytest.raises(Refused, match="NUM_GENERATIONS is '2000': it is a number from 1 to 1024"):
+        AsyncEnvPool("http://127.0.0.1:9")
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------

@@ -140,5 +140,5 @@ def test_options_that_make_no_sense_are_refused(option: dict[str, str], said: st
 
 def test_a_file_that_is_not_of_documents_is_told_by_its_line(tmp_path: Path) -> None:
     (tmp_path / "d").write_text('{"title": "a", "text": "b"}\n\n{"title": 1}\n')
-    with pytest.raises(Refused, match="d line 3: "):
+    with pytest.raises(Refused, match="d line 3 is not a document: "):
         open_tasks("search", {"documents": str(tmp_path / "d")})

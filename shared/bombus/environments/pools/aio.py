@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -23,6 +23,7 @@ from bombus.environments.kinds import (
 from bombus.environments.openenv.messages import StepResult
 from bombus.environments.pools.remote import RemoteEnvironment, reset_of
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
+from bombus.environments.variables import number_of
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
@@ -69,7 +70,9 @@ class AsyncEnvPool:
         settings: SessionSettings | None = None,
         curriculum: ResultRecorder | None = None,
     ) -> None:
-        self.group_size = group_size_of(os.environ) if group_size is None else group_size
+        if group_size is None:
+            group_size = number_of(os.environ, GROUP_VARIABLE, GROUP_SIZE, 1, POOL_MAX)
+        self.group_size = group_size
         self.size = self.group_size if size is None else size
         if not 1 <= self.group_size <= self.size <= POOL_MAX:
             raise Refused(
@@ -401,16 +404,6 @@ class PooledEnvironment:
         if self._remote is None:
             raise EnvironmentLost("this environment is not open")
         return self._remote
-
-
-def group_size_of(environment: Mapping[str, str]) -> int:
-    """Return how many episodes of a task are played together: `NUM_GENERATIONS`, or 8. Raises `Refused`."""
-    text = environment.get(GROUP_VARIABLE, "").strip()
-    if not text:
-        return GROUP_SIZE
-    if not text.isdecimal() or not 1 <= int(text) <= POOL_MAX:
-        raise Refused(Code.BAD_CONFIG, f"{GROUP_VARIABLE} is {text[:40]!r}: it is a number from 1 to {POOL_MAX}")
-    return int(text)
 
 
 async def close_all(sessions: Sequence[EnvSession], within_s: float) -> None:

@@ -13,11 +13,11 @@ from bombus.environments.serving.running import (
     SLOTS_VARIABLE,
     BackendKind,
     Deployment,
-    number_of,
     serve_until_cancelled,
 )
 from bombus.environments.serving.server import EnvironmentServer
 from bombus.environments.serving.settings import SLOTS_MAX, ServingSettings
+from bombus.environments.variables import number_of
 from bombus.errors import Code, Refused
 from bombus.host.process import listen, run_service
 from bombus.terminal import say

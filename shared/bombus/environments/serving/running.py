@@ -22,6 +22,7 @@ from bombus.environments.serving.pages import playground
 from bombus.environments.serving.server import EnvironmentServer, environment_server
 from bombus.environments.serving.settings import ServingSettings
 from bombus.environments.serving.sources import ClassSource
+from bombus.environments.variables import number_of
 from bombus.errors import Code, Refused
 from bombus.host.host_names import OwnHostNames
 
@@ -77,16 +78,6 @@ def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> Backe
 
 def _sandbox(number: int) -> Backend:
     return ShellSandbox()
-
-
-def number_of(environment: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
-    """Return the number in a variable, or `default` where it is not set. Raises `Refused`."""
-    text = environment.get(name, "").strip()
-    if not text:
-        return default
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise Refused(Code.BAD_CONFIG, f"{name} is {text[:40]!r}: it is a number from {least} to {most}")
-    return int(text)
 
 
 @contextlib.asynccontextmanager

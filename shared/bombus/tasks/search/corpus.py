@@ -1,12 +1,12 @@
 """The documents and questions that come with bombus, made from one table, and files of your own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from bombus.errors import Code, Refused, in_one_line
+from bombus.json_lines import read_json_lines
 
 FILE_BYTES_MAX = 256 << 20
 KindT = TypeVar("KindT")
@@ -89,12 +89,12 @@ def bundled_questions() -> list[SearchQuestion]:
 
 def read_documents(path: Path) -> list[SearchDocument]:
     """Return the documents of a file, a JSON object with `title` and `text` in each line. Raises `Refused`."""
-    return _read(path, SearchDocument)
+    return read_json_lines(path, "document", _decoded(SearchDocument), bytes_max=FILE_BYTES_MAX)
 
 
 def read_questions(path: Path) -> list[SearchQuestion]:
     """Return the questions of a file, a JSON object with `question` and `answers` in each line. Raises `Refused`."""
-    return _read(path, SearchQuestion)
+    return read_json_lines(path, "question", _decoded(SearchQuestion), bytes_max=FILE_BYTES_MAX)
 
 
 def _rows() -> Iterator[tuple[str, str, str, str, str]]:
@@ -112,20 +112,5 @@ def _documents(country: str, capital: str, currency: str, language: str, river: 
     yield SearchDocument(capital, f"{capital} is the capital of {country}. The river {river} flows through {capital}.")
 
 
-def _read(path: Path, kind: type[KindT]) -> list[KindT]:
-    try:
-        if path.stat().st_size > FILE_BYTES_MAX:
-            raise Refused(Code.TOO_LARGE, f"{path} has over {FILE_BYTES_MAX >> 20} MiB, which is more than is indexed")
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise Refused(Code.BAD_CONFIG, f"{path} cannot be read: {in_one_line(error)}") from error
-    found = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                found.append(msgspec.json.decode(line, type=kind))
-            except msgspec.MsgspecError as error:
-                raise Refused(Code.BAD_CONFIG, f"{path} line {number}: {error}") from error
-    if not found:
-        raise Refused(Code.BAD_CONFIG, f"{path} is empty: it takes a JSON object in each line")
-    return found
+def _decoded(kind: type[KindT]) -> Callable[[str, int], KindT]:
+    return lambda line, number: msgspec.json.decode(line, type=kind)
