@@ -434,6 +434,28 @@ async def test_a_function_makes_a_world_in_the_thread_in_which_its_methods_run()
     assert not set(threading.enumerate()) - before
 
 
+@pytest.mark.parametrize("is_plain", [True, False])
+async def test_what_a_function_makes_after_its_time_is_closed(is_plain: bool) -> None:
+    release, closed = threading.Event(), threading.Event()
+
+    class Late(Counter):
+        def close(self) -> None:
+            closed.set()
+
+    class LateOther(Other):
+        async def close(self) -> None:
+            closed.set()
+
+    def late() -> object:
+        release.wait()
+        return Late() if is_plain else LateOther()
+
+    result = await played(ScriptedModel(), late, setup_s=0.05)
+    assert result.status == RolloutStatus.ABORTED
+    release.set()
+    assert await asyncio.to_thread(closed.wait, PATIENCE_S)
+
+
 async def test_a_function_that_hangs_while_it_makes_an_environment_is_given_up() -> None:
     release = threading.Event()
 

@@ -24,10 +24,9 @@ from bombus.environments.kinds import (
     ToolSchema,
     Transcript,
 )
-from bombus.environments.plain.description import WrongClass, describe
+from bombus.environments.plain.description import describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.play import Play, RewardedCall
-from bombus.environments.plain.world_thread import WorldThread
 from bombus.errors import BombusError, in_one_line, with_place, without_surrogates
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained_here
@@ -245,10 +244,11 @@ class Rollout:
         make: Any = self._make
         if inspect.isclass(make) and not _is_environment(make):
             return PlainEnvironment(make)
-        making = contained_here(make()) if inspect.iscoroutinefunction(make) else _made_in_a_thread(make)
+        if not inspect.iscoroutinefunction(make):
+            return await _within(self.budgets.setup_s, _made_in_a_thread(make), "making the environment")
         try:
-            found: Any = await _within(self.budgets.setup_s, making, "making the environment")
-        except (InfraError, WrongClass):
+            found: Any = await _within(self.budgets.setup_s, contained_here(make()), "making the environment")
+        except InfraError:
             raise
         except Exception as error:  # the function's own code: whatever it raises, there is no world
             raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
@@ -407,17 +407,20 @@ def tools_of_task(task: Task) -> list[ToolSchema]:
         ) from error
 
 
-async def _made_in_a_thread(make: Callable[[], Any]) -> Any:
-    """Return what a function makes. The methods of a plain class run in the thread in which it was made."""
+async def _made_in_a_thread(make: Callable[[], Any]) -> AgentEnvironment:
+    """Return the environment that a function makes. Methods of a plain class run in the thread in which it was made.
+
+    What is made after its time is closed. Raises `InfraError`, `WrongClass`.
+    """
     async with AsyncExitStack() as stack:
-        thread = WorldThread("make")
-        stack.push_async_callback(thread.close)
-        found = await contained_here(thread.run(make))
-        if _is_environment(found):
-            return found
-        world = PlainEnvironment(found, thread)
+        environment = PlainEnvironment(lambda: make())
+        stack.push_async_callback(environment.close)
+        if _is_environment(await environment.world.instance()):
+            found: Any = await environment.world.give_away()
+            return found  # type: ignore[no-any-return]
+        await environment.world.make()
         stack.pop_all()
-        return world
+        return environment
 
 
 def _is_environment(made: object) -> bool:

@@ -187,11 +187,12 @@ def test_its_folders_are_its_own_and_it_has_no_powers_over_the_machine(tmp_path:
     said = in_sandbox(
         tmp_path,
         "[environment]\nworkdir = '/work dir/a'",
-        'pwd; touch here "$HOME/b" /tmp/c; echo "$HOME"; grep CapEff /proc/self/status; ls /dev/sd* || true',
+        'pwd; touch here "$HOME/b" /tmp/c; echo "$HOME"; grep -h "CapEff\\|NoNewPrivs" /proc/self/status; '
+        "ls /dev/sd* || true",
     )
-    workdir, home, powers = said.splitlines()
+    workdir, home, powers, no_more = said.splitlines()
     assert (workdir, home) == ("/work dir/a", str(tmp_path / "run/0/home"))
-    assert powers.split()[1] == "0" * 16
+    assert (powers.split()[1], no_more.split()[1]) == ("0" * 16, "1")
     run = tmp_path / "run/0"
     assert all(path.exists() for path in (run / "copy/environment/here", run / "home/b", run / "tmp/c"))
 

@@ -46,11 +46,8 @@ class PlainWorld:
     has, the world is lost, since nothing can stop it.
     """
 
-    def __init__(self, made: object, thread: WorldThread | None = None) -> None:
-        """`made` is an instance, a class, or a function that makes an instance. Raises `WrongClass`.
-
-        `thread` is the one in which an instance was made, where its methods are to run too.
-        """
+    def __init__(self, made: object) -> None:
+        """`made` is an instance, a class, or a function that makes an instance. Raises `WrongClass`."""
         is_made = not (inspect.isclass(made) or inspect.isroutine(made) or isinstance(made, partial))
         self._instance: object | None = made if is_made else None
         self._make: Callable[[], object] | None = None if is_made else made  # type: ignore[assignment]
@@ -60,7 +57,7 @@ class PlainWorld:
         self._lost = ""
         self._closed = False
         self._used = asyncio.Lock()
-        self._idle: list[WorldThread] = [] if thread is None else [thread]
+        self._idle: list[WorldThread] = []
         self._stuck: list[WorldThread] = []
 
     @property
@@ -75,15 +72,26 @@ class PlainWorld:
 
     async def make(self) -> None:
         """Make the instance, unless it is there. Raises `ResetFailed`, `WrongClass`."""
+        made = await self.instance()
+        self._description = self._description or describe(type(made), is_made=True)
+
+    async def instance(self) -> object:
+        """Return the instance, which is made unless it is there. Raises `ResetFailed`."""
         if self._instance is None:
             assert self._make is not None
             try:
-                made = await contained_here(self._in_a_thread(partial(self._keep_made, self._make)))
+                await contained_here(self._in_a_thread(partial(self._keep_made, self._make)))
             except InfraError:
                 raise
             except Exception as error:  # the class's own code: whatever it raises, there is no world
                 raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
-            self._description = self._description or describe(type(made), is_made=True)
+        return self._instance
+
+    async def give_away(self) -> object:
+        """Return the instance to whoever will close it, and end the threads."""
+        made, self._instance = self._instance, None
+        await self.close()
+        return made
 
     def _keep_made(self, make: Callable[[], object]) -> object:
         """Make the instance in its thread, where it is kept to be closed although nobody may wait for it any more."""
@@ -203,8 +211,8 @@ class PlainWorld:
 class PlainEnvironment:
     """A plain class as an environment: `PlainEnvironment(World)`, of an instance, or of a function that makes one."""
 
-    def __init__(self, made: object, thread: WorldThread | None = None) -> None:
-        self.world = PlainWorld(made, thread)
+    def __init__(self, made: object) -> None:
+        self.world = PlainWorld(made)
         self._task = Task()
 
     @property
