@@ -45,10 +45,11 @@ async def test_a_rollout_is_played_from_the_command_line(served: GatewayHive, tm
     words = ["--server-url", served.base_url, "--hf-checkpoint", str(tmp_path), "--prompt-data", "train.jsonl"]
     words += ["--input-key", "prompt", "--label-key", "answer", "--rollout-batch-size", "1"]
     words += ["--n-samples-per-prompt", "2", "--reward-key", "score"]
-    words += ["--custom-generate-function-path", f"{HOOKS}:generate", "--custom-rm-path", f"{HOOKS}:reward_func"]
+    words += ["--custom-generate-function-path", f"{HOOKS}:generate"]
+    words += ["--custom-rm-path", f"{HOOKS}:reward_where_many_files_are_allowed"]
     words += ["--rollout-max-response-len", "100", "--save-debug-rollout-data", "{rollout_id}.pt"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bombus", "slime", *words),
+        *("sh", "-c", 'ulimit -S -n 256; exec "$@"', "sh", sys.executable, "-m", "bombus", "slime", *words),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=tmp_path,

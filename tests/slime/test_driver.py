@@ -228,9 +228,10 @@ async def test_a_group_that_is_too_small_once_samples_are_removed_is_dropped_and
     path = f"{HOOKS}:{'removes_the_first' if 'filter' in option else 'generate_and_remove_every_other'}"
     options = options_of(served, model, tmp_path, num_rollout=9, **{option: path})
     why = r"8 groups in a row were lost.*1 samples are left after 1 were removed, and the engine trains groups of 2"
-    with pytest.raises(BombusError, match=why):
-        await played(options)
-    await served.until(lambda engine: not engine.open)
+    async with driving(options) as driver:
+        with pytest.raises(BombusError, match=why):
+            await asyncio.wait_for(driver.run(), 60)
+        await served.until(lambda engine: not engine.open)
     assert not served.engine.pool, "nothing waits there for a group that will never be full"
 
 
@@ -268,9 +269,9 @@ async def test_rewards_that_the_hive_refuses_lose_the_group_and_not_the_run(
 ) -> None:
     served.replica.otherwise = says(ANSWER)
     path = f"{HOOKS}:two_chats_with_their_own_rewards_at_first"
-    (report,) = await played(options_of(served, model, tmp_path, custom_generate_function_path=path))
-    assert (report.kept, report.lost) == (1, {"BadReward": 1})
-    await served.until(lambda engine: len(engine.pool) == 2 and not engine.open)
+    options = options_of(served, model, tmp_path, custom_generate_function_path=path)
+    report = await played_with_nothing_left_open(served, options)
+    assert (report.kept, report.lost, len(served.engine.pool)) == (1, {"BadReward": 1}, 2)
 
 
 async def test_a_group_of_which_an_episode_is_over_is_lost_whole(

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import resource
 import signal
 
 from bombus.config.flags import add_settings_arguments, settings_from
@@ -24,6 +25,7 @@ from bombus.tasks.search.index import LocalIndex
 from bombus.terminal import complain, say
 
 TERMINATED = 143  # as a shell reports a program that SIGTERM has ended
+FILES_MAX = 65_536  # a running sample has four: its port, and a connection to it and to the hive
 EPILOG = """\
 example:
   bombus slime --prompt-data train.jsonl --input-key prompt --label-key answer --hf-checkpoint models/qwen \\
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     options = settings_from(SlimeOptions, arguments)
+    _allow_files()
     try:
         return asyncio.run(play(options))
     except Refused:
@@ -51,6 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     except asyncio.CancelledError:
         return TERMINATED
+
+
+def _allow_files() -> None:
+    """Allow this process the files that the system lets it have, often 1,024 before: it would wait without a word."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def play(options: SlimeOptions) -> int:

@@ -1,6 +1,7 @@
 """A hook file in the shape of slime's examples: turns of search and answer, tokens and logprobs kept by hand."""
 
 import asyncio
+import resource
 
 from slime.rollout.sglang_rollout import GenerateState
 from slime.rollout.sglang_rollout import generate as generate_once
@@ -50,6 +51,11 @@ async def reward_func(args, sample, **kwargs):
     if not isinstance(sample, Sample):
         raise TypeError("not a Sample")
     return {"score": 1.0 if f"<answer>{sample.label}</answer>" in sample.response else 0.0}
+
+
+async def reward_where_many_files_are_allowed(args, sample, **kwargs):
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    return await reward_func(args, sample)
 
 
 async def generate_and_give_up(args, sample, sampling_params):
