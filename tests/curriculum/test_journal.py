@@ -93,6 +93,38 @@ def test_one_program_at_a_time_writes_a_file(tmp_path: Path) -> None:
     Curriculum(PLAN, tmp_path / "c.jsonl").close()
 
 
+FORKS = """
+import os, sys
+from bombus.curriculum.curriculum import Curriculum
+from bombus.curriculum.plan import CurriculumPlan, CurriculumTier
+from bombus.errors import Refused
+with Curriculum(CurriculumPlan(tiers=(CurriculumTier(name="warmup", tasks=("a",)),)), sys.argv[1]) as curriculum:
+    child = os.fork()
+    if not child:
+        try:
+            curriculum.record_result("a", True, 1.0)
+        except Refused as error:
+            print(error, curriculum.progress.results, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    curriculum.record_result("a", True, 1.0)
+"""
+
+
+def test_a_forked_program_does_not_write_the_file_of_the_one_that_forked_it(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    said = subprocess.run([sys.executable, "-c", FORKS, str(path)], check=True, capture_output=True, text=True).stdout
+    assert "was opened by the program that forked this one: record results there 0" in said
+    with Curriculum(PLAN, path) as curriculum:
+        assert curriculum.progress.results == 1
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "c.jsonl")
+    with pytest.raises(Refused, match="is not a regular file"):
+        Curriculum(PLAN, tmp_path / "c.jsonl")
+
+
 @pytest.mark.parametrize("line", [b"not json\n", b'{"type":"result.recorded"}\n', b'[{"type":"unknown"}]\n', b"\n"])
 def test_a_broken_line_in_the_middle_is_told_and_nothing_is_thrown_away(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "c.jsonl"

@@ -4,6 +4,7 @@ that line alone: it was never acknowledged.
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ class CurriculumJournal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._process = os.getpid()
         private_folder(path.parent)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -40,9 +42,13 @@ class CurriculumJournal:
             raise
 
     def append(self, events: list[AnyCurriculumEvent]) -> None:
-        """Write the events of one decision, all or none of them. Raises `JournalFull` or `OSError`."""
+        """Write the events of one decision, all or none of them. Raises `JournalFull`, `Refused` or `OSError`."""
         if self._file < 0:
             raise ValueError(f"{self.path} is closed")
+        if os.getpid() != self._process:  # which a lock does not tell apart
+            raise Refused(
+                Code.NOT_ACTIVE, f"{self.path} was opened by the program that forked this one: record results there"
+            )
         line = msgspec.json.encode(events) + b"\n"
         if self._bytes + len(line) > JOURNAL_BYTES_MAX:
             raise JournalFull(f"{self.path} has {self._bytes} bytes, and no more than 1 GiB is read: begin another one")
@@ -71,7 +77,10 @@ class CurriculumJournal:
 
     def _read(self) -> tuple[list[AnyCurriculumEvent], int]:
         """Return the events, and how many bytes their lines have. What comes after the last line break was cut off."""
-        size = os.fstat(self._file).st_size
+        found = os.fstat(self._file)
+        if not stat.S_ISREG(found.st_mode):
+            raise Refused(Code.BAD_CONFIG, f"{self.path} is not a regular file, which a curriculum is kept in")
+        size = found.st_size
         if size > JOURNAL_BYTES_MAX:
             raise Refused(Code.TOO_LARGE, f"{self.path} has {size} bytes: a curriculum's file has at most 1 GiB")
         events: list[AnyCurriculumEvent] = []

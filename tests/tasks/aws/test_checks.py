@@ -69,6 +69,8 @@ READS = (attached("reporter"), f"iam detach-role-policy --role-name reporter --p
 PROTECTED = (blocked("contracts"), versioned("contracts"))
 HOST = "ssm put-parameter --name /prod/db/host --value db7.prod.internal --overwrite --type "
 FAN_OUT = ("sns create-topic --name orders", "sqs create-queue --queue-name billing")
+CORS = '{"CORSRules":[{"AllowedMethods":["GET"],"AllowedOrigins":["*"]}]}'
+AES = '{"Rules":[{"ApplyServerSideEncryptionByDefault":{"SSEAlgorithm":"AES256"}}]}'
 REPORTS = "sns create-topic --name reports"
 NIGHTLY = "events put-rule --name nightly --schedule-expression"
 WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -174,12 +176,19 @@ WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
         (*PROTECTED, blocked("web-assets"), blocked("invoices")),
         (*PROTECTED, versioned("invoices")),
         (*PROTECTED, "s3api delete-bucket-tagging --bucket web-assets"),
+        (*PROTECTED, "s3api put-object --bucket invoices --key x"),
+        (*PROTECTED, f"s3api put-bucket-cors --bucket web-assets --cors-configuration '{CORS}'"),
+        (*PROTECTED, f"s3api put-bucket-encryption --bucket invoices --server-side-encryption-configuration '{AES}'"),
         (blocked("invoices"), versioned("invoices")),
     ),
     "lost-messages": (
         (render("VisibilityTimeout=360"),),
         (render("VisibilityTimeout=300,MessageRetentionPeriod=1209600"),),
         (render("VisibilityTimeout=360,MessageRetentionPeriod=1209600,DelaySeconds=60"),),
+        (
+            "sqs delete-queue --queue-url {endpoint}/000000000000/render",
+            "sqs create-queue --queue-name render --attributes VisibilityTimeout=360,MessageRetentionPeriod=1209600",
+        ),
     ),
     "wrong-setting": (
         (f"{HOST} SecureString",),

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,9 +14,11 @@ pytest.importorskip("ministack")
 pytest.importorskip("awscli")
 
 from bombus.environments.backends.process import SimulatorProcess, ministack
+from bombus.environments.backends.shell import NAMESPACES
 from bombus.environments.kinds import EnvironmentLost
 from bombus.tasks.aws.commands import words_of_command
 from bombus.tasks.aws.console import AwsConsole, CommandKilled
+from bombus.tasks.aws.worker import MEMORY_BYTES_MAX
 
 
 @pytest.fixture
@@ -35,8 +39,9 @@ async def console(simulator: SimulatorProcess) -> AsyncIterator[AwsConsole]:
 
 @pytest.fixture
 def isolated(console: AwsConsole) -> AwsConsole:
-    if not console.is_isolated:
+    if sys.platform != "linux" or subprocess.run(["unshare", *NAMESPACES, "true"], check=False).returncode:
         pytest.skip("this kernel allows no namespaces")
+    assert console.is_isolated
     return console
 
 
@@ -86,9 +91,10 @@ async def test_a_closed_console_carries_out_nothing_and_starts_nothing(simulator
     starting = asyncio.create_task(console.start())
     await asyncio.sleep(0)
     await console.close()
-    for each in (starting, console.run(["s3", "ls"]), console.start()):
-        with pytest.raises(EnvironmentLost, match="is closed"):
-            await each
+    with pytest.raises(EnvironmentLost, match="is closed"):
+        await starting
+    with pytest.raises(EnvironmentLost, match="is closed"):
+        await console.run(["s3", "ls"])
     assert console.pid is None
 
 
@@ -179,6 +185,31 @@ async def test_files_of_this_machine_are_not_there(isolated: AwsConsole, tmp_pat
     for target in (str(written), "/usr/x", "/bombus/x", sys.prefix + "/x"):
         assert (await isolated.run(["s3", "cp", "s3://logs/x", target]))[0] != 0
     assert not written.exists()
+
+
+async def test_its_process_has_no_power_over_the_kernel_and_limits(isolated: AwsConsole) -> None:
+    assert (await isolated.run(["s3", "ls"]))[0] == 0, "by now it is the program itself"
+    inside = Path(f"/proc/{Path(f'/proc/{isolated.pid}/task/{isolated.pid}/children').read_text().strip()}")
+    mounts = [line.split() for line in (inside / "mountinfo").read_text().splitlines()]
+    assert {fields[4]: "ro" in fields[5].split(",") for fields in mounts if fields[4] in ("/", "/proc", "/usr")} == {
+        "/": True, "/proc": True, "/usr": True,
+    }  # fmt: skip
+    status = dict(line.split(":", 1) for line in (inside / "status").read_text().splitlines())
+    assert {name: int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {
+        "CapInh": 0, "CapPrm": 0, "CapEff": 0, "CapBnd": 0, "CapAmb": 0,
+    }  # fmt: skip
+    assert status["NoNewPrivs"].strip() == "1"
+    limits = {line[:26].strip(): line[26:].split()[0] for line in (inside / "limits").read_text().splitlines()}
+    assert (limits["Max address space"], limits["Max core file size"]) == (str(MEMORY_BYTES_MAX), "0")
+
+
+async def test_nothing_of_a_closed_console_stays_open(simulator: SimulatorProcess) -> None:
+    open_before = len(os.listdir("/dev/fd"))
+    for _ in range(3):
+        console = AwsConsole(simulator.address)
+        assert (await console.run(["s3", "ls"]))[0] == 0
+        await console.close()
+    assert len(os.listdir("/dev/fd")) <= open_before + 1  # that of the event loop's children, perhaps
 
 
 async def test_another_simulator_and_servers_of_this_machine_cannot_be_reached(

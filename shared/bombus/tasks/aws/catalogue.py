@@ -68,6 +68,10 @@ _TRUST = (
     '"Action":"sts:AssumeRole"}]}\''
 )
 _QUEUE = "{endpoint}/000000000000/"
+_MESSAGES = (  # those that somebody has received, too
+    "sum([to_number(Attributes.ApproximateNumberOfMessages),"
+    "to_number(Attributes.ApproximateNumberOfMessagesNotVisible)])"
+)
 _TOPIC = "arn:aws:sns:us-east-1:000000000000:"
 _QUEUE_ARN = "arn:aws:sqs:us-east-1:000000000000:"
 _BLOCK = "BlockPublicAcls=true,IgnorePublicAcls=true,BlockPublicPolicy=true,RestrictPublicBuckets=true"
@@ -356,8 +360,16 @@ TASKS = (
             *(
                 f"s3api get-{what} --bucket {name}"
                 for name in ("web-assets", "invoices")
-                for what in ("bucket-tagging", "bucket-versioning", "public-access-block", "bucket-policy")
+                for what in (
+                    "bucket-tagging",
+                    "bucket-versioning",
+                    "public-access-block",
+                    "bucket-policy",
+                    "bucket-cors",
+                    "bucket-encryption",
+                )
             ),
+            *(f"s3api list-objects-v2 --bucket {name} --query Contents[].Key" for name in ("web-assets", "invoices")),
         ),
     ),
     AwsTask(
@@ -367,7 +379,10 @@ TASKS = (
             "Workers take up to 5 minutes for a message of the SQS queue render, which is given to another worker "
             "after 30 seconds. Set its visibility timeout to 360 seconds, and have it keep messages for 14 days."
         ),
-        before=("sqs create-queue --queue-name render --attributes VisibilityTimeout=30",),
+        before=(
+            "sqs create-queue --queue-name render --attributes VisibilityTimeout=30",
+            f"sqs send-message --queue-url {_QUEUE}render --message-body frame-1",
+        ),
         gold=(
             f"sqs set-queue-attributes --queue-url {_QUEUE}render --attributes "
             "VisibilityTimeout=360,MessageRetentionPeriod=1209600",
@@ -381,6 +396,7 @@ TASKS = (
         ),
         unchanged=(
             "sqs list-queues",
+            f'sqs get-queue-attributes --queue-url {_QUEUE}render --attribute-names All --query "{_MESSAGES}"',
             f"sqs get-queue-attributes --queue-url {_QUEUE}render --attribute-names All --query "
             "Attributes.[DelaySeconds,MaximumMessageSize,ReceiveMessageWaitTimeSeconds,RedrivePolicy,Policy]",
         ),

@@ -116,7 +116,8 @@ class AwsConsole:
         """End the process. Closing again does nothing."""
         self._is_closed = True
         await self._end()
-        await asyncio.to_thread(self._folder.cleanup)
+        async with self._one:  # what was starting, or waited for an answer, has noticed
+            await asyncio.to_thread(self._folder.cleanup)
 
     async def _end(self) -> None:
         process, self._process = self._process, None
