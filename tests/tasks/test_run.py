@@ -1,5 +1,6 @@
 """`bombus run` and `bombus tasks`, as they are typed, against a server with a scripted model."""
 
+import asyncio
 import json
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bombus.bus import Bus
 from bombus.cli import main
 from bombus.environments.chat_model import NoModelAnswer
 from bombus.environments.rollout import Rollout
@@ -19,6 +21,7 @@ from bombus.tasks.kinds import TaskDraw
 from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, EpisodeScore, ServerFailed, ServerPatience, TaskRun
 from bombus.tasks.reasoning import FLAWS, ReasoningPuzzle
 from bombus.tasks.registry import open_tasks
+from tests.gateway.openai_hive import gateway_hive
 from tests.tasks.model_server import Conversation, model_server
 
 LEGS = "reasoning_gym:leg_counting"
@@ -213,6 +216,14 @@ def test_a_run_that_is_interrupted_shows_what_there_is_and_leaves_whole_lines(
     assert len([json.loads(line) for line in out.read_text().splitlines()]) == 3
 
 
+async def test_a_hive_is_told_from_a_server_whose_model_answers_anybody(bus: Bus) -> None:
+    async with gateway_hive(bus) as served:
+        command = [sys.executable, "-m", "bombus", "run", "--task", "search", "--engine", served.base_url, "-n", "1"]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.endswith("is a hive, whose model answers in episodes alone: `bombus eval` plays them\n")
+
+
 def test_the_listing_has_every_family_and_marks_what_is_flawed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks"]) == 0
     printed = capsys.readouterr().out
@@ -222,6 +233,9 @@ def test_the_listing_has_every_family_and_marks_what_is_flawed(capsys: pytest.Ca
     assert LEGS in lines
     assert "reasoning_gym:rush_hour  (its own gold answers score 0)" in lines
     assert "reasoning_gym:game_of_life_halting  (its verifier takes any answer for True)" in lines
+    assert main(["tasks", "search"]) == 0
+    options = capsys.readouterr().out.splitlines()[-1]
+    assert options.startswith("--set NAME=VALUE of `bombus run`: documents, format_score, max_turns, questions, ")
     assert main(["tasks", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed[0]["family"] == "reasoning_gym"

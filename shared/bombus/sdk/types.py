@@ -12,8 +12,11 @@ EpisodeKind = Literal["train", "eval"]
 class Task(BaseModel):
     """One thing for an agent to do. Episodes with the same `task_id` are compared with each other.
 
-    Evaluation is counted by `data_set`, the name of the set that the task is of.
+    Evaluation is counted by `data_set`, the name of the set that the task is of. What there is no field for belongs
+    into `metadata`.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     main_query: str = ""
     init_messages: list[dict[str, Any]] = []
@@ -29,6 +32,8 @@ class WorkflowOutput(BaseModel):
     A call's id is that of the answer, without `chatcmpl-`. Side calls of a harness, which the job does not train unless
     it says so, have none.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     reward: float | list[float] | dict[str, float] | None = None
     is_success: bool | None = None

@@ -5,9 +5,10 @@ import importlib.util
 from argparse import Namespace
 from typing import Any
 
-from bombus.errors import Code, Refused
+from bombus.errors import Code, Refused, in_one_line
 from bombus.slime.http import post
 from bombus.slime.types import SlimeSample
+from bombus.weights.models import SMOLLM2, TINY, resolve_model
 
 
 class GenerateState:
@@ -59,12 +60,20 @@ def sampling_params_of(args: Namespace) -> dict[str, Any]:
 
 
 def load_tokenizer(name_or_path: str, **_: object) -> Any:
-    """Return the tokenizer of a model, as transformers loads it. Code that a model brings is never run."""
+    """Return the tokenizer of a model, as transformers loads it, or of `tiny` and `smollm2`, which come with bombus.
+
+    Code that a model brings is never run. Raises `Refused` where there is none.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise Refused(Code.BAD_CONFIG, "hook files need a tokenizer: pip install transformers")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name_or_path)
+    try:
+        own = name_or_path in (TINY, SMOLLM2)
+        return AutoTokenizer.from_pretrained(resolve_model(name_or_path) if own else name_or_path)
+    except (OSError, ValueError) as error:
+        why = f"the tokenizer of {name_or_path!r} cannot be loaded: give a model's folder, or a name on the hub"
+        raise Refused(Code.BAD_CONFIG, f"{why} ({in_one_line(error)})") from error
 
 
 def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:

@@ -49,7 +49,7 @@ class SlimeOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     server_url: Annotated[str, Flag(metavar="URL")] = Field(
-        default="http://127.0.0.1:8080", description="the address of the hive"
+        default="http://127.0.0.1:10086", description="the address of the hive"
     )
     engine: Annotated[str | None, Flag(metavar="NAME", default="the hive's first")] = Field(
         default=None, description="the engine whose episodes are played"
@@ -147,7 +147,7 @@ class SlimeOptions(BaseModel):
     @classmethod
     def _is_url(cls, given: str) -> str:
         if not given.startswith(("http://", "https://")):
-            raise ValueError(f"{given!r} is not the address of a hive, such as http://127.0.0.1:8080")
+            raise ValueError(f"{given!r} is not the address of a hive, such as http://127.0.0.1:10086")
         return given
 
     @field_validator("apply_chat_template_kwargs")

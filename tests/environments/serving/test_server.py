@@ -42,6 +42,12 @@ async def test_the_step_that_ends_an_episode_has_its_reward_and_no_step_follows_
         assert (ended.done, ended.reward) == (True, 0.0)
 
 
+async def test_a_task_of_another_release_is_played_without_the_fields_that_are_not_known_here() -> None:
+    async with served() as (_, url), await EnvSession.open(url) as session:
+        opened = await session.reset({"task": {**TASK["task"], "field_of_another_release": 1}})
+        assert opened.observation["messages"] == [{"role": "user", "content": "count for three"}]
+
+
 async def test_one_too_many_is_refused_at_the_handshake() -> None:
     async with served() as (server, url), await EnvSession.open(url):
         with pytest.raises(EnvironmentsBusy, match=r"503: Environment pool exhausted: all 1 slots are taken"):

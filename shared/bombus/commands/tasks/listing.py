@@ -55,6 +55,8 @@ def _list_names(family: TaskFamily) -> int:
         say(f"{family.name}: {family.about}")
     for name in names:
         say(f"{family.name}:{name.name}" + (f"  ({name.flaw})" if name.flaw else ""))
+    if family.options:
+        say(f"--set NAME=VALUE of `bombus run`: {', '.join(sorted(family.options))}")
     return 0
 
 

@@ -60,7 +60,7 @@ class PlayOptions(BaseModel):
     @classmethod
     def _is_url(cls, given: str) -> str:
         if not given.startswith(("http://", "https://")):
-            raise ValueError(f"--engine {given!r} is not the address of a server, such as http://127.0.0.1:8000/v1")
+            raise ValueError("it is not the address of a server, such as http://127.0.0.1:8000/v1")
         return given
 
     def options_for(self, name: str) -> dict[str, str]:

@@ -29,6 +29,8 @@ TERMINATED = 143  # as a shell reports a program that SIGTERM has ended
 ASK_S = 30.0  # for the list of models
 KEY_VARIABLE = "OPENAI_API_KEY"
 NO_KEY = "none"  # for servers that want no key; an empty header would be malformed
+HIVE = "bombus"  # the owner of the models that a hive lists
+EPISODE_KEY = "sk-bombus-"
 EPILOG = """\
 example:
   bombus run --task reasoning_gym:leg_counting --engine http://127.0.0.1:8000/v1 -n 8
@@ -160,6 +162,7 @@ def _key() -> str:
 
 class _Model(msgspec.Struct):
     id: str
+    owned_by: str = ""
 
 
 class _Models(msgspec.Struct):
@@ -184,4 +187,6 @@ async def _first_model(base_url: str) -> str:
         raise BombusError(f"{base_url}/models is not a list of models: name one with --model") from error
     if not models:
         raise BombusError(f"{base_url} serves no model: name one with --model")
+    if models[0].owned_by == HIVE and not _key().startswith(EPISODE_KEY):
+        raise BombusError(f"{base_url} is a hive, whose model answers in episodes alone: `bombus eval` plays them")
     return models[0].id

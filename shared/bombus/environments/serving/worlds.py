@@ -251,7 +251,7 @@ def task_of(data: dict[str, Any]) -> Task:
     given = data.get("task", {})
     if not isinstance(given, dict):
         raise BadRequestMessage("the field task of a reset is an object with the fields of a Task")
-    task = Task.model_validate(given)
+    task = Task.model_validate({name: given[name] for name in Task.model_fields if name in given})  # of any release
     rest = {name: value for name, value in data.items() if name != "task"}
     return task.model_copy(update={"metadata": {**rest, **task.metadata}})
 
