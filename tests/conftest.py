@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import importlib.util
 import itertools
 import os
 import signal
@@ -35,6 +36,13 @@ LONGEST = [
     "test_installing",
 ]
 _numbers = itertools.count(1)
+
+if importlib.util.find_spec("hypothesis") is not None:  # the environments of others' clients do without
+    from hypothesis import HealthCheck, settings
+
+    # Other programs may need the machine at the same time: no example is wrong because it took long.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Read by torch when it is first imported. Several workers with a thread for each core would wait for each other.

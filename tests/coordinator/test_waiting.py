@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bombus.errors import Refused
@@ -58,7 +58,6 @@ def claim(name: str, client: str = "a", kind: EpisodeType = EpisodeType.TRAIN, a
     return Claim(id=f"id-{name}", claim=name, client=client, type=kind, first_asked_ns=asked_ns, **more)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_it_does_what_a_plain_queue_does(data: st.DataObject) -> None:
     queue, plain, now_ns = Queue(), Plain(), 100

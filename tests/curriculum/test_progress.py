@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bombus.curriculum.choosing import choose, open_tasks, priority
@@ -21,7 +21,6 @@ from bombus.curriculum.progress import GROUPS_REMEMBERED, CurriculumProgress, de
 from bombus.errors import Code, Refused
 from bombus.sdk.types import Task
 
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 TWO_TIERS = CurriculumPlan(
     tiers=(
         CurriculumTier(name="warmup", tasks=("a", "b"), rules=TierRules(results_min=5, rate_min=0.6)),
@@ -59,7 +58,6 @@ def test_a_rate_weighs_each_result_085_times_the_one_after_it(results: list[bool
     assert decayed_rate(results, 0.85) == pytest.approx(rate, abs=1e-12)
 
 
-@UNHURRIED
 @given(st.lists(st.booleans(), max_size=20), st.floats(0.01, 1.0))
 def test_a_rate_is_a_share_and_rises_with_a_success(results: list[bool], decay: float) -> None:
     rate = decayed_rate(results, decay)
@@ -260,7 +258,6 @@ def test_a_plan_is_made_of_the_tiers_that_tasks_name() -> None:
 RESULTS = st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=120)
 
 
-@UNHURRIED
 @given(RESULTS)
 def test_a_fold_of_the_events_is_the_same_progress(results: list[tuple[str, bool]]) -> None:
     progress, events = CurriculumProgress(TWO_TIERS), []
@@ -274,7 +271,6 @@ def test_a_fold_of_the_events_is_the_same_progress(results: list[tuple[str, bool
     assert not results or again.tier_index >= tier_before
 
 
-@UNHURRIED
 @given(RESULTS, st.integers(0, 3), st.sets(st.sampled_from("abcd")))
 def test_what_is_chosen_is_open_free_and_has_the_highest_priority(
     results: list[tuple[str, bool]], seed: int, taken: set[str]
@@ -288,7 +284,6 @@ def test_what_is_chosen_is_open_free_and_has_the_highest_priority(
         assert priority(chosen, progress) == max(priority(task, progress) for task in free)
 
 
-@UNHURRIED
 @given(RESULTS)
 def test_tiers_are_only_ever_reached_in_order_and_graduated_tasks_have_a_review(
     results: list[tuple[str, bool]],

@@ -308,7 +308,7 @@ def play(steps: Any, call: Callable[[list[ChatMessage], list[int], ChatMessage],
 
 
 @given(moves)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_whatever_a_harness_does_prompts_are_rebuilt_exactly_from_the_records(steps: Any) -> None:
     episode = Episode()
 
@@ -327,7 +327,7 @@ def test_whatever_a_harness_does_prompts_are_rebuilt_exactly_from_the_records(st
 
 
 @given(moves)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_what_is_remembered_of_earlier_requests_changes_nothing(steps: Any) -> None:
     remembering, forgetful = Episode(), Episode()
 

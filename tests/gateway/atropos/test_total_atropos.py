@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bombus.errors import Refused
@@ -28,7 +28,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "generate": read_vllm,
     "gzip": lambda body: inflated("gzip", body, 1 << 16),
 }
-BROAD = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+BROAD = settings(max_examples=30)
 
 
 def check(read: Callable[[bytes], object], body: bytes) -> None:

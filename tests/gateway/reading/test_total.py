@@ -80,7 +80,7 @@ def sampled(draw: st.DrawFn) -> tuple[str, str, str, list[str]]:
     return name, draw(st.sampled_from(PROMPT_ENDS)), text, pieces
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(sampled())
 def test_any_text_is_read_and_the_same_however_it_is_cut(case: tuple[str, str, str, list[str]]) -> None:
     name, prompt_end, text, pieces = case

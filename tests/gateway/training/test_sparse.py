@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bombus.errors import Refused
@@ -120,7 +120,6 @@ matrices = st.integers(0, 4).flatmap(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(matrices, st.booleans())
 def test_no_number_is_lost_in_either_form(matrix: tuple[list[list[int]], int], compact: bool) -> None:
     rows, columns = matrix

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bombus.errors import Refused
@@ -52,7 +52,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "generate": read_generate,
     "retrieve": read_retrieve,
 }
-BROAD = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+BROAD = settings(max_examples=40)
 
 
 def check(read: Callable[[bytes], object], body: bytes) -> None:

@@ -70,7 +70,7 @@ lines = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=
 
 
 @given(lines, st.integers(1, 60), st.integers(1, 4), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_term_is_predicted_from_exactly_its_own_prefix(
     given_lines: list[list[int]], bin_tokens: int, shared_tokens_min: int, share: bool
 ) -> None:
@@ -100,7 +100,7 @@ def test_every_term_is_predicted_from_exactly_its_own_prefix(
 
 
 @given(lines, st.integers(1, 60), st.sampled_from(Loss), st.sampled_from(Correction), st.booleans(), st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_shared_bins_loss_is_the_sum_of_its_sequences_losses(
     given_lines: list[list[int]], bin_tokens: int, loss: Loss, correction: Correction, opsm: bool, seed: int
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_shared_bins_loss_is_the_sum_of_its_sequences_losses(
     st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 5)), min_size=1, max_size=12),
     st.one_of(st.none(), st.integers(1, 60)),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_each_query_row_sees_the_window_of_its_path_and_nothing_else(
     shapes: list[tuple[int, int]], window: int | None
 ) -> None:
