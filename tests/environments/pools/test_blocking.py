@@ -19,9 +19,9 @@ PROGRAM = Path(__file__).parent.parent / "serving/programs/forked_pool.py"
 TASK = Task(main_query="three", task_id="t1")
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize(("error", "raised"), [(SystemExit, RuntimeError), (KeyboardInterrupt, KeyboardInterrupt)])
 async def test_what_ends_a_program_is_raised_out_of_a_group_and_does_not_end_the_pool(
-    error: type[BaseException],
+    error: type[BaseException], raised: type[BaseException]
 ) -> None:
     async def exits(task: Task, environment: AgentEnvironment) -> None:
         await environment.open(task)
@@ -30,14 +30,14 @@ async def test_what_ends_a_program_is_raised_out_of_a_group_and_does_not_end_the
     def play(pool: EnvPool) -> str:
         try:
             pool.run_group(TASK, exits)
-        except BaseException as raised:  # a thread of the test's, which must not end by it
-            return type(raised).__name__
+        except BaseException as found:  # a thread of the test's, which must not end by it
+            return type(found).__name__
         return "nothing"
 
     async with served(slots=2) as (server, url):
         with await asyncio.to_thread(EnvPool(url, 2, group_size=2).connect) as pool:
             async with asyncio.timeout(PATIENCE_S):
-                assert await asyncio.to_thread(play, pool) == error.__name__
+                assert await asyncio.to_thread(play, pool) == raised.__name__
                 assert len(await asyncio.to_thread(pool.reset_group, TASK)) == 2
                 await asyncio.to_thread(pool.close)
         await until(lambda: server.counts()["leased"] == 0)

@@ -26,6 +26,7 @@ from bombus.environments.pools.session import EnvSession, SessionSettings, StepR
 from bombus.environments.variables import number_of
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.errors import InfraError
+from bombus.sdk.running import contained
 from bombus.sdk.types import Task
 from bombus.task_groups import first_failure
 
@@ -262,7 +263,8 @@ class AsyncEnvPool:
 
         A rollout whose environment was lost gives its `InfraError` in place of a result, after it was played again in
         another session while any of `retries`, which is for the whole group, is left. Whatever else a rollout raises
-        is raised here as it is, once the others were cancelled.
+        is raised here, once the others were cancelled, and what would end the program, such as a `SystemExit`, as a
+        `RuntimeError`.
         """
         count = self._group_of(n)
         left = retries
@@ -272,7 +274,7 @@ class AsyncEnvPool:
             while True:
                 environment = self.environment()
                 try:
-                    return await rollout(task.model_copy(deep=True), environment)
+                    return await contained(rollout(task.model_copy(deep=True), environment))
                 except InfraError as error:
                     log.warning(
                         "an episode of task %r has no reward, as its environment failed: %s",
@@ -282,11 +284,6 @@ class AsyncEnvPool:
                     if left < 1:
                         return error
                     left -= 1
-                except asyncio.CancelledError as error:
-                    this = asyncio.current_task()
-                    if this is not None and this.cancelling():
-                        raise
-                    raise RuntimeError("a rollout raised CancelledError, which nobody had asked for") from error
                 finally:
                     await environment.close()
 
