@@ -15,11 +15,12 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from bombus import AsyncSwarmClient, Credentials, EpisodesFailed, InfraError, Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
+from bombus.hive.episodes import without_secret
 from bombus.hive.events import AbortReason
 from bombus.hive.inbox import Claim, Touch
 from bombus.hive.state import Phase
 from bombus.host.hive_keys import HiveKeys
-from bombus.sdk import running, transport
+from bombus.sdk import running, threads, transport
 from bombus.sdk.errors import BadRequest, EpisodeGone, NotYourEpisode, OtherOutcome, ServerUnreachable, Unauthorized
 from bombus.sdk.progress import ProgressBar
 from tests.gateway.swarm_hive import PlayedHive, played_hive
@@ -387,6 +388,24 @@ async def test_so_has_one_that_has_caught_a_failed_group_of_tasks_before(
     assert Counter(rewards_of(outputs)) == {None: 1, 1.0: 1}
     assert lost == {"RuntimeError": 1}
     assert not played.engine.open
+
+
+async def test_episodes_that_replace_others_are_known_to_an_interrupted_program_too(
+    url: str, played: PlayedHive
+) -> None:
+    def agent(task: Task, credentials: Credentials) -> float:
+        if credentials.episode == "main-1-1":
+            raise InfraError("the browser crashed")
+        return 1.0
+
+    with SwarmClient(url, verbose=False) as client:
+
+        def run(index: int) -> None:
+            client.run_group(TASK, agent, 2, replace_infra=1)
+
+        agents = threads.AgentThreads([0], run, 1)
+        await asyncio.to_thread(agents.run)
+    assert [without_secret(each) for each in agents.interruption.take_claimed()] == ["main-1-1", "main-1-2", "main-1-3"]
 
 
 class _BrokenEnd(httpx.HTTPTransport):

@@ -454,6 +454,7 @@ class SwarmClient:
             if index not in group.failures:
                 attempt(index)
             while index in group.failures and self._run(group.replace(index)):
+                threads.note_claimed(group.episodes(index))
                 attempt(index)
 
         left: Sequence[int] = range(len(group))

@@ -75,6 +75,10 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         """Return the newest episode in a place."""
         return self._claimed[index]
 
+    def episodes(self, index: int) -> list[str]:
+        """Return the episodes that the newest one in a place has on its engines."""
+        return self._ids(self._claimed[index])
+
     @property
     def keep_every_s(self) -> float:
         """How often to `keep` what is done, so that none of it goes idle."""
