@@ -251,7 +251,8 @@ async def test_p4_a_pool_that_is_given_up_twice_while_it_connects_leaves_no_slot
                 connecting.cancel()
             for _ in range(ticks):
                 await asyncio.sleep(0)
-        await asyncio.wait({connecting})
+        (raised,) = await asyncio.gather(connecting, return_exceptions=True)
+        assert isinstance(raised, EnvironmentLost if how == "closed" else asyncio.CancelledError)
         await until(lambda: server.counts() == {"slots": 3, "leased": 0, "waiting": 0})
 
 
