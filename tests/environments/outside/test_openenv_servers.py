@@ -109,13 +109,19 @@ async def test_a_world_is_played_by_steps_and_is_worth_the_sum_of_its_rewards() 
         environment = RemoteEnvironment(session)
         opening = await environment.open(Task(main_query="count to three"))
         assert opening.messages[0]["content"].startswith("count to three\n\n")
-        assert [tool.name for tool in opening.tools] == ["step"]
+        (tool,) = opening.tools
+        assert tool.name == "step"
+        assert {name: each["type"] for name, each in tool.parameters["properties"].items()} == {
+            "amount": "integer",
+            "nap_s": "number",
+        }
         for _ in range(2):
             outcome = await environment.call(ToolCall(id="c", name="step", arguments='{"amount": 1}'))
             assert not outcome.failed
             assert not await environment.is_over(Transcript())
         wrong = await environment.call(ToolCall(id="c", name="step", arguments='{"amount": "many"}'))
         assert wrong.failed
+        assert wrong.text.startswith("Invalid message; amount: Input should be a valid integer")
         assert (await environment.call(ToolCall(id="c", name="step", arguments="{"))).failed
         await environment.call(ToolCall(id="c", name="step"))
         assert await environment.is_over(Transcript())
@@ -132,8 +138,10 @@ async def test_a_world_with_tools_of_mcp_offers_them() -> None:
         assert (tool.name, tool.description) == ("greet", "Greets somebody by name.")
         assert tool.parameters["properties"] == {"name": {"type": "string"}}
         outcome = await environment.call(ToolCall(id="c", name="greet", arguments='{"name": "Ada"}'))
-        assert "hello Ada" in outcome.text
-        assert not outcome.failed
+        assert (outcome.text, outcome.failed) == ("hello Ada", False)
+        wrong = await environment.call(ToolCall(id="c", name="greet", arguments='{"surname": "Ada"}'))
+        assert wrong.failed
+        assert "surname" in wrong.text
 
 
 async def test_a_group_is_played_at_once(make: MakePool) -> None:

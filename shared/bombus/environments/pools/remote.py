@@ -100,8 +100,8 @@ class RemoteEnvironment:
             found = None
         self._has_tools = bool(found)
         if not isinstance(found, list) or not found:
-            free = {"type": "object", "additionalProperties": True}
-            return [ToolSchema(name=ACTION_TOOL, description="Acts in the environment.", parameters=free)]
+            action = await self.session.action_schema()
+            return [ToolSchema(name=ACTION_TOOL, description="Acts in the environment.", parameters=action)]
         return [
             ToolSchema(
                 name=str(tool.get("name")),
@@ -119,12 +119,30 @@ class RemoteEnvironment:
             raise StepRefused("", f"{call.name} is not a tool: there is {ACTION_TOOL}")
         result = await self.session.step(arguments)
         self._note(result)
+        if self._has_tools:
+            return _seen(result.observation)
         failed = bool(result.observation.get("error"))
         return ToolOutcome(text=msgspec.json.encode(result.observation).decode(), failed=failed)
 
     def _note(self, result: StepResult) -> None:
         self._is_over = result.done
         self._reward += result.reward or 0.0
+
+
+def _seen(observation: dict[str, Any]) -> ToolOutcome:
+    """Return what a model is shown of a tool of MCP: its text, or the whole as JSON where there is more than text."""
+    if error := observation.get("error"):
+        return ToolOutcome(text=str(error.get("message") if isinstance(error, dict) else error), failed=True)
+    result = observation.get("result")
+    parts = result.get("content") if isinstance(result, dict) else None
+    if isinstance(result, dict) and isinstance(parts, list) and parts and all(map(_is_text, parts)):
+        text = "\n".join(str(part.get("text")) for part in parts)
+        return ToolOutcome(text=text, failed=bool(result.get("is_error")))
+    return ToolOutcome(text=msgspec.json.encode(observation).decode())
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
 
 
 def _outcome(result: dict[str, Any]) -> ToolOutcome:

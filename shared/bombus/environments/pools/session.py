@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import json
+import logging
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
+import httpx
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 from websockets.asyncio.client import ClientConnection, connect
@@ -26,7 +28,10 @@ from bombus.environments.openenv.messages import (
 )
 from bombus.errors import FOREIGN_TEXT_MAX, BombusError, Code, Refused, in_one_line
 
+log = logging.getLogger("bombus")
+
 CLOSE_HANDSHAKE_S = 2.0
+DETAILS_MAX = 8
 
 
 class SessionSettings(BaseModel):
@@ -65,6 +70,7 @@ class EnvSession:
         self.name: str = connection.response.headers.get(SESSION_HEADER, "")
         self._connection = connection
         self._lock = asyncio.Lock()
+        self._action: dict[str, Any] | None = None  # the schema of one, once it was asked for
         self._dead = ""
         self._used_s = asyncio.get_running_loop().time()
         self._rpcs = 0
@@ -167,6 +173,21 @@ class EnvSession:
             await self.close()
             raise
 
+    async def action_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of an action that the server's `/schema` has, or one that allows anything."""
+        if self._action is None:
+            headers = {"Authorization": f"Bearer {self.settings.key}"} if self.settings.key else {}
+            try:
+                async with asyncio.timeout(self.settings.connect_s), httpx.AsyncClient(trust_env=False) as http:
+                    answer = await http.get(_page_url(self.url, "schema"), headers=headers)
+                    found = msgspec.json.decode(answer.content, type=dict[str, Any])["action"]
+                self._action = {**found, "properties": {**found["properties"]}}
+                self._action["properties"].pop("metadata", None)  # of OpenEnv's own, for no model
+            except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError) as error:
+                log.info("%s does not say what an action is: %s", self.url, in_one_line(error))
+                self._action = {"type": "object", "additionalProperties": True}
+        return self._action
+
     async def _observe(self, kind: str, data: dict[str, Any]) -> StepResult:
         answer = await self._ask(WireMessage(type=kind, data=data))
         try:
@@ -212,7 +233,7 @@ class EnvSession:
         if code in FATAL:
             self._die(why)
             return EnvironmentsBusy(why) if code == WireError.CAPACITY_REACHED else EnvironmentLost(self._sentence())
-        return StepRefused(code, why)
+        return StepRefused(code, "; ".join((why, *_details(answer.data.get("errors")))))
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
@@ -240,9 +261,27 @@ def socket_url(url: str, wait_s: float) -> str:
     scheme = {"http": "ws", "https": "wss", "": "ws"}.get(parts.scheme, parts.scheme)
     if scheme not in ("ws", "wss") or not parts.hostname:
         raise Refused(Code.MALFORMED, f"{url!r} is not the address of an environment server, as http://host:8000 is")
-    path = parts.path.rstrip("/").removesuffix("/ws")
+    path = _without_socket(parts.path)
     query = urlencode({"wait_s": f"{wait_s:g}"}) if wait_s else ""
     return urlunsplit((scheme, parts.netloc, f"{path}/ws", query, ""))
+
+
+def _details(errors: object) -> list[str]:
+    """Return what is wrong with single fields of a message, which OpenEnv's servers say beside the sentence."""
+    found = [each for each in errors if isinstance(each, dict)] if isinstance(errors, list) else []
+    named = [(".".join(map(str, each.get("loc") or ())), each.get("msg")) for each in found[:DETAILS_MAX]]
+    return [(f"{field}: {why}" if field else str(why))[:FOREIGN_TEXT_MAX] for field, why in named]
+
+
+def _page_url(url: str, page: str) -> str:
+    """Return the address of a page of the server that has a session."""
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    scheme = {"ws": "http", "wss": "https", "": "http"}.get(parts.scheme, parts.scheme)
+    return urlunsplit((scheme, parts.netloc, f"{_without_socket(parts.path)}/{page}", "", ""))
+
+
+def _without_socket(path: str) -> str:
+    return path.rstrip("/").removesuffix("/ws")
 
 
 def _refusal(url: str, status: int, body: bytes) -> BombusError:
