@@ -98,7 +98,8 @@ class EnvSession:
         except InvalidURI as error:
             raise Refused(Code.MALFORMED, f"{url!r} is not the address of a server: {error}") from error
         except (OSError, TimeoutError, InvalidHandshake, EOFError) as error:
-            why = f"no environment server answers at {url} within {limit_s:g} s: {in_one_line(error)}"
+            within = f" within {limit_s:g} s" if isinstance(error, TimeoutError) else ""
+            why = f"no environment server answers at {url}{within}: {in_one_line(error)}"
             raise EnvironmentLost(why) from error
         session = cls(connection, url, settings)
         if not session.is_ours:
