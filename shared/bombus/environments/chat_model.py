@@ -138,7 +138,9 @@ class ChatModel:
         if tools:
             body["tools"] = [tool.as_openai() for tool in tools]
         if max_tokens is not None:
-            body["max_tokens"] = max_tokens
+            body["max_tokens"] = min(
+                max_tokens, body.get("max_tokens", max_tokens)
+            )  # the program's own limit holds too
         headers = {"Content-Type": "application/json"}
         if role:
             headers[ROLE_HEADER] = role

@@ -121,7 +121,7 @@ async def test_a_world_is_played_by_steps_and_is_worth_the_sum_of_its_rewards() 
             assert not await environment.is_over(Transcript())
         wrong = await environment.call(ToolCall(id="c", name="step", arguments='{"amount": "many"}'))
         assert wrong.failed
-        assert "amount: Input should be a valid integer" in wrong.text
+        assert wrong.text.startswith("Invalid message; amount: Input should be a valid integer")
         assert (await environment.call(ToolCall(id="c", name="step", arguments="{"))).failed
         await environment.call(ToolCall(id="c", name="step"))
         assert await environment.is_over(Transcript())
@@ -139,6 +139,9 @@ async def test_a_world_with_tools_of_mcp_offers_them() -> None:
         assert tool.parameters["properties"] == {"name": {"type": "string"}}
         outcome = await environment.call(ToolCall(id="c", name="greet", arguments='{"name": "Ada"}'))
         assert (outcome.text, outcome.failed) == ("hello Ada", False)
+        wrong = await environment.call(ToolCall(id="c", name="greet", arguments='{"surname": "Ada"}'))
+        assert wrong.failed
+        assert "surname" in wrong.text
 
 
 async def test_a_group_is_played_at_once(make: MakePool) -> None:

@@ -222,7 +222,7 @@ async def test_p4_a_pool_that_cannot_connect_leaves_no_slot_and_can_be_tried_aga
 
 
 async def test_p4_the_first_error_is_the_one_that_is_raised(make: MakePool) -> None:
-    with pytest.raises(EnvironmentLost, match=r"no environment server answers at http://127\.0\.0\.1:9"):
+    with pytest.raises(EnvironmentLost, match=r"no environment server answers at http://127\.0\.0\.1:9: "):
         await make("http://127.0.0.1:9", 2, group_size=2).connect()
 
 

@@ -1,10 +1,98 @@
-"""What a model may write as the arguments of a step at an environment server elsewhere."""
+"""A server of OpenEnv's as an environment: what an action is, what is wrong with one, and what tools gave back."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
 
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.http11 import Request, Response
 
-from bombus.environments.kinds import ToolCall
-from bombus.environments.pools.remote import arguments_of
-from bombus.environments.pools.session import StepRefused
+from bombus.environments.kinds import ToolCall, ToolOutcome
+from bombus.environments.pools.remote import RemoteEnvironment, arguments_of
+from bombus.environments.pools.session import EnvSession, StepRefused
+from bombus.sdk.types import Task
+
+MOVE = {"$defs": {"Way": {"enum": ["up", "down"]}}, "type": "object", "required": ["way"], "title": "Move"}
+PROPERTIES = {"way": {"$ref": "#/$defs/Way"}}
+GREET = {"name": "greet", "description": "Greets.", "inputSchema": {"type": "object"}}
+REFUSED = {
+    "message": "Invalid message",
+    "code": "VALIDATION_ERROR",
+    "errors": [{"loc": ["way"], "msg": "Input should be 'up' or 'down'", "type": "enum"}, {"loc": [], "msg": "no"}, 7],
+}
+
+
+@asynccontextmanager
+async def openenv(step: dict[str, Any], schema: str, tools: list[Any]) -> AsyncIterator[RemoteEnvironment]:
+    """Play a server that speaks OpenEnv's wire, and answers each step alike."""
+
+    async def page(connection: ServerConnection, request: Request) -> Response | None:
+        if request.path != "/schema":
+            return None
+        return connection.respond(HTTPStatus.OK, schema)
+
+    async def answer(connection: ServerConnection) -> None:
+        async for text in connection:
+            message = json.loads(text)
+            match message["type"]:
+                case "reset":
+                    said: dict[str, Any] = {"type": "observation", "data": {"observation": {"x": 0}}}
+                case "mcp":
+                    result = {"jsonrpc": "2.0", "id": message["data"]["id"], "result": {"tools": tools}}
+                    said = {"type": "mcp", "data": result}
+                case "step":
+                    said = step
+                case _:
+                    said = {"type": "state", "data": {}}
+            await connection.send(json.dumps(said))
+
+    async with serve(answer, "127.0.0.1", 0, process_request=page) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with await EnvSession.open(f"http://127.0.0.1:{port}/ws") as session:
+            yield RemoteEnvironment(session)
+
+
+async def called(environment: RemoteEnvironment, name: str) -> ToolOutcome:
+    return await environment.call(ToolCall(id="c", name=name, arguments='{"way": "side"}'))
+
+
+async def test_the_one_tool_of_a_world_without_any_takes_what_the_server_says_an_action_is() -> None:
+    properties = {**PROPERTIES, "metadata": {"type": "object"}}
+    schema = json.dumps({"action": {**MOVE, "properties": properties}, "observation": {}})
+    async with openenv({"type": "error", "data": REFUSED}, schema, []) as environment:
+        (tool,) = (await environment.open(Task())).tools
+        assert tool.parameters == {**MOVE, "properties": PROPERTIES}
+        outcome = await called(environment, "step")
+        assert (outcome.failed, outcome.text) == (True, "Invalid message; way: Input should be 'up' or 'down'; no")
+    for unknown in ("no JSON", "[]", '{"action": 1}', '{"action": {}}'):
+        async with openenv({"type": "error", "data": REFUSED}, unknown, []) as environment:
+            (tool,) = (await environment.open(Task())).tools
+            assert tool.parameters == {"type": "object", "additionalProperties": True}
+
+
+async def test_of_a_tool_of_mcp_its_text_is_shown_and_of_other_parts_all_that_there_is() -> None:
+    text, picture = {"type": "text", "text": "hello", "meta": None}, {"type": "image", "data": "aGVsbG8="}
+    for result, shown, failed in (
+        ({"content": [text, text], "is_error": False, "data": "hello"}, "hello\nhello", False),
+        ({"content": [text], "is_error": True}, "hello", True),
+        ({"content": [text, picture]}, '{"result":{"content":[{"type":"text","text":"hello","meta":null},', False),
+        ({"content": []}, '{"result":{"content":[]}}', False),
+        (7, '{"result":7}', False),
+    ):
+        step = {"type": "observation", "data": {"observation": {"result": result}}}
+        async with openenv(step, "", [GREET]) as environment:
+            assert [tool.name for tool in (await environment.open(Task())).tools] == ["greet"]
+            outcome = await called(environment, "greet")
+            assert outcome.text.startswith(shown)
+            assert outcome.failed is failed
+    for error in ({"error_type": "execution_error", "message": "no such name"}, "no such name"):
+        step = {"type": "observation", "data": {"observation": {"result": None, "error": error}}}
+        async with openenv(step, "", [GREET]) as environment:
+            await environment.open(Task())
+            assert await called(environment, "greet") == ToolOutcome(text="no such name", failed=True)
 
 
 def test_the_arguments_of_a_step_are_a_json_object() -> None:

@@ -1,9 +1,7 @@
 """A session at an environment server as an `AgentEnvironment`, which whatever runs an agent can play."""
 
-import logging
-from typing import Any, TypeGuard
+from typing import Any
 
-import httpx
 import msgspec
 
 from bombus.environments.kinds import (
@@ -18,10 +16,7 @@ from bombus.environments.kinds import (
 )
 from bombus.environments.openenv.messages import Rpc, StepResult
 from bombus.environments.pools.session import EnvSession, StepRefused
-from bombus.errors import in_one_line
 from bombus.sdk.types import Task
-
-log = logging.getLogger(__name__)
 
 ACTION_TOOL = "step"  # the one tool of an environment that has none of its own
 
@@ -38,7 +33,6 @@ class RemoteEnvironment:
     def __init__(self, session: EnvSession) -> None:
         self.session = session
         self._has_tools = True
-        self._action: dict[str, Any] | None = None  # the JSON schema of an action, once it was asked for
         self._is_over = False
         self._reward = 0.0
 
@@ -106,9 +100,8 @@ class RemoteEnvironment:
             found = None
         self._has_tools = bool(found)
         if not isinstance(found, list) or not found:
-            if self._action is None:
-                self._action = await _action_of(self.session)
-            return [ToolSchema(name=ACTION_TOOL, description="Acts in the environment.", parameters=self._action)]
+            action = await self.session.action_schema()
+            return [ToolSchema(name=ACTION_TOOL, description="Acts in the environment.", parameters=action)]
         return [
             ToolSchema(
                 name=str(tool.get("name")),
@@ -126,9 +119,8 @@ class RemoteEnvironment:
             raise StepRefused("", f"{call.name} is not a tool: there is {ACTION_TOOL}")
         result = await self.session.step(arguments)
         self._note(result)
-        answered = result.observation.get("result")
-        if self._has_tools and not result.observation.get("error") and _is_text(answered):
-            return _outcome(answered)
+        if self._has_tools:
+            return _seen(result.observation)
         failed = bool(result.observation.get("error"))
         return ToolOutcome(text=msgspec.json.encode(result.observation).decode(), failed=failed)
 
@@ -137,28 +129,25 @@ class RemoteEnvironment:
         self._reward += result.reward or 0.0
 
 
-async def _action_of(session: EnvSession) -> dict[str, Any]:
-    """Return the JSON schema of an action, or that of any object where the server does not say it."""
-    try:
-        answer = await session.get("/schema")
-        action = msgspec.json.decode(answer.raise_for_status().content, type=dict[str, dict[str, Any]])["action"]
-    except (httpx.HTTPError, msgspec.MsgspecError, KeyError) as error:
-        why = in_one_line(error)
-        log.warning("%s does not say what an action is, so that the model is not told it: %s", session.url, why)
-        return {"type": "object", "additionalProperties": True}
-    properties = {name: each for name, each in action.get("properties", {}).items() if name != "metadata"}
-    return {**action, "properties": properties}
+def _seen(observation: dict[str, Any]) -> ToolOutcome:
+    """Return what a model is shown of a tool of MCP: its text, or the whole as JSON where there is more than text."""
+    if error := observation.get("error"):
+        return ToolOutcome(text=str(error.get("message") if isinstance(error, dict) else error), failed=True)
+    result = observation.get("result")
+    parts = result.get("content") if isinstance(result, dict) else None
+    if isinstance(result, dict) and isinstance(parts, list) and parts and all(map(_is_text, parts)):
+        text = "\n".join(str(part.get("text")) for part in parts)
+        return ToolOutcome(text=text, failed=bool(result.get("is_error")))
+    return ToolOutcome(text=msgspec.json.encode(observation).decode())
 
 
-def _is_text(result: object) -> TypeGuard[dict[str, Any]]:
-    """Return whether this is the result of a tool of MCP of which all is text."""
-    content = result.get("content") if isinstance(result, dict) else None
-    return isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content)
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
 
 
 def _outcome(result: dict[str, Any]) -> ToolOutcome:
     parts = [part.get("text", "") for part in result.get("content", []) if isinstance(part, dict)]
-    return ToolOutcome(text="\n".join(parts), failed=bool(result.get("isError") or result.get("is_error")))
+    return ToolOutcome(text="\n".join(parts), failed=bool(result.get("isError")))
 
 
 def reset_of(task: Task) -> dict[str, Any]:

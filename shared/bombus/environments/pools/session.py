@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode, urlsplit, urlunsplit
@@ -28,8 +29,10 @@ from bombus.environments.openenv.messages import (
 )
 from bombus.errors import FOREIGN_TEXT_MAX, BombusError, Code, Refused, in_one_line
 
+log = logging.getLogger("bombus")
+
 CLOSE_HANDSHAKE_S = 2.0
-DETAILS_MAX = 5  # of what is wrong with one action
+DETAILS_MAX = 8  # of what is wrong with one action
 
 
 class SessionSettings(BaseModel):
@@ -68,6 +71,7 @@ class EnvSession:
         self.name: str = connection.response.headers.get(SESSION_HEADER, "")
         self._connection = connection
         self._lock = asyncio.Lock()
+        self._action: dict[str, Any] | None = None  # the schema of one, once it was asked for
         self._dead = ""
         self._used_s = asyncio.get_running_loop().time()
         self._rpcs = 0
@@ -95,8 +99,8 @@ class EnvSession:
         except InvalidURI as error:
             raise Refused(Code.MALFORMED, f"{url!r} is not the address of a server: {error}") from error
         except (OSError, TimeoutError, InvalidHandshake, EOFError) as error:
-            how_long = f" within {limit_s:g} s" if isinstance(error, TimeoutError) else ""
-            why = f"no environment server answers at {url}{how_long}: {in_one_line(error)}"
+            within = f" within {limit_s:g} s" if isinstance(error, TimeoutError) else ""
+            why = f"no environment server answers at {url}{within}: {in_one_line(error)}"
             raise EnvironmentLost(why) from error
         session = cls(connection, url, settings)
         if not session.is_ours:
@@ -137,13 +141,6 @@ class EnvSession:
         result = found.get("result")
         return result if isinstance(result, dict) else {"result": result}
 
-    async def get(self, path: str) -> httpx.Response:
-        """Return a page of the server. Raises `httpx.HTTPError`."""
-        url = socket_url(self.url, 0).removesuffix("/ws") + path
-        settings, headers = self.settings, _key_header(self.settings.key)
-        async with httpx.AsyncClient(timeout=settings.connect_s, headers=headers, trust_env=False) as http:
-            return await http.get("http" + url.removeprefix("ws"))
-
     async def close(self) -> None:
         """Give the slot back. Closing again does nothing. A server that does not answer is not waited for long."""
         was_alive = not self._dead
@@ -178,6 +175,21 @@ class EnvSession:
         except BaseException:  # a cancellation may come again, and nothing is said that needs an answer
             self.cut()
             raise
+
+    async def action_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of an action that the server's `/schema` has, or one that allows anything."""
+        if self._action is None:
+            headers = _key_header(self.settings.key)
+            try:
+                async with asyncio.timeout(self.settings.connect_s), httpx.AsyncClient(trust_env=False) as http:
+                    answer = await http.get(_page_url(self.url, "schema"), headers=headers)
+                    found = msgspec.json.decode(answer.content, type=dict[str, Any])["action"]
+                self._action = {**found, "properties": {**found["properties"]}}
+                self._action["properties"].pop("metadata", None)  # of OpenEnv's own, for no model
+            except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError) as error:
+                log.info("%s does not say what an action is: %s", self.url, in_one_line(error))
+                self._action = {"type": "object", "additionalProperties": True}
+        return self._action
 
     async def _observe(self, kind: str, data: dict[str, Any]) -> StepResult:
         answer = await self._ask(WireMessage(type=kind, data=data))
@@ -224,12 +236,11 @@ class EnvSession:
             return received
 
     def _error_of(self, answer: WireMessage) -> BombusError:
-        code, why = str(answer.data.get("code", "")), str(answer.data.get("message", ""))
-        why = "; ".join([why, *_details(answer.data.get("errors"))])[:FOREIGN_TEXT_MAX]
+        code, why = str(answer.data.get("code", "")), str(answer.data.get("message", ""))[:FOREIGN_TEXT_MAX]
         if code in FATAL:
             self._die(why)
             return EnvironmentsBusy(why) if code == WireError.CAPACITY_REACHED else EnvironmentLost(self._sentence())
-        return StepRefused(code, why)
+        return StepRefused(code, "; ".join((why, *_details(answer.data.get("errors")))))
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
@@ -264,7 +275,7 @@ def socket_url(url: str, wait_s: float) -> str:
     scheme = {"http": "ws", "https": "wss", "": "ws"}.get(parts.scheme, parts.scheme)
     if scheme not in ("ws", "wss") or not parts.hostname:
         raise Refused(Code.MALFORMED, f"{url!r} is not the address of an environment server, as http://host:8000 is")
-    path = parts.path.rstrip("/").removesuffix("/ws")
+    path = _without_socket(parts.path)
     query = urlencode({"wait_s": f"{wait_s:g}"}) if wait_s else ""
     return urlunsplit((scheme, parts.netloc, f"{path}/ws", query, ""))
 
@@ -274,11 +285,21 @@ def _key_header(key: str) -> dict[str, str]:
 
 
 def _details(errors: object) -> list[str]:
-    """Return what a server says of the fields of an action that are wrong, in the form in which pydantic lists them."""
-    if not isinstance(errors, list):
-        return []
-    told = [each for each in errors[:DETAILS_MAX] if isinstance(each, dict)]
-    return [f"{'.'.join(map(str, each.get('loc') or ['action']))}: {each.get('msg')}" for each in told]
+    """Return what is wrong with single fields of a message, which OpenEnv's servers say beside the sentence."""
+    found = [each for each in errors if isinstance(each, dict)] if isinstance(errors, list) else []
+    named = [(".".join(map(str, each.get("loc") or ())), each.get("msg")) for each in found[:DETAILS_MAX]]
+    return [(f"{field}: {why}" if field else str(why))[:FOREIGN_TEXT_MAX] for field, why in named]
+
+
+def _page_url(url: str, page: str) -> str:
+    """Return the address of a page of the server that has a session."""
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    scheme = {"ws": "http", "wss": "https", "": "http"}.get(parts.scheme, parts.scheme)
+    return urlunsplit((scheme, parts.netloc, f"{_without_socket(parts.path)}/{page}", "", ""))
+
+
+def _without_socket(path: str) -> str:
+    return path.rstrip("/").removesuffix("/ws")
 
 
 def _refusal(url: str, status: int, body: bytes) -> BombusError:
