@@ -86,6 +86,14 @@ def test_files_of_the_folder_that_a_program_runs_in_are_no_modules_of_it(
     maker.close()
 
 
+def test_ctrl_c_in_a_terminal_is_for_the_program_alone() -> None:
+    maker = EntryMaker()
+    maker.pickled_entry("leg_counting", 0, 0)
+    assert maker._process is not None
+    assert os.getpgid(maker._process.pid) != os.getpgid(0)
+    maker.close()
+
+
 def test_an_entry_is_another_object_each_time() -> None:
     entry = entry_of("leg_counting", 0, 0)
     question = entry["question"]
