@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from bombus.curriculum.curriculum import Curriculum
 from bombus.curriculum.events import AnyCurriculumEvent, ResultRecorded, TaskGraduated, TierReached
 from bombus.curriculum.journal import CurriculumJournal
 from bombus.curriculum.plan import CurriculumPlan, CurriculumTier
+from bombus.curriculum.progress import CurriculumProgress
 from bombus.errors import LogCorrupted, Refused
 
 PLAN = CurriculumPlan(
@@ -198,6 +200,23 @@ def test_a_group_that_threads_record_at_the_same_time_is_one_result_and_a_tier_i
     assert sorted(event.task for event in followed if isinstance(event, TaskGraduated)) == ["a", "b"]
     with Curriculum(PLAN, path) as again:
         assert seen(again) == live
+
+
+def test_a_thread_decides_by_what_another_has_just_written(tmp_path: Path) -> None:
+    class Interrupted(CurriculumProgress):
+        def fold(self, events: Iterable[AnyCurriculumEvent]) -> CurriculumProgress:
+            if not self.results:
+                other.start()
+                other.join(0.2)  # it waits for us
+            return super().fold(events)
+
+    with Curriculum(PLAN, tmp_path / "c.jsonl") as curriculum:
+        other = threading.Thread(target=curriculum.record_result, args=("a", True, 1.0), kwargs={"group": "g"})
+        curriculum.progress = Interrupted(PLAN)
+        curriculum.record_result("a", True, 1.0, group="g")
+        other.join()
+    with Curriculum(PLAN, tmp_path / "c.jsonl") as again:
+        assert (again.progress.results, curriculum.progress.results) == (1, 1)
 
 
 def test_a_file_that_is_at_a_tier_which_the_plan_does_not_have_is_refused(tmp_path: Path) -> None:

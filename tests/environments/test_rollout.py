@@ -355,6 +355,7 @@ async def test_a_server_that_is_away_or_busy_is_asked_again_as_a_retry() -> None
     [
         (httpx.Response(401, json={"error": {"message": "The key has expired."}}), "answered 401: The key has expired"),
         (httpx.Response(404, text="<html>no such page"), "answered 404: <html>no such page"),
+        (httpx.Response(307, headers={"location": "https://model.test/"}), "answered 307: https://model.test/"),
         (httpx.Response(200, text="hello"), "not a chat completion"),
         (httpx.Response(200, json={"choices": []}), "no choice"),
         (httpx.Response(200, json={"choices": [{"message": {}}]}), "no `usage`"),

@@ -33,7 +33,7 @@ os._exit(0)
 """
 
 FORKED = """
-import os, threading
+import os, signal, threading
 from bombus.tasks import entries
 
 entries.entry_of("leg_counting", 0, 0)
@@ -44,8 +44,10 @@ children = []
 for child in (1, 2):
     children.append(os.fork())
     if not children[-1]:
+        signal.alarm(100)  # nothing waits for it for ever
         for index in range(50):
-            print(child, index, repr(entries.entry_of("leg_counting", child, index)["question"]), flush=True)
+            question = entries.entry_of("leg_counting", child, index)["question"]
+            os.write(1, f"{child} {index} {question!r}\\n".encode())  # a line is one write: both write to one pipe
         os._exit(0)
 for child in children:
     os.waitpid(child, 0)
@@ -83,6 +85,14 @@ def test_files_of_the_folder_that_a_program_runs_in_are_no_modules_of_it(
     monkeypatch.chdir(tmp_path)
     maker = EntryMaker()
     assert maker.pickled_entry("leg_counting", 0, 0)
+    maker.close()
+
+
+def test_ctrl_c_in_a_terminal_is_for_the_program_alone() -> None:
+    maker = EntryMaker()
+    maker.pickled_entry("leg_counting", 0, 0)
+    assert maker._process is not None
+    assert os.getpgid(maker._process.pid) != os.getpgid(0)
     maker.close()
 
 

@@ -165,7 +165,7 @@ class ChatModel:
             except httpx.TransportError as error:
                 last[0] = f"{self._http.base_url}: {in_one_line(error)}"
             else:
-                if response.status_code < 400:
+                if response.is_success:
                     if self._watch is not None:
                         self._watch.answered()
                     answer = answer_of(response.content)
@@ -263,7 +263,7 @@ def _text(arguments: object) -> str:
 
 
 def _refusal(response: httpx.Response) -> ModelRefused:
-    message, code = response.text[:FOREIGN_TEXT_MAX], ""
+    message, code = (response.text or response.headers.get("location", ""))[:FOREIGN_TEXT_MAX], ""
     try:
         error = msgspec.json.decode(response.content, type=dict[str, Any]).get("error")
         if isinstance(error, dict):

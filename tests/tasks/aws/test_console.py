@@ -15,9 +15,10 @@ pytest.importorskip("awscli")
 
 from bombus.environments.backends.process import SimulatorProcess, ministack
 from bombus.environments.backends.shell import NAMESPACES
+from bombus.environments.budgets import RolloutBudgets
 from bombus.environments.kinds import EnvironmentLost
 from bombus.tasks.aws.commands import words_of_command
-from bombus.tasks.aws.console import AwsConsole, CommandKilled
+from bombus.tasks.aws.console import COMMAND_S, AwsConsole, CommandKilled
 from bombus.tasks.aws.worker import MEMORY_BYTES_MAX
 
 
@@ -147,6 +148,10 @@ async def test_output_without_end_is_cut(console: AwsConsole) -> None:
     growing = "|".join(["[@,@]"] * 16)
     code, text = await console.run(words_of_command(f"aws sts get-caller-identity --query '{growing}'"))
     assert (code, text.endswith("(the output was cut)")) == (0, True)
+
+
+def test_a_command_is_killed_before_the_time_of_its_tool_is_over() -> None:
+    assert RolloutBudgets().tool_s > COMMAND_S
 
 
 async def test_a_command_that_does_not_end_is_killed_and_the_next_one_has_a_new_process(

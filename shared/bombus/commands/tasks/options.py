@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bombus.config.flags import Flag
@@ -47,6 +48,15 @@ class PlayOptions(BaseModel):
     out: Annotated[Path | None, Flag(metavar="FILE")] = Field(
         default=None, description="write a JSON line for each episode to this new file"
     )
+
+    @field_validator("engine")
+    @classmethod
+    def _can_be_read(cls, given: str) -> str:
+        try:
+            httpx.URL(given)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"it is not an address: {error}") from error
+        return given
 
     @field_validator("option")
     @classmethod
