@@ -43,6 +43,7 @@ DECODING = {
     "bombus/environments/chat_model.py": CLIENT,
     "bombus/environments/loading.py": OWN,
     "bombus/environments/openenv/messages.py": "environment message",
+    "bombus/environments/pools/session.py": "what a server says an action is: tests/environments/pools/test_remote.py",
     "bombus/environments/pools/remote.py": "what a model samples: tests/environments/pools/test_remote.py",
     "bombus/environments/serving/announcing.py": SERVER,
     "bombus/export/finding.py": "a map of files, which is decoded as messages are",

@@ -511,9 +511,10 @@ async def test_many_threads_share_a_client(url: str, played: PlayedHive) -> None
 
 
 PROGRAM = """
-import sys, time
+import faulthandler, sys, time
 from bombus import SwarmClient, Task, WorkflowOutput
 
+faulthandler.enable()
 client = SwarmClient(sys.argv[1], verbose=False)
 
 def play(task):
@@ -547,14 +548,13 @@ async def program(url: str, what: str) -> asyncio.subprocess.Process:
 async def interrupted(process: asyncio.subprocess.Process) -> str:
     """Send Ctrl-C to a program once, wait until it has ended, and return its errors."""
     process.send_signal(signal.SIGINT)
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            _, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    assert process.returncode == -signal.SIGINT
-    return errors.decode()
+    ending = asyncio.create_task(process.communicate())
+    await asyncio.wait({ending}, timeout=PATIENCE_S)
+    if not ending.done():
+        process.send_signal(signal.SIGABRT)  # its last words are where each of its threads is
+    errors = (await ending)[1].decode()
+    assert process.returncode == -signal.SIGINT, errors
+    return errors
 
 
 @pytest.mark.parametrize("what", ["all", "group", "groups"])

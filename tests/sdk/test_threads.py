@@ -1,6 +1,8 @@
 """Agents in threads: coroutines among them, and how they learn that the program is interrupted."""
 
 import asyncio
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -57,3 +59,29 @@ async def test_an_interruption_cancels_coroutines_of_agents_too() -> None:
     assert cancelled.is_set()
     with pytest.raises(KeyboardInterrupt), agents.interruption.telling(lambda: None):
         raise AssertionError("what begins after the interruption does not run")
+
+
+TO_ANOTHER_THREAD = """
+import signal, threading, time
+from bombus.sdk.threads import AgentThreads
+
+def attempt(index):
+    time.sleep(0.2)  # by then the main thread waits
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    time.sleep(3600)
+
+AgentThreads([0], attempt, 1).run()
+"""
+
+
+def test_ctrl_c_ends_a_program_whichever_thread_it_comes_to() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", TO_ANOTHER_THREAD],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+    assert ran.returncode == -signal.SIGINT
+    assert ran.stderr.rstrip().endswith("KeyboardInterrupt")

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar, overload
 
 from bombus.sdk.core import BEGUN_MAX
@@ -15,6 +15,7 @@ from bombus.sdk.running import contained
 T = TypeVar("T")
 
 LEAVE_S = 5.0  # for agents' own code, once the program is interrupted
+WAKE_S = 1.0  # a Ctrl-C that came to another thread is acted on by the main thread, once that wakes
 
 
 class Interruption:
@@ -151,8 +152,13 @@ class AgentThreads:
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
-            if (error := self._ended.get()) is not None:
+            if (error := self._next_end()) is not None:
                 raise error
+
+    def _next_end(self) -> BaseException | None:
+        while True:
+            with suppress(queue.Empty):
+                return self._ended.get(timeout=WAKE_S)
 
     def leave(self, within_s: float = LEAVE_S) -> None:
         """Wait for the threads, which were told, to end."""

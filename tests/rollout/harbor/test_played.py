@@ -23,7 +23,9 @@ from tests.gateway.openai_hive import GatewayHive, gateway_hive, says
 from tests.rollout.harbor.tasks import task_folder
 from tests.rollout.hive import JOB, Rolled
 
-AGENT = f"{sys.executable} -I -S agent.py {{prompt}} 1"
+# That of a virtual environment may be in /tmp, of which each agent sees its own.
+PYTHON = Path(sys.executable).resolve()
+AGENT = f"{PYTHON} -I -S agent.py {{prompt}} 1"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,7 +92,7 @@ async def test_an_agent_sees_neither_tests_nor_solutions_and_can_plant_no_reward
     look = (
         f"cat {folder}/tests/test.sh; ls -A {tmp_path}/tasks /tests; touch /usr/planted; echo 1 > /tests/test.sh; "
         f"echo 1 > /logs/verifier/reward.txt; touch /logs/agent/log; echo a > /tmp/left; rmdir /logs/verifier; "
-        f"mv /{top} /tmp/elsewhere && ln -s {outside} /{top}; exec {sys.executable} -I -S agent.py x 1"
+        f"mv /{top} /tmp/elsewhere && ln -s {outside} /{top}; exec {PYTHON} -I -S agent.py x 1"
     )
     rollout = rolled(tmp_path, client, agent=f"sh -c '{look}'")
     await rollout.run()
