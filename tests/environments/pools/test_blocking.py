@@ -1,6 +1,8 @@
 """The thread of an `EnvPool`: what ends, forks, blocks or uses it at once holds nobody up for good."""
 
 import asyncio
+import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +19,17 @@ from tests.patience import PATIENCE_S, until
 
 PROGRAM = Path(__file__).parent.parent / "serving/programs/forked_pool.py"
 TASK = Task(main_query="three", task_id="t1")
+TO_THE_LOOP = """
+import asyncio, signal, threading
+from bombus.environments.pools.blocking import LoopThread
+
+async def work():
+    await asyncio.sleep(0.2)  # by then the main thread waits
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    await asyncio.sleep(3600)
+
+LoopThread().run(work())
+"""
 
 
 @pytest.mark.parametrize(("error", "raised"), [(SystemExit, RuntimeError), (KeyboardInterrupt, KeyboardInterrupt)])
@@ -132,3 +145,16 @@ async def test_a_forked_process_has_no_pool_and_leaves_that_of_the_other_alone()
     child, parent = printed.decode().splitlines()
     assert "this process was forked from the one that opened it" in child
     assert ":1'" in parent
+
+
+def test_ctrl_c_that_comes_to_the_loops_thread_ends_the_program() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", TO_THE_LOOP],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+    assert ran.returncode == -signal.SIGINT
+    assert ran.stderr.rstrip().endswith("KeyboardInterrupt")

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -33,6 +35,7 @@ from bombus.environments.pools.aio import (
 from bombus.environments.pools.session import SessionSettings
 from bombus.errors import Code, Refused
 from bombus.sdk.errors import InfraError
+from bombus.sdk.threads import WAKE_S
 from bombus.sdk.types import Task
 
 log = logging.getLogger("bombus")
@@ -77,7 +80,10 @@ class LoopThread:
             raise
         future = self.submit(work)
         try:
-            return future.result(limit_s)
+            until = math.inf if limit_s is None else time.monotonic() + limit_s
+            while not future.done() and (left := until - time.monotonic()) > 0:
+                wait([future], min(left, WAKE_S))
+            return future.result(0)
         except CancelledError as error:
             raise EnvironmentLost("the pool of environments was closed meanwhile") from error
         except BaseException:
