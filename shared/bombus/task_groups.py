@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -23,8 +24,14 @@ def settled() -> Iterator[None]:
         is_cancelled = True
         raise
     finally:
-        while not is_cancelled and task.cancelling() > before:
-            task.uncancel()
+        if not is_cancelled:
+            take_back_cancellations(task, before)
+
+
+def take_back_cancellations(task: asyncio.Task[Any], left: int) -> None:
+    """Take back cancellations of a task until `left` of them are left."""
+    while task.cancelling() > left:
+        task.uncancel()
 
 
 @asynccontextmanager

@@ -3,18 +3,18 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bombus.errors import Code
 from bombus.hive.episodes import REWARD_MAX
 from bombus.sdk.errors import BadReward, EpisodesFailed
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
-from bombus.task_groups import settled
+from bombus.task_groups import take_back_cancellations
 
 ATTEMPTS_MAX = 3
 RETRY_FIRST_S = 2.0
 WORKERS_MAX = 64
+UNASKED = "it let out a CancelledError, and nobody had cancelled it"
 KEEP_FINISHED_S = 30.0  # between two signs of life of episodes that wait for the rest of their group
 
 T = TypeVar("T")
@@ -54,8 +54,13 @@ async def contained(work: Awaitable[T]) -> T:
     There a group of tasks that fails can leave a cancellation with no task but that one, so that a `CancelledError` of
     its own is told from one that was asked for even after such a group.
     """
-    with _own_cancellations():
+    this, before = _cancellations()
+    try:
         return await asyncio.create_task(contained_here(work))
+    except asyncio.CancelledError as error:
+        if this.cancelling() > before:
+            raise
+        raise RuntimeError(UNASKED) from error
 
 
 async def contained_here(work: Awaitable[T]) -> T:
@@ -63,26 +68,27 @@ async def contained_here(work: Awaitable[T]) -> T:
     `RuntimeError`, and a `CancelledError` too, such as of a task that it has cancelled and awaited, unless this task
     was cancelled. A Ctrl-C is raised as it is.
     """
+    this, before = _cancellations()
     try:
-        with _own_cancellations(), settled():
-            return await work
-    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:  # other code's, which may end neither its group nor the program
-        raise RuntimeError(f"it raised {error!r}") from error
-
-
-@contextmanager
-def _own_cancellations() -> Iterator[None]:
-    this = asyncio.current_task()
-    assert this is not None
-    before = this.cancelling()
-    try:
-        yield
+        found = await work
     except asyncio.CancelledError as error:
         if this.cancelling() > before:
             raise
-        raise RuntimeError("it let out a CancelledError, and nobody had cancelled it") from error
+        raise RuntimeError(UNASKED) from error
+    except BaseException as error:
+        take_back_cancellations(this, before)
+        if isinstance(error, Exception | KeyboardInterrupt | GeneratorExit):
+            raise
+        raise RuntimeError(f"it raised {error!r}") from error  # it may end neither its group nor the program
+    take_back_cancellations(this, before)
+    return found
+
+
+def _cancellations() -> tuple[asyncio.Task[Any], int]:
+    """Return the task that runs, and how often it was cancelled until now."""
+    this = asyncio.current_task()
+    assert this is not None
+    return this, this.cancelling()
 
 
 def retry_delays(auto_retry: bool) -> Iterator[float]:

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -107,10 +107,8 @@ class PlainWorld:
         """Call a method by its name, and return what it returns, or raise what it raises."""
         self.check_alive()
         method = getattr(self._instance, name)
-        async with AsyncExitStack() as stack:
-            if not together:
-                await stack.enter_async_context(self._used)
-                self.check_alive()
+        async with nullcontext() if together else self._used:
+            self.check_alive()
             if inspect.iscoroutinefunction(method):
                 return await contained_here(method(**arguments))
             found = await contained_here(self._in_a_thread(partial(method, **arguments)))
