@@ -273,7 +273,9 @@ async def configure(hive: TenantHive, **more: object) -> None:
         model=BASE,
     )
     await hive.bus.inbox.request(configured)
-    await hive.follower.wait_for(lambda _: hive.engine.configured is not None)
+    await hive.follower.wait_for(
+        lambda _: (now := hive.engine.configured) is not None and now.config_digest == job.digest
+    )
 
 
 async def test_a_model_does_not_replace_the_job_that_somebody_else_has_given_the_engine(
