@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from bombus.demo.folder import DemoOf, open_folder
 from bombus.demo.hive import free_port
 from tests import smollm2_wheel
+from tests.ctrl_c import heed_the_terminal
 from tests.small_models import small_llama
 
 NAME = "bee-of-mine"
@@ -68,11 +69,6 @@ def test_the_demo_trains_a_folder_of_any_name_with_its_own_template(folder: Path
     assert AutoTokenizer.from_pretrained(home / "run" / "model").chat_template == TEMPLATE
 
 
-def _hear_ctrl_c() -> None:
-    """Take SIGINT as in a terminal: it is ignored in what a shell has started in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Running:
     """A command of bombus that runs, and prints lines."""
 
@@ -82,7 +78,7 @@ class Running:
             cwd=folder,
             stdout=subprocess.PIPE,
             text=True,
-            preexec_fn=_hear_ctrl_c,
+            preexec_fn=heed_the_terminal,
         )
 
     def __enter__(self) -> "Running":

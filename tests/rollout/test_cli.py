@@ -17,6 +17,7 @@ from bombus.bus import Bus
 from bombus.cli import main
 from bombus.hive.events import AbortReason, EpisodeAborted, EpisodeEnded
 from bombus.hive.generation import Generate
+from tests.ctrl_c import heed_the_terminal
 from tests.gateway.openai_hive import GatewayHive, Send, gateway_hive, says
 from tests.patience import until
 from tests.rollout.hive import AGENT, JOB, repository, write_tasks
@@ -55,16 +56,10 @@ def ignores_a_closed_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def heeds_its_terminal() -> None:
-    """Undo what these tests may inherit from a shell that runs them in the background, or from nohup."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 async def bombus(
     folder: Path,
     *arguments: str,
-    before: Callable[[], None] = heeds_its_terminal,
+    before: Callable[[], None] = heed_the_terminal,
     printed: int = asyncio.subprocess.PIPE,
     **variables: str,
 ) -> asyncio.subprocess.Process:

@@ -23,6 +23,7 @@ from bombus.host.hive_keys import HiveKeys
 from bombus.sdk import running, threads, transport
 from bombus.sdk.errors import BadRequest, EpisodeGone, NotYourEpisode, OtherOutcome, ServerUnreachable, Unauthorized
 from bombus.sdk.progress import ProgressBar
+from tests.ctrl_c import heed_the_terminal
 from tests.gateway.swarm_hive import PlayedHive, played_hive
 from tests.patience import PATIENCE_S
 
@@ -349,15 +350,19 @@ async def test_a_reward_that_the_hive_refuses_costs_its_group_one_episode(
     assert played.engine.closed["main-1-2"].aborted == AbortReason.CLIENT
 
 
+async def let_a_cancellation_out() -> None:
+    helper = asyncio.create_task(asyncio.sleep(PATIENCE_S))
+    helper.cancel()
+    await helper
+
+
 @pytest.mark.parametrize("kind", ["async", "threads"])
 async def test_an_agent_that_lets_out_a_cancellation_of_its_own_has_failed_like_any_other(
     url: str, played: PlayedHive, kind: str
 ) -> None:
     async def agent(client: AnyClient, credentials: Credentials) -> float:
         if credentials.episode == "main-1-2":
-            helper = asyncio.create_task(asyncio.sleep(PATIENCE_S))
-            helper.cancel()
-            await helper
+            await let_a_cancellation_out()
         return 1.0
 
     outputs, lost = await grouped(url, kind, agent, 2, 0)
@@ -379,9 +384,7 @@ async def test_so_has_one_that_has_caught_a_failed_group_of_tasks_before(
             with pytest.raises(ExceptionGroup):
                 async with asyncio.TaskGroup() as tasks:  # which cancels the task that waits for it
                     tasks.create_task(fails())
-            helper = asyncio.create_task(asyncio.sleep(PATIENCE_S))
-            helper.cancel()
-            await helper
+            await let_a_cancellation_out()
         return 1.0
 
     outputs, lost = await grouped(url, kind, agent, 2, 0)
@@ -409,7 +412,7 @@ async def test_episodes_that_replace_others_are_known_to_an_interrupted_program_
 
 
 class _BrokenEnd(httpx.HTTPTransport):
-    """Fails in the request that ends episodes, as nothing that the client knows."""
+    """Raises an error that the client does not know, in the request that ends episodes."""
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/end_episodes"):
@@ -541,7 +544,7 @@ async def program(url: str, what: str) -> asyncio.subprocess.Process:
         *(sys.executable, "-c", PROGRAM, url, what),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+        preexec_fn=heed_the_terminal,
     )
 
 

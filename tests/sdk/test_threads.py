@@ -1,8 +1,6 @@
 """Agents in threads: coroutines among them, and how they learn that the program is interrupted."""
 
 import asyncio
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -10,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from bombus.sdk import threads
+from tests.ctrl_c import check_that_ctrl_c_ends
 from tests.patience import PATIENCE_S
 
 
@@ -75,13 +74,4 @@ AgentThreads([0], attempt, 1).run()
 
 
 def test_ctrl_c_ends_a_program_whichever_thread_it_comes_to() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", TO_ANOTHER_THREAD],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
-    )
-    assert ran.returncode == -signal.SIGINT
-    assert ran.stderr.rstrip().endswith("KeyboardInterrupt")
+    check_that_ctrl_c_ends(TO_ANOTHER_THREAD)

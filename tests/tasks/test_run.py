@@ -21,6 +21,7 @@ from bombus.tasks.kinds import TaskDraw
 from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, EpisodeScore, ServerFailed, ServerPatience, TaskRun
 from bombus.tasks.reasoning import FLAWS, ReasoningPuzzle
 from bombus.tasks.registry import open_tasks
+from tests.ctrl_c import heed_the_terminal
 from tests.gateway.openai_hive import gateway_hive
 from tests.tasks.model_server import Conversation, model_server
 
@@ -176,11 +177,6 @@ def test_a_server_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) 
     assert "http://127.0.0.1:1/v1 cannot be reached" in capsys.readouterr().err
 
 
-def as_in_a_terminal() -> None:
-    """Take SIGINT: it is ignored in what a shell has started in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_interrupted_shows_what_there_is_and_leaves_whole_lines(
     tmp_path: Path, number: signal.Signals, code: int
@@ -204,7 +200,7 @@ def test_a_run_that_is_interrupted_shows_what_there_is_and_leaves_whole_lines(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=as_in_a_terminal,
+            preexec_fn=heed_the_terminal,
         ) as program,
     ):
         assert asked.wait(60)

@@ -1,8 +1,6 @@
 """The thread of an `EnvPool`: what ends, forks, blocks or uses it at once holds nobody up for good."""
 
 import asyncio
-import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +12,7 @@ from bombus.environments.pools.blocking import EnvPool
 from bombus.environments.pools.session import SessionSettings
 from bombus.errors import Refused
 from bombus.sdk.types import Task
+from tests.ctrl_c import check_that_ctrl_c_ends
 from tests.environments.serving.served import served
 from tests.patience import PATIENCE_S, until
 
@@ -148,13 +147,4 @@ async def test_a_forked_process_has_no_pool_and_leaves_that_of_the_other_alone()
 
 
 def test_ctrl_c_that_comes_to_the_loops_thread_ends_the_program() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", TO_THE_LOOP],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
-    )
-    assert ran.returncode == -signal.SIGINT
-    assert ran.stderr.rstrip().endswith("KeyboardInterrupt")
+    check_that_ctrl_c_ends(TO_THE_LOOP)
