@@ -17,8 +17,9 @@ from fastapi.security.base import SecurityBase
 from starlette.types import Scope
 
 from bombus.errors import Code, Refused
+from bombus.hive.episodes import KEY_PREFIX
 from bombus.host.hive_keys import HiveKeys
-from bombus_gateway.keys import PREFIX, KeyClaims, Keys
+from bombus_gateway.keys import KeyClaims, Keys
 
 PATH_KEY = "/k/"
 SDK_PREFIX = b"tml-"  # Tinker's client sends no key that does not begin so: it may stand before one
@@ -162,8 +163,10 @@ def episode_key(headers: Mapping[bytes, bytes]) -> str:
     """
     presented = [key.decode("latin-1") for key in _presented(headers.items()) if key]
     if not presented:
-        raise Refused(Code.BAD_KEY, f"Send an episode's key as 'Authorization: Bearer {PREFIX}...' or as 'x-api-key'.")
-    return next((key for key in presented if key.startswith(PREFIX)), presented[0])
+        raise Refused(
+            Code.BAD_KEY, f"Send an episode's key as 'Authorization: Bearer {KEY_PREFIX}...' or as 'x-api-key'."
+        )
+    return next((key for key in presented if key.startswith(KEY_PREFIX)), presented[0])
 
 
 def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:

@@ -12,9 +12,8 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus.hive.episodes import SECRET_MARK, without_secret
+from bombus.hive.episodes import KEY_PREFIX, SECRET_MARK, without_secret
 
-PREFIX = "sk-bombus-"
 MAC_BYTES = 16
 KEY_CHARACTERS_MAX = 512
 SECRET_NAME = "episode-keys"  # the name of the secret on the bus
@@ -45,13 +44,13 @@ class Keys:
 
     def sign(self, engine: str, run: int, episode: str, expires_ns: int) -> str:
         claims = msgspec.msgpack.encode(KeyClaims(engine, run, episode, expires_ns))
-        return PREFIX + urlsafe_b64encode(claims + self._mac(claims)).rstrip(b"=").decode()
+        return KEY_PREFIX + urlsafe_b64encode(claims + self._mac(claims)).rstrip(b"=").decode()
 
     def verify(self, key: str, now_ns: int) -> KeyClaims:
         """Return the claims of a key. Raises `Refused` BAD_KEY unless this hive signed it, or KEY_EXPIRED."""
-        if not key.startswith(PREFIX) or len(key) > KEY_CHARACTERS_MAX:
-            raise Refused(Code.BAD_KEY, f"This is not an episode's key: it starts with {PREFIX!r}. {_CLAIM}")
-        text = key[len(PREFIX) :]
+        if not key.startswith(KEY_PREFIX) or len(key) > KEY_CHARACTERS_MAX:
+            raise Refused(Code.BAD_KEY, f"This is not an episode's key: it starts with {KEY_PREFIX!r}. {_CLAIM}")
+        text = key[len(KEY_PREFIX) :]
         try:
             signed = urlsafe_b64decode(text + "=" * (-len(text) % 4))
         except (binascii.Error, ValueError):

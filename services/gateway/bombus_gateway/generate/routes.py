@@ -3,11 +3,11 @@
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import Refused
+from bombus.hive.episodes import KEY_PREFIX
 from bombus_gateway.access import EpisodeGuard, episode_key
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.door import call_route
 from bombus_gateway.generate.dialect import GenerateDialect
-from bombus_gateway.keys import PREFIX
 
 
 class GenerateDoor:
@@ -19,7 +19,7 @@ class GenerateDoor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            is_call = episode_key(dict(scope["headers"])).startswith(PREFIX)
+            is_call = episode_key(dict(scope["headers"])).startswith(KEY_PREFIX)
         except Refused:
             is_call = False
         await (self._call if is_call else self._others)(scope, receive, send)

@@ -17,6 +17,7 @@ from bombus.commands.tasks.options import PlayOptions, add_play_arguments, flaw_
 from bombus.config.flags import Flag, add_settings_arguments, settings_from
 from bombus.environments.rollout import Rollout
 from bombus.errors import BombusError, Refused, in_one_line
+from bombus.hive.episodes import KEY_PREFIX
 from bombus.host.process import is_heeded
 from bombus.sdk.transport import is_loopback
 from bombus.sdk.types import Credentials, Task
@@ -30,7 +31,6 @@ ASK_S = 30.0  # for the list of models
 KEY_VARIABLE = "OPENAI_API_KEY"
 NO_KEY = "none"  # for servers that want no key; an empty header would be malformed
 HIVE = "bombus"  # the owner of the models that a hive lists
-EPISODE_KEY = "sk-bombus-"
 EPILOG = """\
 example:
   bombus run --task reasoning_gym:leg_counting --engine http://127.0.0.1:8000/v1 -n 8
@@ -187,6 +187,6 @@ async def _first_model(base_url: str) -> str:
         raise BombusError(f"{base_url}/models is not a list of models: name one with --model") from error
     if not models:
         raise BombusError(f"{base_url} serves no model: name one with --model")
-    if models[0].owned_by == HIVE and not _key().startswith(EPISODE_KEY):
+    if models[0].owned_by == HIVE and not _key().startswith(KEY_PREFIX):
         raise BombusError(f"{base_url} is a hive, whose model answers in episodes alone: `bombus eval` plays them")
     return models[0].id
