@@ -10,17 +10,12 @@
 A refusal tells the caller what to do next. A bug raises none of these: it crashes.
 """
 
-import sysconfig
 import traceback
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
 FOREIGN_TEXT_MAX = 300  # characters of an error that other code raised
-_LIBRARIES = (
-    "<frozen",
-    str(Path(__file__).parent),
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
 
 
 class Code(StrEnum):
@@ -164,6 +159,15 @@ def in_one_line(error: BaseException) -> str:
 def with_place(error: BaseException) -> str:
     """Return `in_one_line`, and the line of the program's own file, not a library's, in which the error came up."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(frame.filename.startswith(folder) for folder in _LIBRARIES)]
+    own = [frame for frame in frames if not frame.filename.startswith(_libraries())]
     place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return in_one_line(error) + place
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    """Return what the names of files begin with that are not the program's own."""
+    import sysconfig  # which takes some milliseconds, and every program imports this module
+
+    folders = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return "<frozen", str(Path(__file__).parent), *folders
