@@ -8,8 +8,9 @@ from typing import Any
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Take back the cancellations that failed task groups in the block have left with this task, unless it is
-    cancelled.
+    """Take back the cancellations that failed task groups in the block have left with this task.
+
+    Where the task itself is cancelled, nothing is taken back.
 
     A `TaskGroup` cancels the task that waits for it when one of its own fails. Where it does not take that back, each
     later `asyncio.timeout` of the task raises CancelledError in some versions of Python, such as 3.11.2 of Debian 12.
@@ -17,15 +18,14 @@ def settled() -> Iterator[None]:
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()
-    is_cancelled = False
     try:
         yield
     except asyncio.CancelledError:
-        is_cancelled = True
         raise
-    finally:
-        if not is_cancelled:
-            take_back_cancellations(task, before)
+    except BaseException:
+        take_back_cancellations(task, before)
+        raise
+    take_back_cancellations(task, before)
 
 
 def take_back_cancellations(task: asyncio.Task[Any], left: int) -> None:

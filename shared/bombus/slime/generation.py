@@ -82,7 +82,7 @@ def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate")
 
 
 async def generate(args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
-    """Sample an answer to a prompt, or more of it: `max_new_tokens` counts what the response has already."""
+    """Sample an answer to a prompt, or go on with it. `max_new_tokens` includes what the response already has."""
     tokenizer = GenerateState(args).tokenizer
     if not isinstance(sample.prompt, str):
         what = (

@@ -45,7 +45,8 @@ class SampleAddress:
         self.port = 0
         self._http = http
         self._tokenizer = tokenizer
-        self._before = list(tokenizer.encode("a", add_special_tokens=False))  # of which answers are decoded
+        self._before = list(tokenizer.encode("a", add_special_tokens=False))  # after which answers are decoded
+        self._before_text = str(tokenizer.decode(self._before))
         self._credentials = credentials
         self._known: deque[tuple[str, list[int]]] = deque(maxlen=TEXTS_MAX)  # texts so far, and their tokens
         self._server = LocalServer(self._answer)
@@ -154,11 +155,8 @@ class SampleAddress:
 
     def _decoded(self, tokens: list[int], skips: bool = False) -> str:
         """Return the text that tokens add to others. Decoded alone, SentencePiece's lose the space they begin with."""
-        before, whole = (
-            str(self._tokenizer.decode(some, skip_special_tokens=skips))
-            for some in (self._before, self._before + tokens)
-        )
-        return whole[len(before) :]
+        whole = str(self._tokenizer.decode(self._before + tokens, skip_special_tokens=skips))
+        return whole[len(self._before_text) :]
 
     def _prompt(self, asked: dict[str, Any]) -> tuple[list[int], str | None]:
         """Return the tokens of a prompt, and its text where it was given as one.

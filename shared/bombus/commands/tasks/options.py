@@ -49,15 +49,6 @@ class PlayOptions(BaseModel):
         default=None, description="write a JSON line for each episode to this new file"
     )
 
-    @field_validator("engine")
-    @classmethod
-    def _can_be_read(cls, given: str) -> str:
-        try:
-            httpx.URL(given)
-        except httpx.InvalidURL as error:
-            raise ValueError(f"it is not an address: {error}") from error
-        return given
-
     @field_validator("option")
     @classmethod
     def _named(cls, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -69,6 +60,10 @@ class PlayOptions(BaseModel):
     @field_validator("engine")
     @classmethod
     def _is_url(cls, given: str) -> str:
+        try:
+            httpx.URL(given)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"it is not an address: {error}") from error
         if not given.startswith(("http://", "https://")):
             raise ValueError("it is not the address of a server, such as http://127.0.0.1:8000/v1")
         return given

@@ -144,7 +144,7 @@ class Play:
             found = _first(error)
             if isinstance(found, BudgetSpent):
                 return RolloutStatus.TRUNCATED
-            raise (found if isinstance(found, InfraError) else _failed(name, error)) from error
+            raise (found if isinstance(found, InfraError) else _failed(name, found)) from error
         except Exception as error:  # the class's own code: an episode that it cannot play has no reward
             raise _failed(name, error) from error
         finally:
@@ -205,7 +205,7 @@ class Play:
 
 
 def _failed(name: str, error: BaseException) -> MethodFailed:
-    return MethodFailed(f"{name}.play failed: {with_place(_first(error))}")
+    return MethodFailed(f"{name}.play failed: {with_place(error)}")
 
 
 def _first(error: BaseException) -> BaseException:

@@ -341,7 +341,7 @@ class AsyncEnvPool:
 
     @asynccontextmanager
     async def _all_idle(self) -> AsyncIterator[None]:
-        """Keep all environments for a group that is stepped together: rollouts wait for them meanwhile."""
+        """Hold all environments for a group that is stepped together. Rollouts wait for them meanwhile."""
         async with self._using:
             idle = self._idle
             if (used := self.size - idle.qsize()) > 0:
@@ -419,7 +419,7 @@ async def close_all(sessions: Sequence[EnvSession], within_s: float) -> None:
 
 
 async def _undo(tasks: Sequence["asyncio.Task[EnvSession]"]) -> None:
-    """Close what was opened of sessions, and open no more of them. If this is cancelled too, they are cut."""
+    """Close the sessions that were opened, and open no more. If this is cancelled in turn, they are cut."""
     try:
         for task in tasks:
             task.cancel()

@@ -275,7 +275,7 @@ def socket_url(url: str, wait_s: float) -> str:
     scheme = {"http": "ws", "https": "wss", "": "ws"}.get(parts.scheme, parts.scheme)
     if scheme not in ("ws", "wss") or not parts.hostname:
         raise Refused(Code.MALFORMED, f"{url!r} is not the address of an environment server, as http://host:8000 is")
-    path = _without_socket(parts.path)
+    path = parts.path.rstrip("/").removesuffix("/ws")
     query = urlencode({"wait_s": f"{wait_s:g}"}) if wait_s else ""
     return urlunsplit((scheme, parts.netloc, f"{path}/ws", query, ""))
 
@@ -293,13 +293,7 @@ def _details(errors: object) -> list[str]:
 
 def _page_url(url: str, page: str) -> str:
     """Return the address of a page of the server that has a session."""
-    parts = urlsplit(url if "//" in url else f"//{url}")
-    scheme = {"ws": "http", "wss": "https", "": "http"}.get(parts.scheme, parts.scheme)
-    return urlunsplit((scheme, parts.netloc, f"{_without_socket(parts.path)}/{page}", "", ""))
-
-
-def _without_socket(path: str) -> str:
-    return path.rstrip("/").removesuffix("/ws")
+    return f"http{socket_url(url, 0).removeprefix('ws').removesuffix('/ws')}/{page}"
 
 
 def _refusal(url: str, status: int, body: bytes) -> BombusError:
