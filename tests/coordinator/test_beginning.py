@@ -12,7 +12,7 @@ from bombus.hive.checkpoints import KEPT_MIN, RUNS_KEPT, UNNAMED
 from bombus.hive.describe import line_of
 from bombus.hive.events import Collection, EpisodeType
 from bombus.hive.state import Phase
-from bombus.hive.status import engine_status
+from bombus.hive.status.data import engine_status
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 
 MODEL = {"path": "smollm2", "seed": 0}

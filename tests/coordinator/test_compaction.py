@@ -21,7 +21,7 @@ from bombus.config.streams import StreamLimits
 from bombus.errors import LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.state import FOLD, Hive, evolve
-from bombus.hive.status import render_status
+from bombus.hive.status.text import render_status
 from bombus.replay import upkeep
 from bombus.replay.segments import FolderSource, archived_up_to, segments
 from bombus.replay.source import state_at

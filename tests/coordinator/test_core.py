@@ -13,7 +13,7 @@ from bombus.hive.events import AbortReason, Collection, DropReason, EpisodeType,
 from bombus.hive.inbox import Done, Found, Granted, Refusal
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.state import DATA_SETS_MAX, FORMATS_MAX, Phase
-from bombus.hive.status import render_status
+from bombus.hive.status.text import render_status
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 

@@ -8,7 +8,9 @@ from bombus.hive import inbox
 from bombus.hive.events import Collection, DropReason, EpisodeType, Method
 from bombus.hive.inbox import Granted, Refusal
 from bombus.hive.state import Phase
-from bombus.hive.status import detail_of, engine_status, render_status
+from bombus.hive.status.data import engine_status
+from bombus.hive.status.detail import detail_of
+from bombus.hive.status.text import render_status
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 

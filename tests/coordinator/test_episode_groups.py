@@ -9,7 +9,7 @@ from bombus.hive.events import Collection, EpisodeType, EpochOpened
 from bombus.hive.inbox import Granted, Refusal
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import Hive, evolve
-from bombus.hive.status import render_status
+from bombus.hive.status.text import render_status
 from bombus.hive.trajectories.order import why_out_of_order
 from bombus.hive.trajectories.state import HANDED_S
 from tests.coordinator.core_in_memory import ENGINE

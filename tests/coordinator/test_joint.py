@@ -16,7 +16,8 @@ from bombus.hive.events import AbortReason, EpisodeType
 from bombus.hive.inbox import Done, EpisodeResult, Granted, JointGranted, Refusal
 from bombus.hive.records import CallRef
 from bombus.hive.state import FOLD, Hive, Phase, engine_of, evolve
-from bombus.hive.status import hive_status, render_status
+from bombus.hive.status.data import hive_status
+from bombus.hive.status.text import render_status
 from bombus_coordinator.core import Core
 from bombus_coordinator.rules.joint import claims
 from tests.coordinator.joint_in_memory import BIG, SMALL, THIRD, Joint, JointHarness, told

@@ -14,7 +14,7 @@ from bombus.hive.events import Collection, NotedCall
 from bombus.hive.inbox import Done, EpisodeResult, Refusal
 from bombus.hive.records import CallRef
 from bombus.hive.state import EngineState, Hive, Phase, evolve
-from bombus.hive.status import render_status
+from bombus.hive.status.text import render_status
 from bombus_coordinator import core, shell
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decisions
 from bombus_coordinator.rules.live import Live

@@ -5,7 +5,9 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.pacing import fitting
 from bombus.hive.state import EngineState, Hive, Phase, Replica, evolve
-from bombus.hive.status import detail_of, engine_status, render_status
+from bombus.hive.status.data import engine_status
+from bombus.hive.status.detail import detail_of
+from bombus.hive.status.text import render_status
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 
 NO_MOUNT = "no weights at /shared/version-1: No such file or directory"

@@ -9,7 +9,7 @@ from bombus.hive.events import Collection, ModelEnd, ModelFloor, RunKind
 from bombus.hive.inbox import Accepted, AnyAnswer
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase, evolve
-from bombus.hive.status import detail_of
+from bombus.hive.status.detail import detail_of
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 from tests.coordinator.tenants_in_memory import BASE, MODEL, TenantHarness

@@ -7,7 +7,8 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, Method
 from bombus.hive.state import Phase
-from bombus.hive.status import detail_of, render_status
+from bombus.hive.status.detail import detail_of
+from bombus.hive.status.text import render_status
 from bombus_coordinator.rules.engines import TRAINERS_LOST_MAX
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 

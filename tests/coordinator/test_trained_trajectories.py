@@ -9,7 +9,7 @@ from bombus.hive import inbox
 from bombus.hive.events import AnyEvent, Collection, DropReason, RunKind
 from bombus.hive.inbox import AnyAnswer, Done, Pushed, Refusal
 from bombus.hive.state import Hive, Phase, evolve
-from bombus.hive.status import render_status
+from bombus.hive.status.text import render_status
 from bombus.hive.trajectories.queue import GROUPS_MAX, QueuedGroup
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.scored_in_memory import ScoredHarness

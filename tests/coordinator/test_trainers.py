@@ -6,7 +6,8 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, Weights
 from bombus.hive.state import Phase
-from bombus.hive.status import detail_of, render_status
+from bombus.hive.status.detail import detail_of
+from bombus.hive.status.text import render_status
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 

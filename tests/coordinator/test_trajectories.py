@@ -10,7 +10,7 @@ from bombus.hive.events import AnyEvent, EnvironmentEnd, RunKind
 from bombus.hive.inbox import BatchTaken, Done, Pushed, Refusal
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import Hive, Phase, evolve
-from bombus.hive.status import hive_status
+from bombus.hive.status.data import hive_status
 from bombus.hive.trajectories import queue
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import ANSWERS_KEPT, PUSHES_BETWEEN, REPEAT_S, Trajectories, push

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from bombus.bus import Bus
 from bombus.hive import inbox
 from bombus.hive.events import ConversationFormat
-from bombus.hive.status import render_status
+from bombus.hive.status.text import render_status
 from bombus_coordinator.shell import Coordinator
 from bombus_gateway import service
 from bombus_gateway.call.models import EngineModels

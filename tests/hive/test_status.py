@@ -13,7 +13,8 @@ from bombus.hive import events as ev
 from bombus.hive.collection import measures
 from bombus.hive.events import Collection, Method, RunKind
 from bombus.hive.state import Hive, Phase, evolve
-from bombus.hive.status import byte_size, duration, engine_status, hive_status, one_line, render_status, status_dict
+from bombus.hive.status.data import engine_status, hive_status, status_dict
+from bombus.hive.status.text import render_status
 from tests.coordinator.scored_in_memory import ScoredHarness
 from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
 from tests.overwatch.story import ENGINE, SECOND, Story, failed, operating, rolling
@@ -194,20 +195,9 @@ def test_the_time_is_the_callers_and_never_before_the_newest_event(hive: Hive) -
     assert status_dict(hive, 0)["now_ns"] == hive.now_ns
 
 
-def test_durations_and_sizes_are_readable() -> None:
-    assert [duration(s) for s in (0.04, 9.96, 59.6, 185, 25_920, 273_600)] == [
-        "0.0 s", "10 s", "1 m 00 s", "3 m 05 s", "7 h 12 m", "3 d 04 h",
-    ]  # fmt: skip
-    assert [byte_size(n) for n in (0, 43_210, 1_234_567, 988_000_000, 999_900_000, 2 << 40)] == [
-        "0 B", "43 kB", "1.2 MB", "988 MB", "1.0 GB", "2.2 TB",
-    ]  # fmt: skip
-    assert one_line(" a\x1b[31m\nb ") == "a [31m b"
-
-
 def test_the_status_needs_no_terminal_library() -> None:
-
     code = (
-        "import sys, bombus.hive.status; "
+        "import sys, bombus.hive.status.text; "
         "sys.exit(any(name in sys.modules for name in ('textual', 'rich', 'torch', 'nats')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

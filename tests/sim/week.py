@@ -21,13 +21,13 @@ import msgspec
 from bombus.bus import EPOCH, INBOX, Bus, Stored, StreamState, snapshots
 from bombus.bus.headers import EXPECTED_LAST, MSG_ID, header_bytes
 from bombus.bus.snapshots import Snapshot
+from bombus.figures import byte_size
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, NotedCall, Weights
 from bombus.hive.inbox import EpisodeResult
 from bombus.hive.records import CallRef
 from bombus.hive.state import FOLD, Hive
-from bombus.hive.status import byte_size
 from bombus.hive.subjects import Subjects
 from bombus.replay.upkeep import LogCheck
 from bombus_coordinator import compaction, retention, storage

@@ -18,7 +18,7 @@ from bombus.hive import inbox
 from bombus.hive.events import BatchReady, EngineFailed, EngineSuspended
 from bombus.hive.pacing import fitting
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.status import render_status
+from bombus.hive.status.text import render_status
 from bombus_inference import service
 from bombus_inference.settings import ComputeSettings, InferenceSettings
 from tests.inference.test_service import ask

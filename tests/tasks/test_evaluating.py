@@ -17,7 +17,7 @@ from bombus.environments.rollout import Rollout
 from bombus.hive.events import AbortReason
 from bombus.hive.generation import Finished, Generate
 from bombus.hive.state import Phase
-from bombus.hive.status import render_status
+from bombus.hive.status.text import render_status
 from bombus.sdk.errors import SwarmError
 from bombus.tasks.evaluating import NOT_BEGUN, EvalSchedule, EvalScore, EvalSet, Evaluation, wait_until_due
 from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, ServerFailed

@@ -14,10 +14,10 @@ import msgspec
 
 from bombus.bus import Bus, ServerRefused
 from bombus.errors import BusUnavailable
+from bombus.figures import byte_size
 from bombus.hive import events as ev
 from bombus.hive.inbox import StorageSeen
 from bombus.hive.state import SCORED_GROUPS, Hive
-from bombus.hive.status import byte_size
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.live import Live
 

@@ -2,7 +2,7 @@
 
 from rich.text import Text
 
-from bombus.hive.status import one_line
+from bombus.figures import one_line
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import bar
 from bombus_overwatch.screen import Link, Screen, ViewerState

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from rich.text import Text
 from textual.widget import Widget
 
+from bombus.figures import byte_size, duration, one_line
 from bombus.hive.collection import Measure
 from bombus.hive.events import EpisodeType, RunKind
 from bombus.hive.state import Phase
-from bombus.hive.status import EngineStatus, ReplicaStatus, byte_size, duration, format_text, one_line, way_on
+from bombus.hive.status.detail import format_text, way_on
+from bombus.hive.status.rows import EngineStatus, ReplicaStatus
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import bar, sparkline
 from bombus_overwatch.palette import figure, fit, fit_end, harmless

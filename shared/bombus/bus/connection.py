@@ -45,8 +45,8 @@ from bombus.bus.wire import (
 from bombus.bus_address import without_login
 from bombus.config.streams import AS_THEY_ARE, PAYLOAD_BYTES, StreamLimits
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
+from bombus.figures import byte_size
 from bombus.hive.inbox import Answer, Refusal, encode_answer
-from bombus.hive.status import byte_size
 from bombus.hive.subjects import Subjects
 
 logger = logging.getLogger(__name__)

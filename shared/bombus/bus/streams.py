@@ -5,7 +5,7 @@ from typing import Any
 
 from bombus.bus.wire import StreamState
 from bombus.config.streams import NEW_STREAMS, StreamLimits
-from bombus.hive.status import byte_size
+from bombus.figures import byte_size
 from bombus.hive.subjects import Subjects
 
 LEASES_BYTES_MAX = 1 << 20

@@ -12,7 +12,7 @@ from bombus.export.card import CARD, SHARE_TOLD, card, loading
 from bombus.export.finding import Finder, VersionFiles
 from bombus.export.folder import drafted
 from bombus.export.writing import ExportedFiles, write_adapter, write_whole
-from bombus.hive.status import byte_size
+from bombus.figures import byte_size
 from bombus.replay.logged_run import LoggedRun, read_run
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.running import BadUsage, reported

@@ -4,7 +4,7 @@ import argparse
 import shlex
 
 from bombus.errors import EngineFault
-from bombus.hive.status import byte_size
+from bombus.figures import byte_size
 from bombus.host.environments import ENVIRONMENTS, environments_folder
 from bombus.host.hardware import nvidia_gpus
 from bombus.host.installing import commands, install, recipe

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from bombus.bus import Bus
-from bombus.hive.status import byte_size
+from bombus.figures import byte_size
 from bombus.replay import upkeep
 from bombus.replay.export import export
 from bombus.replay.opening import add_source_arguments

@@ -5,9 +5,9 @@ import uuid
 
 from bombus.bus import Bus
 from bombus.commands import control
+from bombus.figures import one_line
 from bombus.hive import inbox
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.status import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,8 @@ from bombus.environments.serving.announcing import ShownServer, shown_servers
 from bombus.errors import BombusError, BusUnavailable
 from bombus.hive.inbox import Done, decode_answer
 from bombus.hive.state import EngineState, Hive, Phase
-from bombus.hive.status import render_status, status_dict
+from bombus.hive.status.data import status_dict
+from bombus.hive.status.text import render_status
 from bombus.terminal import complain, say, say_json
 
 ASK_S = 2.0  # how long a trainer has to say what it works on

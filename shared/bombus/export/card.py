@@ -12,8 +12,8 @@ from pathlib import PurePath
 
 from bombus.config.job import RunConfig
 from bombus.export.writing import ExportedFiles
+from bombus.figures import one_line
 from bombus.hive.events import BatchReady
-from bombus.hive.status import one_line
 from bombus.replay.logged_run import LoggedRun, LoggedStep
 from bombus.weights.adapters import VLLM_RANKS
 from bombus.weights.models import hub_name

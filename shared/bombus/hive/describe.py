@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from functools import singledispatch
 
+from bombus.figures import byte_size, one_line
 from bombus.hive import events as ev
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.events import Event
-from bombus.hive.status import byte_size, format_text, one_line, stall_text
+from bombus.hive.status.detail import format_text, stall_text
 
 METRICS_SHOWN = 3
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from bombus.errors import BombusError
-from bombus.hive.status import byte_size
+from bombus.figures import byte_size
 from bombus.host.environments import ENVIRONMENTS, InstalledEnvironment, environments_folder, read_marker
 from bombus.host.hardware import cores, memory_bytes, nvidia_gpus
 from bombus.host.installing import recipe

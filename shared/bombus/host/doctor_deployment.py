@@ -15,7 +15,7 @@ from bombus.config.job import RunConfig
 from bombus.config.parts import InferencePart, PlacedPart, TrainerPart
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import BombusError
-from bombus.hive.status import byte_size
+from bombus.figures import byte_size
 from bombus.host.doctor import Finding, State, check
 from bombus.host.doctor_model import examine_text
 from bombus.host.hardware import Gpu, memory_bytes, nvidia_gpus

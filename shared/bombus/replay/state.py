@@ -2,7 +2,8 @@
 
 import argparse
 
-from bombus.hive.status import render_status, status_dict
+from bombus.hive.status.data import status_dict
+from bombus.hive.status.text import render_status
 from bombus.replay.moments import clock, date
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source

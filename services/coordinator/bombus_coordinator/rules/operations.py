@@ -6,6 +6,7 @@ from typing import TypeAlias
 import msgspec
 
 from bombus.errors import Code, Refused
+from bombus.figures import byte_size
 from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, RunKind
 from bombus.hive.inbox import (
@@ -20,7 +21,6 @@ from bombus.hive.inbox import (
 )
 from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.status import byte_size
 from bombus.hive.tenants.owners import owner_of
 from bombus.hive.tenants.state import KeptWeights, Queued, TenantModel, bodies_share
 from bombus_coordinator.rules.claims import no_room

@@ -7,7 +7,7 @@ time in which the bus was away or there was no leader: nothing could be heard th
 from bombus.hive import events as ev
 from bombus.hive.inbox import TrainerAlive, TrainerHangs
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.status import stall_text
+from bombus.hive.status.detail import stall_text
 from bombus_coordinator.rules.decision import Decisions
 from bombus_coordinator.rules.engines import note_failure
 from bombus_coordinator.rules.live import Heard, Live, ns

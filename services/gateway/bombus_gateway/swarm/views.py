@@ -8,11 +8,12 @@ import json
 from pathlib import PurePath
 from typing import Any
 
+from bombus.figures import seconds_between
 from bombus.hive.collection import BATCH_METHODS, progress
 from bombus.hive.pacing import fitting
 from bombus.hive.records import CallRef
 from bombus.hive.state import EngineState, Episode, Phase
-from bombus.hive.status import detail_of, noting, seconds_between
+from bombus.hive.status.detail import detail_of, noting
 
 JsonObject = dict[str, Any]  # a JSON object
 

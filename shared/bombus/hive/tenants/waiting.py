@@ -1,7 +1,7 @@
 """Why an operation waits, in words: all that its client sees of the queue."""
 
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.status import detail_of
+from bombus.hive.status.detail import detail_of
 
 
 def why_waiting(engine: EngineState, operation: str, now_ns: int) -> str:

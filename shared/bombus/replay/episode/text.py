@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bombus.hive.status import duration, one_line, seconds_between
+from bombus.figures import duration, one_line, seconds_between
 from bombus.replay.episode.story import EpisodeStory
 from bombus.replay.episode.tree import EpisodeTranscript, Token, Turn, TurnReply
 from bombus.replay.moments import clock, date

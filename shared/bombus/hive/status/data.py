@@ -1,0 +1,241 @@
+"""The status of a hive as data and as JSON. All of it is derived from the fold, without a request to any server."""
+
+import msgspec
+
+from bombus.figures import seconds_between
+from bombus.hive.checkpoints import where_begun
+from bombus.hive.collection import measures
+from bombus.hive.pacing import pace
+from bombus.hive.state import EngineState, Episode, EvalStats, Hive, Phase, Replica, engine_of
+from bombus.hive.status.detail import detail_of, disagreement_of, no_trainer, noting
+from bombus.hive.status.rows import (
+    DataSetStatus,
+    EngineStatus,
+    EvalStatus,
+    FormatStatus,
+    HiveStatus,
+    JointClaimStatus,
+    ModelStatus,
+    OpenEpisode,
+    OperationsStatus,
+    ReplicaStatus,
+    StepStatus,
+    TrainerStatus,
+)
+from bombus.hive.tenants.state import TenantModel
+from bombus.hive.trajectories.status import scored_status
+
+
+def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
+    return OpenEpisode(
+        episode=episode.id,
+        client=episode.client,
+        type=episode.type,
+        task=episode.task_hint,
+        version=episode.version,
+        calls=len(episode.calls),
+        completion_tokens=sum(call.completion_tokens for call in episode.calls),
+        idle_s=seconds_between(max(episode.claimed_ns, episode.last_call_ns), now_ns),
+        limit_s=episode.discard_timeout_s,
+        owner=episode.owner,
+        partners=tuple(name for _, name in sorted(episode.partners.items())),
+    )
+
+
+def joint_claims(hive: Hive, now_ns: int) -> tuple[JointClaimStatus, ...]:
+    """Return the claims of open joint episodes, the longest idle first."""
+    found: dict[tuple[str, tuple[str, ...]], list[list[Episode]]] = {}
+    for name, engine in sorted(hive.engines.items()):
+        for episode in engine.open.values():
+            if episode.partners and name < min(episode.partners):  # each is found once, at its first engine
+                parts = [episode, *sorted(hive.partners(episode), key=lambda part: engine_of(part.id))]
+                engines = tuple(engine_of(part.id) for part in parts)
+                found.setdefault((episode.claim, engines), []).append(parts)
+    rows = (_joint_claim(engines, episodes, now_ns) for (_, engines), episodes in found.items())
+    return tuple(sorted(rows, key=lambda row: (-row.idle_s, row.episodes)))
+
+
+def _joint_claim(engines: tuple[str, ...], episodes: list[list[Episode]], now_ns: int) -> JointClaimStatus:
+    first = episodes[0][0]
+    active_ns = [max(max(part.claimed_ns, part.last_call_ns) for part in parts) for parts in episodes]
+    calls = [call for parts in episodes for part in parts for call in part.calls]
+    return JointClaimStatus(
+        engines=engines,
+        episodes=tuple(tuple(part.id for part in parts) for parts in episodes),
+        client=first.client,
+        type=first.type,
+        task=first.task_hint,
+        calls=len(calls),
+        completion_tokens=sum(call.completion_tokens for call in calls),
+        idle_s=seconds_between(min(active_ns), now_ns),
+        limit_s=first.discard_timeout_s,
+        owner=first.owner,
+    )
+
+
+def _trainer(engine: EngineState, now_ns: int) -> TrainerStatus:
+    batch = engine.batch
+    return TrainerStatus(
+        trainer=engine.trainer,
+        epoch=engine.trainer_epoch,
+        step_in_flight=batch.step if batch else None,
+        step_since_ns=batch.at_ns if batch else 0,
+        groups=len(batch.groups) if batch else 0,
+        episodes=sum(len(group.episodes) for group in batch.groups) if batch else 0,
+        failures=engine.step_failures,
+        absence=no_trainer(engine, now_ns),
+    )
+
+
+def _quarantine(replica: Replica) -> str:
+    found = replica.quarantined
+    return "" if found is None else f"it cannot load version {found.version}: {found.reason}"
+
+
+def _last_step(engine: EngineState) -> StepStatus | None:
+    """Return the newest step that this run has made itself: the one that it began at was made by another."""
+    done = engine.step_done
+    if done is None or done.run != engine.run:
+        return None
+    return StepStatus(step=done.step, at_ns=done.at_ns, metrics=done.metrics)
+
+
+def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
+    return tuple(
+        ReplicaStatus(
+            replica=name,
+            url=replica.url,
+            capacity=replica.capacity,
+            run=replica.run,
+            version=replica.version,
+            current=name in engine.loaded,
+            sequence_tokens=replica.sequence_tokens,
+            constrains=replica.constrains,
+            quarantined=_quarantine(replica),
+        )
+        for name, replica in sorted(engine.replicas.items())
+    )
+
+
+def _model_status(engine: EngineState, model: TenantModel, now_ns: int) -> ModelStatus:
+    session = engine.tenants.sessions.get(model.session)
+    return ModelStatus(
+        model=model.name,
+        session=model.session,
+        owner="" if session is None else session.owner,
+        base=model.base,
+        adapter=model.adapter,
+        step=model.step,
+        waiting=model.waiting,
+        executed=model.executed,
+        covered=model.covered,
+        idle_s=seconds_between(model.last_ns, now_ns),
+        last_op=model.last_op,
+        last_failed=model.last_failed,
+        scored=model.scored,
+        stepped=model.stepped,
+    )
+
+
+def _operations(engine: EngineState, now_ns: int) -> OperationsStatus | None:
+    tenants = engine.tenants
+    if not (tenants.accepted or tenants.sessions):
+        return None
+    return OperationsStatus(
+        sessions=sum(session.ended is None for session in tenants.sessions.values()),
+        models=tuple(_model_status(engine, model, now_ns) for model in tenants.open_models),
+        accepted=tenants.accepted,
+        waiting=tenants.waiting,
+        executed=tenants.executed,
+        failed=tenants.failed,
+        held_bytes=tenants.held_bytes,
+        result_bytes=tenants.result_bytes,
+        saved=len(tenants.kept),
+    )
+
+
+def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> EngineStatus:
+    """Return the status of an engine; `refusing` is the hive's.
+
+    `now_ns` is the caller's time: the time of the fold stands still while there are no events.
+    """
+    source = engine.active or engine.configured
+    episodes = [_open_episode(episode, now_ns) for episode in engine.open.values()]
+    formats = tuple(FormatStatus(gateway=each.gateway, format=each.format) for each in engine.formats)
+    return EngineStatus(
+        engine=engine.name,
+        phase=engine.phase,
+        phase_s=seconds_between(engine.phase_since_ns, now_ns) if engine.phase_since_ns else 0.0,
+        detail=noting(detail_of(engine, now_ns), refusing),
+        failure=engine.failure,
+        suspended=engine.suspended,
+        until_served=engine.until_served,
+        model=source.model if source else "",
+        run=engine.run,
+        begun="" if engine.started is None else where_begun(engine.started),
+        global_step=engine.global_step,
+        version=engine.version,
+        method=engine.collection.method,
+        progress=measures(engine, now_ns),
+        pool_episodes=len(engine.pool),
+        pool_bytes=engine.pool_bytes,
+        open_episodes=tuple(sorted(episodes, key=lambda row: (-row.idle_s, row.episode))),
+        replicas=_replicas(engine),
+        trainer=_trainer(engine, now_ns),
+        last_step=_last_step(engine),
+        evals=tuple(
+            EvalStatus(
+                version=version,
+                episodes=stats.episodes,
+                mean_reward=stats.mean,
+                success_rate=stats.success_rate,
+                mixed=stats.mixed.episodes,
+                mixed_mean_reward=stats.mixed.mean,
+                data_sets=_data_sets(stats),
+            )
+            for version, stats in sorted(engine.evals.items())
+        ),
+        pace=pace(engine) if engine.phase == Phase.ROLLING else None,
+        formats=formats,
+        disagreement=disagreement_of(formats),
+        run_kind=engine.run_kind,
+        operations=_operations(engine, now_ns),
+        taken=engine.counters.taken,
+        scored=scored_status(engine.trajectories, engine.trains_scored),
+    )
+
+
+def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
+    """Return the status of every engine, by default at the time of the newest event."""
+    now_ns = hive.now_ns if now_ns is None else max(now_ns, hive.now_ns)
+    engines = (engine_status(engine, now_ns, hive.refusing_of(engine)) for _, engine in sorted(hive.engines.items()))
+    aside = tuple(f"{event.message} {event.id} of {event.about}: {event.why}" for event in hive.aside)
+    return HiveStatus(
+        epoch=hive.epoch,
+        now_ns=now_ns,
+        engines=tuple(engines),
+        joint=joint_claims(hive, now_ns),
+        refusing=hive.refusing_groups,
+        set_aside=aside,
+        uncompacted=hive.uncompacted,
+    )
+
+
+def status_dict(hive: Hive, now_ns: int | None = None) -> dict[str, object]:
+    """Return `hive_status` as plain JSON values. A number that is not finite becomes null."""
+    encoded = msgspec.json.encode(hive_status(hive, now_ns))
+    return msgspec.json.decode(encoded, type=dict[str, object])
+
+
+def _data_sets(stats: EvalStats) -> tuple[DataSetStatus, ...]:
+    return tuple(
+        DataSetStatus(
+            data_set=name,
+            episodes=each.episodes,
+            mean_reward=each.mean,
+            success_rate=each.success_rate,
+            mixed=each.mixed.episodes,
+            mixed_mean_reward=each.mixed.mean,
+        )
+        for name, each in sorted(stats.data_sets.items())
+    )

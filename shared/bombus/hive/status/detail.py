@@ -1,0 +1,117 @@
+"""The sentences of a status: what an engine waits for, and what is wrong with its run."""
+
+from collections.abc import Sequence
+
+from bombus.figures import counted, duration, seconds_between
+from bombus.hive.collection import Measure, measures
+from bombus.hive.events import ConversationFormat, TrainerStalled
+from bombus.hive.pacing import last_chances, pace
+from bombus.hive.state import EngineState, Phase
+from bombus.hive.status.rows import EngineStatus, FormatStatus
+
+
+def detail_of(engine: EngineState, now_ns: int) -> str:
+    """Return a clause about what the engine waits for in its phase, or why its run is suspended or has no trainer."""
+    if engine.suspended:
+        return f"suspended: {engine.suspended}"
+    return "; ".join(filter(None, (_phase_detail(engine, now_ns), no_trainer(engine, now_ns))))
+
+
+def no_trainer(engine: EngineState, now_ns: int) -> str:
+    """Return for how long and why a run has had no trainer, "" when it has one, or had none yet."""
+    if engine.phase == Phase.OFFLINE or engine.stalled is None:
+        return ""
+    since = duration(seconds_between(engine.stalled.at_ns, now_ns))
+    return f"no trainer for {since}: {stall_text(engine.stalled)}"
+
+
+def stall_text(stalled: TrainerStalled) -> str:
+    at = f" at {stalled.doing}" if stalled.doing else ""
+    how = "was not heard from" if stalled.silent else "made no progress"
+    return f"{stalled.trainer} {how}{at} for {duration(stalled.still_s)}"
+
+
+def _phase_detail(engine: EngineState, now_ns: int) -> str:
+    match engine.phase:
+        case Phase.OFFLINE:
+            if engine.failure:
+                return "the last run failed"
+            if engine.run:
+                return "stopped"
+            return "configured, waiting for start" if engine.configured else "waiting for a configuration"
+        case Phase.BOOTING:
+            return engine.stage or "booting"
+        case Phase.ROLLING:
+            return _rolling_detail(engine, now_ns)
+        case Phase.ROLLING_POST:
+            return f"waiting for {len(engine.open)} running episodes to finish"
+        case Phase.WEIGHT_SYNCING:
+            if engine.batch is not None:
+                return f"training step {engine.batch.step}"
+            loaded = f"{len(engine.loaded)} of {len(engine.usable)} replicas"
+            apart = len(engine.replicas) - len(engine.usable)
+            return f"loading version {engine.version}: {loaded}" + (f", {apart} quarantined" if apart else "")
+
+
+def _rolling_detail(engine: EngineState, now_ns: int) -> str:
+    if engine.serves_operations:
+        models, waiting = len(engine.tenants.open_models), engine.tenants.waiting
+        asleep = ""
+        if engine.rest_wanted:
+            since = duration(seconds_between(engine.rest_since_ns, now_ns))
+            asleep = f"asleep for {since}: nothing is executed and no session ends until /wake_up; "
+        episodes = f", {counted(len(engine.open), 'episode')} running" if engine.open else ""
+        return f"{asleep}serving {counted(models, 'model')}, {counted(waiting, 'operation')} waiting{episodes}"
+    if engine.takes_trajectories:
+        queue = engine.trajectories.queue
+        queued = f"{counted(len(queue.groups), 'scored group')} for batches of {queue.batch_size} sequences"
+        episodes = f", {counted(len(engine.open), 'episode')} running" if engine.open else ""
+        if (now := pace(engine)) is not None and now.waits:
+            episodes += f"; new episodes wait: {now.waits}"
+        if engine.trains_scored:
+            return queued + (f", step {engine.batch.step} training" if engine.batch else "") + episodes
+        return f"{queued} of an outside trainer{episodes}"
+    waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
+    text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
+    if engine.batch:
+        text += f", step {engine.batch.step} training"
+    return text + _asynchronous(engine, waited_for)
+
+
+def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
+    """Return what an asynchronous run waits for besides the next batch."""
+    now = pace(engine)
+    if now is None:
+        return ""
+    text = ""
+    trains = engine.version < engine.step
+    if not trains and waited_for.done >= waited_for.target and (last := last_chances(engine)):
+        text = f", waiting for {last} running episodes that would be too old for the batch after it"
+    return f"{text}; new episodes wait: {now.waits}" if now.waits else text
+
+
+def noting(detail: str, refusing: str) -> str:
+    """Return an engine's detail with the reason why the hive takes no new work, if any."""
+    return f"{detail}. No new work is taken: {refusing}" if refusing else detail
+
+
+def format_text(found: ConversationFormat) -> str:
+    return f"template {found.template}, tool calls: {found.tool_calls}, reasoning: {found.reasoning}"
+
+
+def disagreement_of(formats: Sequence[FormatStatus]) -> str:
+    """Return a sentence about gateways that read the model of a run in different ways, "" while they agree."""
+    if len(formats) < 2:
+        return ""
+    ways = "; ".join(f"{row.gateway} has {format_text(row.format)}" for row in formats)
+    return (
+        f"gateways have read the model of this run in {len(formats)} ways: {ways}. "
+        "Install the same versions of bombus, jinja2 and tokenizers for each of them, then start the engine again."
+    )
+
+
+def way_on(status: EngineStatus) -> str:
+    """Return what lets a suspended run go on."""
+    if status.until_served:
+        return "the run goes on once a replica serves its weights; `bombus resume` lets all of them try at once"
+    return "once the cause is gone, `bombus resume` lets the run go on"

@@ -1,0 +1,184 @@
+"""What a status has: rows of plain values, for `bombus status --json` and the screen."""
+
+import msgspec
+
+from bombus.hive.collection import Measure
+from bombus.hive.events import AdapterShape, ConversationFormat, EpisodeType, Method, RunKind
+from bombus.hive.pacing import Pace
+from bombus.hive.state import Phase
+from bombus.hive.trajectories.status import ScoredStatus
+
+
+class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """An open episode. `idle_s` counts from its last recorded call.
+
+    The coordinator may count less: heartbeats and calls in flight are only in the inbox.
+    """
+
+    episode: str
+    client: str
+    type: EpisodeType
+    task: str
+    version: int
+    calls: int
+    completion_tokens: int
+    idle_s: float
+    limit_s: float
+    owner: str = ""  # the name of its client's key
+    partners: tuple[str, ...] = ()  # the other episodes of its joint episode, on other engines
+
+
+class JointClaimStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A claim of joint episodes, those that are open: `episodes` has the names of each, in the order of `engines`.
+
+    The figures are those of all their engines. `idle_s` is that of the joint episode that is idle longest, and counts
+    from the last recorded call of any of its parts: activity of one is activity of all.
+    """
+
+    engines: tuple[str, ...]
+    episodes: tuple[tuple[str, ...], ...]
+    client: str
+    type: EpisodeType
+    task: str
+    calls: int
+    completion_tokens: int
+    idle_s: float
+    limit_s: float
+    owner: str = ""
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    replica: str
+    url: str
+    capacity: int
+    run: int
+    version: int  # -1: nothing loaded
+    current: bool  # serves the newest weights of this run
+    sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
+    constrains: bool = False  # whether it can hold answers to a form
+    quarantined: str = ""  # why it gets no calls, and nothing waits for it
+
+
+class FormatStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A way in which the model of the run is read, and the first gateway that reported it."""
+
+    gateway: str
+    format: ConversationFormat
+
+
+class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    trainer: str  # "" before one has opened the run
+    epoch: int
+    step_in_flight: int | None  # sealed, not yet completed
+    step_since_ns: int
+    groups: int
+    episodes: int
+    failures: int  # of the step in flight
+    absence: str = ""  # since when and why there is no trainer, after the last one has stalled
+
+
+class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    at_ns: int
+    metrics: dict[str, float]
+
+
+class DataSetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Evaluation on one data set. `mixed` episodes are in none of the other figures: see `EvalStatus`."""
+
+    data_set: str
+    episodes: int
+    mean_reward: float
+    success_rate: float
+    mixed: int
+    mixed_mean_reward: float
+
+
+class EvalStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Evaluation of one policy version, which has sampled every token of `episodes`.
+
+    `mixed` episodes were claimed at this version, and have tokens of later ones too. `data_sets` are those that
+    clients have named, which need not be all.
+    """
+
+    version: int
+    episodes: int
+    mean_reward: float
+    success_rate: float
+    mixed: int = 0
+    mixed_mean_reward: float = 0.0
+    data_sets: tuple[DataSetStatus, ...] = ()
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of a client of training operations. `step` counts its optimizer steps."""
+
+    model: str
+    session: str
+    owner: str
+    base: str
+    adapter: AdapterShape | None
+    step: int
+    waiting: int
+    executed: int
+    covered: int  # the last operation that need not be executed again
+    idle_s: float  # since an operation was accepted or executed
+    last_op: str = ""  # that was executed
+    last_failed: bool = False
+    scored: dict[str, float] = {}  # the metrics of the newest forward_backward that succeeded
+    stepped: dict[str, float] = {}  # and of the newest optim_step
+
+
+class OperationsStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine has to do with training operations: totals, and the models that are there now."""
+
+    sessions: int
+    models: tuple[ModelStatus, ...]  # those that are open
+    accepted: int
+    waiting: int
+    executed: int
+    failed: int
+    held_bytes: int  # of operations that a trainer may still have to read
+    result_bytes: int
+    saved: int  # models that were saved for their clients
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    engine: str
+    phase: Phase
+    phase_s: float
+    detail: str
+    failure: str  # why the last run ended, "" when it did not fail
+    suspended: str = ""  # why the run waits for its operator, "" while it goes on
+    until_served: bool = False  # it also goes on by itself, once a replica serves its weights
+    model: str
+    run: int
+    begun: str = ""  # where the run began, "" where it had no checkpoint to begin at
+    global_step: int
+    version: int
+    method: Method
+    progress: tuple[Measure, ...]
+    pool_episodes: int
+    pool_bytes: int
+    open_episodes: tuple[OpenEpisode, ...]  # the longest idle first
+    replicas: tuple[ReplicaStatus, ...]
+    trainer: TrainerStatus
+    last_step: StepStatus | None
+    evals: tuple[EvalStatus, ...]  # by version, ascending
+    pace: Pace | None = None  # None: the run is synchronous, or there is none
+    formats: tuple[FormatStatus, ...] = ()  # empty until a gateway has read the model of the run
+    disagreement: str = ""  # between gateways that read the model of the run in different ways
+    run_kind: RunKind = RunKind.EPISODES
+    operations: OperationsStatus | None = None  # None: there never was one
+    taken: int = 0  # ended episodes of a run of operations that their clients have taken
+    scored: ScoredStatus | None = None  # None: it has no scored groups, and no trainer for them
+
+
+class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
+    epoch: int
+    now_ns: int
+    engines: tuple[EngineStatus, ...]
+    joint: tuple[JointClaimStatus, ...] = ()  # the longest idle first
+    refusing: str = ""  # why no new work is taken
+    set_aside: tuple[str, ...] = ()  # the newest messages that could not be decided: a fault of bombus
+    uncompacted: str = ""  # why the log is longer than it should be
