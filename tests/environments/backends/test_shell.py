@@ -1,7 +1,10 @@
 """The shell sandbox: what a command can reach, and what is left of it."""
 
+import asyncio
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +18,19 @@ from bombus.errors import Refused
 from tests.environments.backends.test_folders import make_deep
 
 NOBODY = 65534
+PROGRAM = """
+import asyncio
+from bombus.environments.backends.shell import ShellSandbox
+
+async def main():
+    sandbox = ShellSandbox()
+    await sandbox.start()
+    print(sandbox.address, flush=True)
+    input()
+    await sandbox.run("echo yes > begun; exec sleep 60.5", 60)
+
+asyncio.run(main())
+"""
 
 
 def why_no_namespaces() -> str:
@@ -106,6 +122,33 @@ async def test_a_process_in_the_background_ends_with_its_command(box: ShellSandb
     await box.run("sleep 77.6 > /dev/null 2>&1 &")
     left = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "77.6"]]
     assert left == []
+
+
+async def test_a_command_that_leaves_its_session_ends_as_any_other(box: ShellSandbox) -> None:
+    async with asyncio.timeout(15):
+        result = await box.run("exec setsid setpriv --pdeathsig=clear sleep 30.5", timeout_s=1)
+    assert result.timed_out
+    left = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "30.5"]]
+    assert left == []
+
+
+def test_a_command_ends_with_the_program_that_runs_it_however_that_ends(has_namespaces: None) -> None:
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert program.stdin is not None
+    assert program.stdout is not None
+    address = program.stdout.readline().decode().strip()
+    begun = Path(address, "work/begun")
+    os.mkfifo(begun)
+    begun.chmod(0o666)
+    program.stdin.write(b"go on\n")
+    program.stdin.flush()
+    assert begun.read_text() == "yes\n"
+    started = psutil.Process(program.pid).children(recursive=True)
+    program.kill()
+    program.communicate(timeout=20)
+    _, alive = psutil.wait_procs(started, timeout=20)
+    shutil.rmtree(address)
+    assert alive == []
 
 
 async def test_processes_have_a_limit(box: ShellSandbox) -> None:

@@ -34,5 +34,7 @@ umount -l /old
 rmdir /old
 cd /work
 export PATH=/usr/local/bin:/usr/bin:/bin
-exec prlimit --core=0 --fsize="$file_bytes" --nofile=256 --nproc=256 --as=4294967296 \
-    setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --ambient-caps=-all /bin/sh -c "$command"
+# Not by `exec`: this shell is the first process, with which all others end. The command in its place could leave the session
+# that is killed, and do without the signal that comes when `unshare` dies.
+prlimit --core=0 --fsize="$file_bytes" --nofile=256 --nproc=256 --as=4294967296 \
+    setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --ambient-caps=-all /bin/sh -c "$command" || exit $?

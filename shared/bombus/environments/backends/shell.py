@@ -25,7 +25,8 @@ FILE_BYTES_MAX = 512 << 20
 MEASURE_S = 1.0
 NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--net", "--mount", "--ipc", "--uts", "--kill-child")
 NOBODY = 65534
-AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--")
+# Another user is not told of its parent's death any longer, unless it asks for that again.
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--pdeathsig=KILL", "--")
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
