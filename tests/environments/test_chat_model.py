@@ -1,5 +1,6 @@
-"""What a model is asked: fields of a program's own, and limits of tokens."""
+"""What a model is asked, and how often: fields of a program's own, limits of tokens, answers that cannot be read."""
 
+import httpx
 import pytest
 
 from bombus import Rollout, RolloutBudgets, Task
@@ -15,3 +16,11 @@ async def test_an_answer_is_as_long_as_the_program_and_the_budget_both_allow(own
     await rollout(Task(main_query="three", metadata={"goal": 3}), CREDENTIALS)
     assert model.requests[0]["max_tokens"] == asked
     assert model.requests[0]["temperature"] == 0.5
+
+
+async def test_an_answer_that_cannot_be_unpacked_is_asked_for_again() -> None:
+    packed = httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"this is not gzip"))
+    model = ScriptedModel(packed)
+    result = await Rollout(Counter, transport=model)(Task(main_query="three", metadata={"goal": 3}), CREDENTIALS)
+    assert len(model.requests) == 2
+    assert result.reward is not None

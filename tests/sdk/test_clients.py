@@ -196,6 +196,23 @@ async def test_a_key_permits_what_it_is_for(bus: Bus, in_path: bool) -> None:
             assert credentials.base_url == f"{url}/v1"  # an agent does not get its client's key
 
 
+@pytest.mark.parametrize("kind", ["async", "threads"])
+async def test_an_answer_that_cannot_be_unpacked_is_none(kind: str) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"this is not gzip"))
+
+    def ask() -> None:
+        with SwarmClient("http://hive", transport_=httpx.MockTransport(handler), retry_s=0) as client:
+            client.abort_episode("e1")
+
+    async def ask_too() -> None:
+        async with AsyncSwarmClient("http://hive", transport_=httpx.MockTransport(handler), retry_s=0) as client:
+            await client.abort_episode("e1")
+
+    with pytest.raises(ServerUnreachable, match=r"no answer from http://hive.*DecodingError"):
+        await (ask_too() if kind == "async" else asyncio.to_thread(ask))
+
+
 def test_a_key_is_sent_in_the_header_and_never_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     key = "a-client-key-for-tests"

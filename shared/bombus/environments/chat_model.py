@@ -137,10 +137,8 @@ class ChatModel:
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), **self._sampling}
         if tools:
             body["tools"] = [tool.as_openai() for tool in tools]
-        if max_tokens is not None:
-            body["max_tokens"] = min(
-                max_tokens, body.get("max_tokens", max_tokens)
-            )  # the program's own limit holds too
+        if max_tokens is not None:  # the program's own limit holds too
+            body["max_tokens"] = min(max_tokens, body.get("max_tokens", max_tokens))
         headers = {"Content-Type": "application/json"}
         if role:
             headers[ROLE_HEADER] = role
@@ -162,7 +160,7 @@ class ChatModel:
             at_least_s = 0.0
             try:
                 response = await self._http.post("/chat/completions", content=content, headers=headers)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 last[0] = f"{self._http.base_url}: {in_one_line(error)}"
             else:
                 if response.is_success:

@@ -118,7 +118,7 @@ class SwarmClient:
         with telemetry.span("sdk.request", path=request.path):
             try:
                 response = self._http.request(**transport.request_options(request))
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 return transport.no_reply(self._http.base_url, error)
         return transport.reply_of(response)
 

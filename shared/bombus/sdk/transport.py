@@ -66,7 +66,7 @@ def request_options(request: ServerRequest) -> dict[str, Any]:
     }
 
 
-def no_reply(base_url: httpx.URL, error: httpx.TransportError) -> NoReply:
+def no_reply(base_url: httpx.URL, error: httpx.RequestError) -> NoReply:
     why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return NoReply(f"no answer from {base_url} ({why})")
 

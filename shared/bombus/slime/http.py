@@ -50,7 +50,7 @@ async def post(
     for attempt in range(1, max_retries + 1):
         try:
             response = await client().post(url, json=payload or {}, headers=headers)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             if attempt == max_retries:
                 raise
             log.info("%s: %r; attempt %d of %d", url, error, attempt, max_retries)

@@ -103,7 +103,7 @@ async def _push(http: httpx.AsyncClient, name: str, body: dict[str, Any]) -> Non
     headers = {"content-type": "application/json", "x-idempotency-key": key}
     try:
         answer = await http.post("/scored_data", content=content, headers=headers)
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         raise BombusError(f"{http.base_url} cannot be reached: {in_one_line(error)}") from error
     if answer.status_code != 200:
         raise BombusError(f"the hive refused the group {name} ({answer.status_code}): {answer.text[:500]}")

@@ -76,7 +76,7 @@ class SampleAddress:
                 case _:
                     why = f"{method} {path} is not offered to a sample: POST /generate and what is below /v1/ are"
                     raise Refused(Code.UNKNOWN_PATH, why)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             why = f"the hive cannot be reached: {in_one_line(error)}"
             return LocalAnswer(503, msgspec.json.encode({"error": {"message": why}}))
 
