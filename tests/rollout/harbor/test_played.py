@@ -1,6 +1,8 @@
 """Task folders of Harbor's that are played against a whole hive, each in its own sandbox."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -158,15 +160,45 @@ async def test_tests_that_take_too_long_have_not_judged(
     assert result.why == "the reward command took longer than 1 s"
 
 
-def in_sandbox(folder: Path, toml: str, script: str) -> str:
-    """Run a script as an agent of a task would be, and return what it prints."""
+def sandboxed(folder: Path, toml: str, *command: str) -> list[str]:
+    """Return the words that run a command as an agent of a task is run."""
     (task,) = read_task_folders(task_folder(folder / "tasks", toml))
     assert task.package is not None
     episode = EpisodeFolder(folder / "run/0", folder / "run/0/copy/environment")
     for each in (episode.workspace, episode.home, episode.temporary, episode.outputs):
         each.mkdir(parents=True)
-    words = [*agent_prefix(task.package, episode), "sh", "-c", script]
+    return [*agent_prefix(task.package, episode), *command]
+
+
+def in_sandbox(folder: Path, toml: str, script: str) -> str:
+    """Run a script as an agent of a task would be, and return what it prints."""
+    words = sandboxed(folder, toml, "sh", "-c", script)
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_no_agent_outlives_the_end_of_its_sandbox_nor_escapes_the_signals_that_end_it(tmp_path: Path) -> None:
+    escape = ("setsid", "setpriv", "--pdeathsig=clear")  # no signal when its parent dies
+    words = sandboxed(tmp_path, "", *escape, "sh", "-c", "echo ready; exec sleep 40")
+    agent = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == b"ready\n"
+    os.killpg(agent.pid, signal.SIGKILL)
+    agent.communicate(timeout=20)  # which waits until nothing has its output open
+
+
+def test_an_agent_is_told_to_end_and_its_exit_code_is_passed_on(tmp_path: Path) -> None:
+    ended = subprocess.run(sandboxed(tmp_path / "a", "", "sh", "-c", "exit 7"), check=False, timeout=60)
+    assert ended.returncode == 7
+    agent = subprocess.Popen(
+        sandboxed(tmp_path / "b", "", "sh", "-c", "echo ready; exec sleep 40"),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == b"ready\n"
+    os.killpg(agent.pid, signal.SIGTERM)
+    agent.communicate(timeout=20)
+    assert agent.returncode == 128 + signal.SIGTERM
 
 
 def test_a_link_to_tests_of_another_task_keeps_its_mode(tmp_path: Path) -> None:

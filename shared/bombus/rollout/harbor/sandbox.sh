@@ -98,4 +98,6 @@ pivot_root . old
 umount -l /old
 rmdir /old
 cd "$workdir"
-exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --ambient-caps=-all "$@"
+# Not by `exec`: this shell is the first process, with which all others end. A command in its place could leave the session
+# that is killed, and do without the signal that comes when `unshare` dies.
+setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --ambient-caps=-all "$@" || exit $?
