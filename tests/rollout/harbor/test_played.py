@@ -254,6 +254,17 @@ def test_tasks_and_other_episodes_are_hidden_where_nothing_else_is() -> None:
         assert not (folder / "seen/x").exists()
 
 
+def test_the_history_of_a_repository_with_the_tasks_is_hidden_as_they_are() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="a 7 ") as made:
+        kept = Path(made, ".git/objects")
+        kept.mkdir(parents=True)
+        (kept / "solution").write_text("echo ok > answer.txt\n")
+        Path(made, "README").write_text("tasks\n")
+        look = f'cd "{made}"; cat README; ls -A .git; cat .git/objects/solution; true'
+        said = in_sandbox(Path(made, "sets"), "", look)
+        assert said == "tasks\n"
+
+
 def test_where_programs_of_the_user_keep_keys_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="a 6 ") as made:
         home = Path(made, "home")

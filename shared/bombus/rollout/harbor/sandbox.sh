@@ -1,8 +1,8 @@
 # Runs a command in a task's sandbox, inside new namespaces (see sandbox.py):
 # sandbox.sh FOLDER OUTPUTS WORKSPACE WORKDIR HIDDEN JUDGED USER_HOME COMMAND...
 # It sees this machine's files, which it cannot change, WORKSPACE as WORKDIR, and folders of the episode as /tmp, /logs
-# and $HOME. HIDDEN is empty. JUDGED is empty for an agent; for tests it is the folder with `tests` and `verifier`.
-# Where programs keep keys in USER_HOME, nothing is seen.
+# and $HOME. HIDDEN is empty, and so is each `.git` above it. JUDGED is empty for an agent; for tests it is the folder
+# with `tests` and `verifier`. Where programs keep keys in USER_HOME, nothing is seen.
 # No agent sees OUTPUTS, nor the folders of FOLDER themselves: so that it cannot put links in their places.
 set -e
 PATH=/usr/sbin:/sbin:/usr/bin:/bin:$PATH
@@ -79,6 +79,11 @@ esac
 own "$folder/tmp" /tmp
 for each in "$hidden" "$run"; do
     if [ -d "$root$each" ]; then mount -t tmpfs -o size=1m tmpfs "$root$each"; fi
+done
+above=$hidden # what is hidden may be in the history of a repository, too
+while [ -n "$above" ]; do
+    above=${above%/*}
+    if [ -d "$root$above/.git" ]; then mount -t tmpfs -o size=1m tmpfs "$root$above/.git"; fi
 done
 mkdir -p "$root$folder/home" "$root$folder/tmp" "$root$workspace"
 own "$folder/home" "$folder/home"
