@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -112,6 +113,20 @@ async def test_an_agent_sees_neither_tests_nor_solutions_and_can_plant_no_reward
     )
 
 
+async def test_an_agent_does_not_read_what_others_have_printed(served: GatewayHive, client: AsyncSwarmClient) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="a 8 ") as made:
+        folder = Path(made)
+        task_folder(folder / "tasks/one")
+        (folder / "out/outputs").mkdir(parents=True)
+        (folder / "out/outputs/another.txt").write_text("the answer is 42\n")
+        look = f'cat "{folder}"/out/outputs/*; exec {AGENT.format(prompt="x")}'
+        rollout = rolled(folder, client, agent=f"sh -c {shlex.quote(look)}")
+        tally = await rollout.run()
+        assert tally.rewards == [0.75]
+        assert "No such file or directory" in printed(folder)
+        assert "42" not in printed(folder)
+
+
 async def test_a_tasks_variables_are_set_inside_and_start_no_program_of_its_own_outside(
     tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +182,7 @@ def sandboxed(folder: Path, toml: str, *command: str) -> list[str]:
     episode = EpisodeFolder(folder / "run/0", folder / "run/0/copy/environment")
     for each in (episode.workspace, episode.home, episode.temporary, episode.outputs):
         each.mkdir(parents=True)
-    return [*agent_prefix(task.package, episode), *command]
+    return [*agent_prefix(task.package, episode, episode.outputs), *command]
 
 
 def in_sandbox(folder: Path, toml: str, script: str) -> str:
