@@ -16,7 +16,7 @@ class ScriptedModel(BaseHTTPRequestHandler):
     reply: Callable[[Conversation], Reply]
 
     def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "scripted"}]} if self.path == "/v1/models" else {})
+        self._send(200, {"data": [{"id": "scripted", "owned_by": None}]} if self.path == "/v1/models" else {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))

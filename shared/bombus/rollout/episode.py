@@ -157,7 +157,7 @@ class EpisodePlayer:
     def _words(self, command: CommandTemplate, one: _OpenEpisode, prompt: str) -> list[str]:
         values = {**one.task.words(), **one.folder.words(), "prompt": prompt}
         if one.task.package is not None:
-            return [*agent_prefix(one.task.package, one.folder), *command.filled(values)]
+            return [*agent_prefix(one.task.package, one.folder, one.printed.parent), *command.filled(values)]
         sandbox = self._plan.sandbox.filled(values) if self._plan.sandbox is not None else []
         return [*sandbox, *command.filled(values)]
 

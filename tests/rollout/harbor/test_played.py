@@ -1,6 +1,9 @@
 """Task folders of Harbor's that are played against a whole hive, each in its own sandbox."""
 
 import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -110,6 +113,20 @@ async def test_an_agent_sees_neither_tests_nor_solutions_and_can_plant_no_reward
     )
 
 
+async def test_an_agent_does_not_read_what_others_have_printed(served: GatewayHive, client: AsyncSwarmClient) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="a 8 ") as made:
+        folder = Path(made)
+        task_folder(folder / "tasks/one")
+        (folder / "out/outputs").mkdir(parents=True)
+        (folder / "out/outputs/another.txt").write_text("the answer is 42\n")
+        look = f'cat "{folder}"/out/outputs/*; exec {AGENT.format(prompt="x")}'
+        rollout = rolled(folder, client, agent=f"sh -c {shlex.quote(look)}")
+        tally = await rollout.run()
+        assert tally.rewards == [0.75]
+        assert "No such file or directory" in printed(folder)
+        assert "42" not in printed(folder)
+
+
 async def test_a_tasks_variables_are_set_inside_and_start_no_program_of_its_own_outside(
     tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,15 +175,45 @@ async def test_tests_that_take_too_long_have_not_judged(
     assert result.why == "the reward command took longer than 1 s"
 
 
-def in_sandbox(folder: Path, toml: str, script: str) -> str:
-    """Run a script as an agent of a task would be, and return what it prints."""
+def sandboxed(folder: Path, toml: str, *command: str) -> list[str]:
+    """Return the words that run a command as an agent of a task is run."""
     (task,) = read_task_folders(task_folder(folder / "tasks", toml))
     assert task.package is not None
     episode = EpisodeFolder(folder / "run/0", folder / "run/0/copy/environment")
     for each in (episode.workspace, episode.home, episode.temporary, episode.outputs):
         each.mkdir(parents=True)
-    words = [*agent_prefix(task.package, episode), "sh", "-c", script]
+    return [*agent_prefix(task.package, episode, episode.outputs), *command]
+
+
+def in_sandbox(folder: Path, toml: str, script: str) -> str:
+    """Run a script as an agent of a task would be, and return what it prints."""
+    words = sandboxed(folder, toml, "sh", "-c", script)
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_no_agent_outlives_the_end_of_its_sandbox_nor_escapes_the_signals_that_end_it(tmp_path: Path) -> None:
+    escape = ("setsid", "setpriv", "--pdeathsig=clear")  # no signal when its parent dies
+    words = sandboxed(tmp_path, "", *escape, "sh", "-c", "echo ready; exec sleep 40")
+    agent = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == b"ready\n"
+    os.killpg(agent.pid, signal.SIGKILL)
+    agent.communicate(timeout=20)  # which waits until nothing has its output open
+
+
+def test_an_agent_is_told_to_end_and_its_exit_code_is_passed_on(tmp_path: Path) -> None:
+    ended = subprocess.run(sandboxed(tmp_path / "a", "", "sh", "-c", "exit 7"), check=False, timeout=60)
+    assert ended.returncode == 7
+    agent = subprocess.Popen(
+        sandboxed(tmp_path / "b", "", "sh", "-c", "echo ready; exec sleep 40"),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == b"ready\n"
+    os.killpg(agent.pid, signal.SIGTERM)
+    agent.communicate(timeout=20)
+    assert agent.returncode == 128 + signal.SIGTERM
 
 
 def test_a_link_to_tests_of_another_task_keeps_its_mode(tmp_path: Path) -> None:
@@ -220,6 +267,17 @@ def test_tasks_and_other_episodes_are_hidden_where_nothing_else_is() -> None:
         said = in_sandbox(folder, "", look)
         assert said == "run:\n0\n\nrun/0:\ncopy\nhome\ntmp\n\ntasks:\n"
         assert not (folder / "seen/x").exists()
+
+
+def test_the_history_of_a_repository_with_the_tasks_is_hidden_as_they_are() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="a 7 ") as made:
+        kept = Path(made, ".git/objects")
+        kept.mkdir(parents=True)
+        (kept / "solution").write_text("echo ok > answer.txt\n")
+        Path(made, "README").write_text("tasks\n")
+        look = f'cd "{made}"; cat README; ls -A .git; cat .git/objects/solution; true'
+        said = in_sandbox(Path(made, "sets"), "", look)
+        assert said == "tasks\n"
 
 
 def test_where_programs_of_the_user_keep_keys_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

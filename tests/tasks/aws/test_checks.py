@@ -71,6 +71,12 @@ HOST = "ssm put-parameter --name /prod/db/host --value db7.prod.internal --overw
 FAN_OUT = ("sns create-topic --name orders", "sqs create-queue --queue-name billing")
 CORS = '{"CORSRules":[{"AllowedMethods":["GET"],"AllowedOrigins":["*"]}]}'
 AES = '{"Rules":[{"ApplyServerSideEncryptionByDefault":{"SSEAlgorithm":"AES256"}}]}'
+DELETED = (
+    "s3api put-bucket-lifecycle-configuration --bucket invoices --lifecycle-configuration "
+    '\'{"Rules":[{"ID":"x","Status":"Enabled","Filter":{"Prefix":""},"Expiration":{"Days":1}}]}\''
+)
+WEBSITE = '{"IndexDocument":{"Suffix":"index.html"}}'
+OWNED = '{"Rules":[{"ObjectOwnership":"ObjectWriter"}]}'
 REPORTS = "sns create-topic --name reports"
 NIGHTLY = "events put-rule --name nightly --schedule-expression"
 WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -179,6 +185,9 @@ WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
         (*PROTECTED, "s3api put-object --bucket invoices --key x"),
         (*PROTECTED, f"s3api put-bucket-cors --bucket web-assets --cors-configuration '{CORS}'"),
         (*PROTECTED, f"s3api put-bucket-encryption --bucket invoices --server-side-encryption-configuration '{AES}'"),
+        (*PROTECTED, DELETED),
+        (*PROTECTED, f"s3api put-bucket-website --bucket web-assets --website-configuration '{WEBSITE}'"),
+        (*PROTECTED, f"s3api put-bucket-ownership-controls --bucket invoices --ownership-controls '{OWNED}'"),
         (blocked("invoices"), versioned("invoices")),
     ),
     "lost-messages": (
@@ -189,6 +198,7 @@ WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
             "sqs delete-queue --queue-url {endpoint}/000000000000/render",
             "sqs create-queue --queue-name render --attributes VisibilityTimeout=360,MessageRetentionPeriod=1209600",
         ),
+        (render("VisibilityTimeout=360,MessageRetentionPeriod=1209600"), "sqs create-queue --queue-name other"),
     ),
     "wrong-setting": (
         (f"{HOST} SecureString",),

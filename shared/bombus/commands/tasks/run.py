@@ -162,7 +162,7 @@ def _key() -> str:
 
 class _Model(msgspec.Struct):
     id: str
-    owned_by: str = ""
+    owned_by: object = None  # which some servers leave out, or do not know
 
 
 class _Models(msgspec.Struct):

@@ -19,15 +19,17 @@ TEST = "/tests/test.sh"
 OWN = frozenset({"HOME", "TMPDIR"})  # variables that the sandbox itself sets, whatever the task says of them
 
 
-def agent_prefix(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
+def agent_prefix(package: TaskPackage, folder: EpisodeFolder, printed: Path) -> list[str]:
     """Return the words to put before an agent's. The task's folder, with its tests and its solution, is hidden.
+
+    So is the folder `printed`, which has what the programs of all episodes print.
 
     The variables of the task are among them: they are set inside, because what they name, such as a `PATH`, would
     otherwise decide which program makes the sandbox.
     """
     for made in (folder.path / "agent", folder.path / "artifacts", folder.outputs / "root"):
         made.mkdir()
-    return _words(package, folder, "", package.variables)
+    return _words(package, folder, "", str(printed.resolve()), package.variables)
 
 
 def judge_words(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
@@ -42,7 +44,7 @@ def judge_words(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
     shutil.copyfile(package.folder / "tests/test.sh", script)
     script.chmod(0o755)
     verifier_folder(folder).mkdir()
-    return [*_words(package, folder, str(folder.outputs), package.judge_variables), TEST]
+    return [*_words(package, folder, str(folder.outputs), "", package.judge_variables), TEST]
 
 
 def verifier_folder(folder: EpisodeFolder) -> Path:
@@ -50,8 +52,11 @@ def verifier_folder(folder: EpisodeFolder) -> Path:
     return folder.outputs / "verifier"
 
 
-def _words(package: TaskPackage, folder: EpisodeFolder, judged: str, variables: Mapping[str, str]) -> list[str]:
-    places = (folder.path, folder.outputs, folder.workspace, package.workdir, package.hidden, judged, Path.home())
+def _words(
+    package: TaskPackage, folder: EpisodeFolder, judged: str, printed: str, variables: Mapping[str, str]
+) -> list[str]:
+    episode = (folder.path, folder.outputs, folder.workspace, package.workdir)
+    places = (*episode, package.hidden, printed, judged, Path.home())
     inside = [f"{name}={value}" for name, value in variables.items() if name not in OWN]
     return [_unshare() or "unshare", *NAMESPACES, "/bin/sh", str(SETUP), *map(str, places), "env", *inside]
 
@@ -75,7 +80,12 @@ def check_sandbox(package: TaskPackage, scratch: Path) -> None:
             each.mkdir(parents=True)
         try:
             tried = subprocess.run(
-                [*agent_prefix(package, folder), "sh", "-c", "pwd; touch /usr/.bombus 2>/dev/null && echo writable"],
+                [
+                    *agent_prefix(package, folder, folder.outputs),
+                    "sh",
+                    "-c",
+                    "pwd; touch /usr/.bombus 2>/dev/null && echo writable",
+                ],
                 capture_output=True,
                 text=True,
                 errors="replace",

@@ -1,13 +1,14 @@
 # Runs a command in a task's sandbox, inside new namespaces (see sandbox.py):
-# sandbox.sh FOLDER OUTPUTS WORKSPACE WORKDIR HIDDEN JUDGED USER_HOME COMMAND...
+# sandbox.sh FOLDER OUTPUTS WORKSPACE WORKDIR HIDDEN PRINTED JUDGED USER_HOME COMMAND...
 # It sees this machine's files, which it cannot change, WORKSPACE as WORKDIR, and folders of the episode as /tmp, /logs
-# and $HOME. HIDDEN is empty. JUDGED is empty for an agent; for tests it is the folder with `tests` and `verifier`.
+# and $HOME. HIDDEN is empty, and so are each `.git` above it and PRINTED, where other episodes have their output.
+# JUDGED is empty for an agent; for tests it is the folder with `tests` and `verifier`, and PRINTED is empty.
 # Where programs keep keys in USER_HOME, nothing is seen.
 # No agent sees OUTPUTS, nor the folders of FOLDER themselves: so that it cannot put links in their places.
 set -e
 PATH=/usr/sbin:/sbin:/usr/bin:/bin:$PATH
-folder=$1 outputs=$2 workspace=$3 workdir=$4 hidden=$5 judged=$6 user_home=$7
-shift 7
+folder=$1 outputs=$2 workspace=$3 workdir=$4 hidden=$5 printed=$6 judged=$7 user_home=$8
+shift 8
 root=$outputs/root
 run=${folder%/*}
 first=${workdir#/}
@@ -77,8 +78,13 @@ case $run in /tmp/*)
     ;;
 esac
 own "$folder/tmp" /tmp
-for each in "$hidden" "$run"; do
-    if [ -d "$root$each" ]; then mount -t tmpfs -o size=1m tmpfs "$root$each"; fi
+for each in "$hidden" "$run" "$printed"; do
+    if [ -n "$each" ] && [ -d "$root$each" ]; then mount -t tmpfs -o size=1m tmpfs "$root$each"; fi
+done
+above=$hidden # what is hidden may be in the history of a repository, too
+while [ -n "$above" ]; do
+    above=${above%/*}
+    if [ -d "$root$above/.git" ]; then mount -t tmpfs -o size=1m tmpfs "$root$above/.git"; fi
 done
 mkdir -p "$root$folder/home" "$root$folder/tmp" "$root$workspace"
 own "$folder/home" "$folder/home"
@@ -98,4 +104,6 @@ pivot_root . old
 umount -l /old
 rmdir /old
 cd "$workdir"
-exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --ambient-caps=-all "$@"
+# Not by `exec`: this shell is the first process, with which all others end. A command in its place could leave the session
+# that is killed, and do without the signal that comes when `unshare` dies.
+setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --ambient-caps=-all "$@" || exit $?

@@ -367,6 +367,9 @@ TASKS = (
                     "bucket-policy",
                     "bucket-cors",
                     "bucket-encryption",
+                    "bucket-lifecycle-configuration",
+                    "bucket-website",
+                    "bucket-ownership-controls",
                 )
             ),
             *(f"s3api list-objects-v2 --bucket {name} --query Contents[].Key" for name in ("web-assets", "invoices")),
