@@ -345,7 +345,7 @@ class AsyncSwarmClient:
 
         async def attempt(index: int) -> None:
             try:
-                group.succeeded(index, await running.contained(play(group.claimed(index))))
+                group.succeeded(index, await running.contained(play(group.begin(index))))
             except Exception as error:  # the caller's code: the rest of the group goes on
                 group.failed(index, error)
 

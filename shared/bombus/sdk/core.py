@@ -365,6 +365,18 @@ class ClientCore:
             self._begun[episode] = math.inf
         return True
 
+    def extend(self, episodes: Sequence[str], seconds: float) -> None:
+        """Let episodes last longer, whose agents have begun so many seconds after their claim."""
+        with self._lock:
+            for episode in episodes:
+                if episode in self._begun:
+                    self._begun[episode] += seconds
+
+    @property
+    def now(self) -> float:
+        """The seconds of the client's clock."""
+        return self._clock()
+
     def _is_late(self, episode: str) -> bool:
         with self._lock:
             over_at = self._begun.get(episode)

@@ -64,6 +64,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         self._claim = claim
         self._claimed: list[ClaimT] = list(claimed)
         self._ended: set[int] = set()
+        self._waiting = dict.fromkeys(range(len(claimed)), core.now)  # since when, those whose agents have not begun
         self._replacements_left = replace_infra
         self._replaced = 0
         self._lock = threading.Lock()
@@ -71,9 +72,12 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     def __len__(self) -> int:
         return len(self._claimed)
 
-    def claimed(self, index: int) -> ClaimT:
-        """Return the newest episode in a place."""
-        return self._claimed[index]
+    def begin(self, index: int) -> ClaimT:
+        """Return the newest episode in a place, whose agent begins now. What it has waited is not of its own time."""
+        claimed = self._claimed[index]
+        if (since := self._waiting.pop(index, None)) is not None:
+            self._core.extend(self._ids(claimed), self._core.now - since)
+        return claimed
 
     def episodes(self, index: int) -> list[str]:
         """Return the episodes that the newest one in a place has on its engines."""
@@ -81,7 +85,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
     @property
     def keep_every_s(self) -> float:
-        """How often to `keep` what is done, so that none of it goes idle."""
+        """How often to `keep` what is done or waits, so that none of it goes idle."""
         return min(running.KEEP_FINISHED_S, max(KEEP_LEAST_S, self._core.shortest_idle_s / 3))
 
     def succeeded(self, index: int, given: GivenT) -> None:
@@ -128,8 +132,8 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         return True
 
     def keep(self) -> ClientOperation[None]:
-        """Keep the episodes whose agents are done from going idle."""
-        yield from self._touch(self._done())
+        """Keep the episodes whose agents are done, or have not begun, from going idle."""
+        yield from self._touch([*self._done(), *self._waiting])
 
     def end(self) -> ClientOperation[list[int]]:
         """End the episodes whose agents are done, at once, and abort the others.
