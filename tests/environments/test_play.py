@@ -152,7 +152,15 @@ async def test_a_play_that_uses_up_its_time_is_cut() -> None:
     assert (result.status, result.output().is_success) == (RolloutStatus.TRUNCATED, False)
 
 
-async def test_so_is_one_that_has_caught_a_failed_group_of_tasks_before() -> None:
+async def test_one_whose_agents_were_never_answered_is_infrastructure() -> None:
+    model = ScriptedModel()
+    model.hangs = True
+    result = await played(model, Debate, tool_s=0.05, turn_s=0.05, episode_s=0.05)
+    with pytest.raises(InfraError, match=r"no answer within 0.05 s"):
+        result.output()
+
+
+async def test_one_that_has_caught_a_failed_group_of_tasks_before_is_cut_too() -> None:
     async def fails() -> None:
         await asyncio.sleep(0)
         raise ValueError

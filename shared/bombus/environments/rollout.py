@@ -11,7 +11,14 @@ import httpx
 import msgspec
 
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.chat_model import CallWatch, ChatAnswer, ChatModel, ModelRefused, beginning_refused
+from bombus.environments.chat_model import (
+    CallWatch,
+    ChatAnswer,
+    ChatModel,
+    ModelRefused,
+    beginning_refused,
+    never_answered,
+)
 from bombus.environments.kinds import (
     AgentEnvironment,
     EnvironmentLost,
@@ -304,9 +311,11 @@ class _ToolLoop:
             try:
                 async with asyncio.timeout_at(self._over_at) as limit:
                     answer = await self._ask(max(1, room))
-            except TimeoutError:
+            except TimeoutError as error:
                 if not limit.expired():
                     raise
+                if not transcript.turns:
+                    raise never_answered(budgets.episode_s) from error
                 break
             except ModelRefused as error:
                 if error.is_too_long and transcript.turns:

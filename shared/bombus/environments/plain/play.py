@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.chat_model import ChatAnswer, ModelRefused
+from bombus.environments.chat_model import ChatAnswer, ModelRefused, never_answered
 from bombus.environments.kinds import (
     MessageDict,
     MethodFailed,
@@ -140,6 +140,8 @@ class Play:
                 await contained(self._world.call("play", {"task": self._task, "agents": PlayAgents(counted)}))
         except (InfraError, BudgetSpent, ExceptionGroup, TimeoutError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
+                if self._asked and not calls:
+                    raise never_answered(self._budgets.episode_s) from error
                 return RolloutStatus.TRUNCATED
             found = _first(error)
             if isinstance(found, BudgetSpent):
