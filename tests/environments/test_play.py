@@ -200,6 +200,26 @@ async def test_an_answer_that_comes_after_the_play_does_not_count() -> None:
     assert result.output().reward == 1.5
 
 
+async def test_a_call_that_is_under_way_when_the_play_is_over_is_given_up_before_it_is_scored() -> None:
+    model = ScriptedModel("aye")
+
+    class Hasty(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            self.verdict = (await agents["judge"].ask("at once")).text
+            model.hangs = True
+            model.asked.clear()
+            self.left = asyncio.create_task(agents["speaker"].ask("and more"))
+            await model.asked.wait()
+
+        @reward(role="judge")
+        async def fair(self, task: Task) -> float:  # type: ignore[override]
+            assert self.left.cancelled()
+            return 1.0
+
+    result = await played(model, Hasty)
+    assert result.output().reward == 1.5
+
+
 async def test_a_role_is_a_short_printable_text() -> None:
     class Odd(Debate):
         async def play(self, task: Task, agents: PlayAgents) -> None:

@@ -111,15 +111,16 @@ class Play:
         self._asked = 0
 
     async def run(self, ask: Ask) -> RolloutStatus:
-        """Let the class play. Raises `InfraError`. Answers that `play` did not wait for do not count."""
-        calls: list[AgentCall] = []
+        """Let the class play. Raises `InfraError`.
 
-        async def counted(
+        Calls that are under way when `play` is over are given up, and answers that come later do not count.
+        """
+        calls: list[AgentCall] = []
+        under_way: set[asyncio.Task[ChatAnswer]] = set()
+
+        async def answered(
             role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
         ) -> ChatAnswer:
-            if self._asked >= self._budgets.turns_max:
-                raise BudgetSpent(f"the agents have made {self._asked} calls, which is turns_max: end the episode")
-            self._asked += 1
             try:
                 answer = await ask(role, messages, tools, max_tokens)
             except ModelRefused as error:
@@ -131,6 +132,17 @@ class Play:
             self._transcript.prompt_tokens = answer.prompt_tokens
             self._transcript.completion_tokens += answer.completion_tokens
             return answer
+
+        async def counted(
+            role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
+        ) -> ChatAnswer:
+            if self._asked >= self._budgets.turns_max:
+                raise BudgetSpent(f"the agents have made {self._asked} calls, which is turns_max: end the episode")
+            self._asked += 1
+            asking = asyncio.create_task(answered(role, messages, tools, max_tokens))
+            under_way.add(asking)
+            asking.add_done_callback(under_way.discard)
+            return await asking
 
         name = self._world.description.name
         try:
@@ -150,6 +162,9 @@ class Play:
         except Exception as error:  # the class's own code: an episode that it cannot play has no reward
             raise _failed(name, error) from error
         finally:
+            for asking in under_way:
+                asking.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
             self.calls = list(calls)
         return RolloutStatus.COMPLETED
 
