@@ -24,7 +24,7 @@ from bombus.sdk.errors import (
     SwarmError,
 )
 from bombus.sdk.joint import HiveCore, JointResult, end_parts
-from bombus.sdk.running import AgentResult, checked_output
+from bombus.sdk.running import AgentResult, checked_output, infra_of
 from bombus.sdk.types import Credentials, EpisodeKind, JointEpisode, Task, WorkflowOutput
 
 log = logging.getLogger("bombus")
@@ -104,7 +104,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         self.results[index] = result
 
     def failed(self, index: int, error: Exception) -> None:
-        error = _infra_of(error)
+        error = infra_of(error)
         log.warning("episode %s of task %s is lost: %r", self._claimed[index].episode, self.task.task_id, error)
         with self._lock:
             self.results[index] = None
@@ -294,15 +294,6 @@ class JointGroup(GroupRun[JointEpisode, JointResult, JointResult]):
     def _touch(self, places: Sequence[int]) -> ClientOperation[list[int]]:
         over = yield from self._core.touch_joint_episodes([self._claimed[place] for place in places])
         return [place for place in places if self._claimed[place] in over]
-
-
-def _infra_of(error: Exception) -> Exception:
-    """Return the first of a group of errors where infrastructure is to blame for all of them, and else the error."""
-    first: BaseException = error
-    if isinstance(error, ExceptionGroup) and error.split(InfraError)[1] is None:
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-    return first if isinstance(first, InfraError) else error
 
 
 def _check_report(report: object) -> None:
