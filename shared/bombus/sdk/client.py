@@ -392,7 +392,7 @@ class SwarmClient:
             delays = running.retry_delays(auto_retry)
             while True:
                 try:
-                    results[index] = func(tasks[index])
+                    results[index] = threads.result_of(lambda: func(tasks[index]))
                     break
                 except Exception as error:  # the caller's code: whatever it raises must not stop the others
                     threads.check()
