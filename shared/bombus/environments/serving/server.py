@@ -61,6 +61,7 @@ from bombus.environments.serving.worlds import WorldSession
 from bombus.errors import Code, in_one_line
 from bombus.host.host_names import OwnHostNames
 from bombus.sdk.errors import InfraError
+from bombus.sdk.running import contained_here
 
 log = logging.getLogger(__name__)
 sockets_log = logging.getLogger(f"{__name__}.sockets")
@@ -428,7 +429,7 @@ class EnvironmentServer:
                 self._spawn(seat.connection.close(*ENDED[reason]))  # it is cut if the client does not answer
             has_ended = await self._end_work(seat)
             if (world := seat.made()) is not None:
-                has_ended &= await self._within("the world was not closed", session, world.close())
+                has_ended &= await self._within("the world was not closed", session, contained_here(world.close()))
             cleaning = self._source.clean(session, in_use=not has_ended)
             await self._within("what the world stood on was not cleaned", session, cleaning)
         finally:
