@@ -299,6 +299,8 @@ class _ToolLoop:
         self._say(opening.messages)
         self._over_at = _now() + budgets.episode_s
         transcript.status = await self._turns()
+        if not transcript.turns:
+            raise never_answered(budgets.episode_s)
         return await _within(budgets.setup_s, self._world.score(transcript), "scoring the environment")
 
     async def _turns(self) -> RolloutStatus:
@@ -311,11 +313,9 @@ class _ToolLoop:
             try:
                 async with asyncio.timeout_at(self._over_at) as limit:
                     answer = await self._ask(max(1, room))
-            except TimeoutError as error:
+            except TimeoutError:
                 if not limit.expired():
                     raise
-                if not transcript.turns:
-                    raise never_answered(budgets.episode_s) from error
                 break
             except ModelRefused as error:
                 if error.is_too_long and transcript.turns:
