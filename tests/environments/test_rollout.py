@@ -392,6 +392,17 @@ async def test_a_world_that_cannot_be_judged_is_infrastructure() -> None:
         (await played(ScriptedModel(), Unjudged)).output()
 
 
+async def test_a_picture_in_a_prompt_is_not_counted_by_the_characters_of_its_file() -> None:
+    class Drawn(Counter):
+        def reset(self, task: Task) -> Any:
+            picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * 400_000}"}}
+            return [{"role": "user", "content": [{"type": "text", "text": "a" * 4000}, picture]}]
+
+    model = ScriptedModel()
+    await played(model, Drawn, tokens_max=4096)
+    assert model.requests[0]["max_tokens"] == 4096 - 4000 // 4
+
+
 # ---- environments ----
 
 

@@ -442,7 +442,14 @@ def _now() -> float:
 
 def _tokens_guessed(messages: Sequence[MessageDict]) -> int:
     """Return about how many tokens messages have, which the server has not counted yet. A hive counts exactly."""
-    return sum(len(str(message.get("content") or "")) for message in messages) // CHARACTERS_FOR_A_TOKEN
+    return sum(_characters(message.get("content") or "") for message in messages) // CHARACTERS_FOR_A_TOKEN
+
+
+def _characters(content: object) -> int:
+    """Return how long the text of a message is. What its pictures are worth, their server alone knows."""
+    if isinstance(content, list):
+        return sum(_characters(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return len(str(content))
 
 
 async def _within(limit_s: float, work: Awaitable[T], what: str) -> T:
