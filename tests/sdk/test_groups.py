@@ -30,7 +30,20 @@ def test_a_reward_that_the_hive_would_refuse_is_found_where_its_agent_returns_it
     assert group.results == [None, None]
 
 
-def test_so_is_that_of_one_role_of_a_joint_episode() -> None:
+def test_a_metric_that_is_not_finite_is_left_out_and_costs_no_episode(caplog: pytest.LogCaptureFixture) -> None:
+    driver = JointDriver([ok(TWO), ok({})])
+    group = group_of_two(driver)
+    metrics = {"mean_s": math.nan, "lengths": [1.0, math.inf], "turns": 2.0, "each": [1.0, 2.0]}
+    for place in (0, 1):
+        group.begin(place)
+        group.succeeded(place, WorkflowOutput(reward=1.0, log_metrics=metrics))
+    driver.run(group.end())
+    for episode in driver.body(1)["episodes"]:
+        assert episode["workflow_output"]["log_metrics"] == {"turns": 2.0, "each": [1.0, 2.0]}
+    assert caplog.text.count("log_metrics.mean_s is left out") == 1
+
+
+def test_a_reward_of_one_role_that_the_hive_would_refuse_is_found_there_too() -> None:
     driver = JointDriver([ok(GRANTED)])
     claimed = driver.run(driver.joint.begin_joint_episodes(1, ROLES))
     group = JointGroup(driver.joint, TASK, GroupClaim(engines=ROLES), claimed)
