@@ -33,7 +33,12 @@ def test_a_reward_that_the_hive_would_refuse_is_found_where_its_agent_returns_it
 def test_a_metric_that_is_not_finite_is_left_out_and_costs_no_episode(caplog: pytest.LogCaptureFixture) -> None:
     driver = JointDriver([ok(TWO), ok({})])
     group = group_of_two(driver)
-    metrics = {"mean_s": math.nan, "lengths": [1.0, math.inf], "turns": 2.0, "each": [1.0, 2.0]}
+    metrics: dict[str, float | list[float]] = {
+        "mean_s": math.nan,
+        "lengths": [1.0, math.inf],
+        "turns": 2.0,
+        "each": [1.0, 2.0],
+    }
     for place in (0, 1):
         group.begin(place)
         group.succeeded(place, WorkflowOutput(reward=1.0, log_metrics=metrics))

@@ -130,6 +130,10 @@ async def test_a_world_that_cannot_be_opened_says_why_and_the_session_goes_on() 
         with pytest.raises(StepRefused, match="send a reset first"):
             await session.step({"tool": "add"})
         assert (await session.reset(TASK)).done is False
+        with pytest.raises(ResetFailed, match="there is no such world"):
+            await session.reset({"fail": True})
+        with pytest.raises(StepRefused, match="send a reset first"):  # the world of the task before is not stepped in
+            await session.step({"tool": "add"})
 
 
 async def test_a_world_that_cannot_be_made_is_told_at_the_handshake_and_holds_no_slot() -> None:
