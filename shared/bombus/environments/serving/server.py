@@ -127,6 +127,7 @@ class _Seat:
         self.granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.making: asyncio.Task[AgentEnvironment] | None = None
         self.step: asyncio.Task[WireMessage] | None = None
+        self.was_cut = False  # a message took too long: what it called may go on, also where it has returned since
         self.beating: asyncio.Task[None] | None = None
         self.gone: ClientGone | None = None
 
@@ -318,6 +319,7 @@ class EnvironmentServer:
         seat.step = step = asyncio.create_task(worlds.answer(message, is_posted))
         done, _ = await asyncio.wait({step}, timeout=self.settings.step_s)
         if not done:
+            seat.was_cut = True
             step.cancel()
             why = f"the {message.type} took longer than {self.settings.step_s:g} s: the session is over"
             return error_message(WireError.SESSION_ERROR, why)
@@ -442,7 +444,7 @@ class EnvironmentServer:
         closed.
         """
         step, making = seat.step, seat.making
-        was_cut = step is not None and (not step.done() or step.cancelling() > 0)
+        was_cut = seat.was_cut or seat.is_at_work
         for task in (seat.beating, step):
             if task is not None:
                 task.cancel()
