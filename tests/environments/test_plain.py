@@ -6,7 +6,8 @@ import logging
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partialmethod, singledispatchmethod
 from typing import Any
 
@@ -104,6 +105,33 @@ async def test_what_goes_wrong_in_a_call_is_text_for_the_model(name: str, argume
     outcome = await environment.call(call(name, arguments))
     assert outcome.failed
     assert outcome.text.startswith(why)
+    await environment.close()
+
+
+@dataclass
+class Span:
+    """What a tool is given, whose own code raises for some."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        self.step = 10 // (self.high - self.low)
+
+
+class Ranges(Counter):
+    def split(self, span: Span) -> int:
+        """Split a range."""
+        return span.step
+
+
+async def test_arguments_at_which_the_code_of_their_type_fails_are_told_to_the_model() -> None:
+    environment = PlainEnvironment(Ranges())
+    await environment.open(TASK)
+    assert (await environment.call(call("split", '{"span": {"low": 0, "high": 5}}'))).text == "2"
+    outcome = await environment.call(call("split", '{"span": {"low": 1, "high": 1}}'))
+    assert outcome.failed
+    assert outcome.text == "the arguments are wrong: ZeroDivisionError: integer division or modulo by zero"
     await environment.close()
 
 
@@ -478,6 +506,14 @@ class Results(Counter):
         """Return what has no end, as far as one can see."""
         return itertools.count()
 
+    def pages(self) -> AsyncIterator[int]:
+        """Return what only a loop could read."""
+
+        async def numbers() -> AsyncIterator[int]:
+            yield 1
+
+        return numbers()
+
 
 class Quit(BaseException):
     """Is no Exception, as pytest's own are none."""
@@ -507,7 +543,8 @@ class Unshown:
         ("give_up_too", "RuntimeError: it raised Quit('there')", True),
         ("speechless", "Speechless: its text cannot be made (KeyError)", True),
         ("unshown", "KeyError: 'name'", True),
-        ("several", "TypeError: it returned a count, which has nothing to show: return a list or a text", True),
+        ("several", "TypeError: it returned count, which has nothing to show: return a list or a text", True),
+        ("pages", "TypeError: it returned async_generator, which has nothing to show: return a list or a text", True),
     ],
 )
 async def test_whatever_a_tool_returns_or_raises_is_text_that_a_model_can_be_shown(

@@ -152,7 +152,15 @@ async def test_a_play_that_uses_up_its_time_is_cut() -> None:
     assert (result.status, result.output().is_success) == (RolloutStatus.TRUNCATED, False)
 
 
-async def test_so_is_one_that_has_caught_a_failed_group_of_tasks_before() -> None:
+async def test_one_whose_agents_were_never_answered_is_infrastructure() -> None:
+    model = ScriptedModel()
+    model.hangs = True
+    result = await played(model, Debate, tool_s=0.05, turn_s=0.05, episode_s=0.05)
+    with pytest.raises(InfraError, match=r"no answer within 0.05 s"):
+        result.output()
+
+
+async def test_one_that_has_caught_a_failed_group_of_tasks_before_is_cut_too() -> None:
     async def fails() -> None:
         await asyncio.sleep(0)
         raise ValueError
@@ -189,6 +197,26 @@ async def test_an_answer_that_comes_after_the_play_does_not_count() -> None:
 
     result = await played(ScriptedModel("aye", "late"), Hasty)
     assert [(call.role, call.reward) for call in result.calls] == [("judge", 1.5)]
+    assert result.output().reward == 1.5
+
+
+async def test_a_call_that_is_under_way_when_the_play_is_over_is_given_up_before_it_is_scored() -> None:
+    model = ScriptedModel("aye")
+
+    class Hasty(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            self.verdict = (await agents["judge"].ask("at once")).text
+            model.hangs = True
+            model.asked.clear()
+            self.left = asyncio.create_task(agents["speaker"].ask("and more"))
+            await model.asked.wait()
+
+        @reward(role="judge")
+        async def fair(self, task: Task) -> float:  # type: ignore[override]
+            assert self.left.cancelled()
+            return 1.0
+
+    result = await played(model, Hasty)
     assert result.output().reward == 1.5
 
 

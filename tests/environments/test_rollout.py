@@ -295,6 +295,18 @@ async def test_a_model_that_does_not_answer_in_its_turn_is_infrastructure() -> N
         result.output()
 
 
+async def test_an_episode_whose_time_is_over_before_the_first_answer_is_infrastructure_and_not_scored() -> None:
+    model = ScriptedModel()
+    model.hangs = True
+    result = await played(model, tool_s=0.05, turn_s=0.05, episode_s=0.05)
+    assert result.status == RolloutStatus.ABORTED
+    with pytest.raises(InfraError, match=r"no answer within 0.05 s"):
+        result.output()
+    model = ScriptedModel(calls(("add", {"amount": 1})), otherwise=httpx.Response(503))
+    result = await played(model, tool_s=0.5, turn_s=0.5, episode_s=0.5)
+    assert (result.status, result.transcript.turns) == (RolloutStatus.TRUNCATED, 1), "after an answer it is cut"
+
+
 async def test_tools_of_an_answer_overlap_where_the_world_allows_it() -> None:
     model = ScriptedModel(calls(("meet", {}), ("meet", {})), "done")
     await played(model, Together)
@@ -378,6 +390,17 @@ class Unjudged(Counter):
 async def test_a_world_that_cannot_be_judged_is_infrastructure() -> None:
     with pytest.raises(MethodFailed, match=r"Unjudged.broken failed: RuntimeError: no judge"):
         (await played(ScriptedModel(), Unjudged)).output()
+
+
+async def test_a_picture_in_a_prompt_is_not_counted_by_the_characters_of_its_file() -> None:
+    class Drawn(Counter):
+        def reset(self, task: Task) -> Any:
+            picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * 400_000}"}}
+            return [{"role": "user", "content": [{"type": "text", "text": "a" * 4000}, picture]}]
+
+    model = ScriptedModel()
+    await played(model, Drawn, tokens_max=4096)
+    assert model.requests[0]["max_tokens"] == 4096 - 4000 // 4
 
 
 # ---- environments ----

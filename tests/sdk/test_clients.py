@@ -653,6 +653,29 @@ async def test_async_runs_are_retried_too() -> None:
     assert slept[1] > slept[0]
 
 
+@pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError()], ids=["exit", "cancelled"])
+async def test_whatever_a_run_raises_is_a_failure_of_that_run_alone(raised: BaseException) -> None:
+    tasks = [Task(task_id=name) for name in ("good", "bad", "fine")]
+
+    def run(task: Task) -> str:
+        if task.task_id == "bad":
+            raise raised
+        return task.task_id
+
+    async def run_async(task: Task) -> str:
+        return run(task)
+
+    for failed in (run, run_async):
+        with SwarmClient("http://nowhere", verbose=False) as client, pytest.raises(EpisodesFailed) as caught:
+            await asyncio.to_thread(client.run_episodes_until_all_complete, tasks, failed, auto_retry=False)
+        assert caught.value.results == ["good", None, "fine"]
+    async with AsyncSwarmClient("http://nowhere", verbose=False) as client_:
+        with pytest.raises(EpisodesFailed) as caught:
+            await client_.run_episodes_until_all_complete(tasks, run_async, auto_retry=False)
+    assert caught.value.results == ["good", None, "fine"]
+    assert list(caught.value.failures) == [1]
+
+
 # ---- the transport --------------------------------------------------------------------------------------------
 
 

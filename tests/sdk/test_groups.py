@@ -30,7 +30,25 @@ def test_a_reward_that_the_hive_would_refuse_is_found_where_its_agent_returns_it
     assert group.results == [None, None]
 
 
-def test_so_is_that_of_one_role_of_a_joint_episode() -> None:
+def test_a_metric_that_is_not_finite_is_left_out_and_costs_no_episode(caplog: pytest.LogCaptureFixture) -> None:
+    driver = JointDriver([ok(TWO), ok({})])
+    group = group_of_two(driver)
+    metrics: dict[str, float | list[float]] = {
+        "mean_s": math.nan,
+        "lengths": [1.0, math.inf],
+        "turns": 2.0,
+        "each": [1.0, 2.0],
+    }
+    for place in (0, 1):
+        group.begin(place)
+        group.succeeded(place, WorkflowOutput(reward=1.0, log_metrics=metrics))
+    driver.run(group.end())
+    for episode in driver.body(1)["episodes"]:
+        assert episode["workflow_output"]["log_metrics"] == {"turns": 2.0, "each": [1.0, 2.0]}
+    assert caplog.text.count("log_metrics.mean_s is left out") == 1
+
+
+def test_a_reward_of_one_role_that_the_hive_would_refuse_is_found_there_too() -> None:
     driver = JointDriver([ok(GRANTED)])
     claimed = driver.run(driver.joint.begin_joint_episodes(1, ROLES))
     group = JointGroup(driver.joint, TASK, GroupClaim(engines=ROLES), claimed)
@@ -59,6 +77,30 @@ def test_an_agent_that_was_in_time_may_wait_for_the_others_of_its_group() -> Non
     driver.now += 1000
     driver.run(group.end())
     assert driver.paths()[1:] == ["/end_episodes", "/abort_episodes"]
+
+
+def test_what_waits_for_a_worker_is_kept_and_has_all_of_its_time_from_its_beginning() -> None:
+    driver = JointDriver([ok(TWO), ok({"over": []}), ok({"over": []})])
+    group = group_of_two(driver, idle_s=5.0)
+    assert group.begin(0).episode_uuid == "e1"
+    driver.run(group.keep())
+    assert driver.body(1)["episode_uuids"] == ["e2"], "an agent that plays keeps its own"
+    driver.now += 100
+    assert group.begin(1).episode_uuid == "e2"
+    driver.now += 9
+    group.succeeded(1, 1.0)
+    driver.run(group.keep())
+    assert driver.body(2)["episode_uuids"] == ["e2"]
+
+
+def test_an_agent_that_waited_for_a_worker_may_take_too_long_all_the_same() -> None:
+    driver = JointDriver([ok(TWO)])
+    group = group_of_two(driver, idle_s=5.0)
+    driver.now += 100
+    group.begin(1)
+    driver.now += 11
+    with pytest.raises(EpisodeGone):
+        group.succeeded(1, 1.0)
 
 
 @pytest.mark.parametrize(("idle_s", "every_s"), [(None, 30.0), (300.0, 30.0), (6.0, 2.0), (0.01, 0.1)])
@@ -112,8 +154,9 @@ def test_an_abort_that_fails_costs_nothing_of_what_has_ended() -> None:
 def test_what_has_ended_is_not_kept_any_more() -> None:
     driver = JointDriver([ok(TWO), ok({"over": []}), ok({})])
     group = group_of_two(driver)
-    group.succeeded(0, 1.0)
-    group.succeeded(1, 1.0)
+    for place in (0, 1):
+        group.begin(place)
+        group.succeeded(place, 1.0)
     driver.run(group.keep())
     assert driver.body(1)["episode_uuids"] == ["e1", "e2"]
     driver.run(group.end())

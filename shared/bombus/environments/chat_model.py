@@ -53,6 +53,11 @@ def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
     return ModelRefused(why, is_too_long=True)
 
 
+def never_answered(episode_s: float) -> NoModelAnswer:
+    """Return the error for an episode whose time is over before its first answer: nothing in it is the model's."""
+    return NoModelAnswer(f"the model gave no answer within {episode_s:g} s, which is all of the episode's time")
+
+
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer of the model. `message` is what the conversation goes on with, `call` the id of the call on the log."""
 

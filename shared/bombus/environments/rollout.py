@@ -11,7 +11,14 @@ import httpx
 import msgspec
 
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.chat_model import CallWatch, ChatAnswer, ChatModel, ModelRefused, beginning_refused
+from bombus.environments.chat_model import (
+    CallWatch,
+    ChatAnswer,
+    ChatModel,
+    ModelRefused,
+    beginning_refused,
+    never_answered,
+)
 from bombus.environments.kinds import (
     AgentEnvironment,
     EnvironmentLost,
@@ -292,6 +299,8 @@ class _ToolLoop:
         self._say(opening.messages)
         self._over_at = _now() + budgets.episode_s
         transcript.status = await self._turns()
+        if not transcript.turns:
+            raise never_answered(budgets.episode_s)
         return await _within(budgets.setup_s, self._world.score(transcript), "scoring the environment")
 
     async def _turns(self) -> RolloutStatus:
@@ -433,7 +442,14 @@ def _now() -> float:
 
 def _tokens_guessed(messages: Sequence[MessageDict]) -> int:
     """Return about how many tokens messages have, which the server has not counted yet. A hive counts exactly."""
-    return sum(len(str(message.get("content") or "")) for message in messages) // CHARACTERS_FOR_A_TOKEN
+    return sum(_characters(message.get("content") or "") for message in messages) // CHARACTERS_FOR_A_TOKEN
+
+
+def _characters(content: object) -> int:
+    """Return how long the text of a message is. What its pictures are worth, their server alone knows."""
+    if isinstance(content, list):
+        return sum(_characters(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return len(str(content))
 
 
 async def _within(limit_s: float, work: Awaitable[T], what: str) -> T:

@@ -302,7 +302,7 @@ class AsyncSwarmClient:
             async with slots:
                 while True:
                     try:
-                        results[index] = await func(tasks[index])
+                        results[index] = await running.contained(func(tasks[index]))
                         break
                     except Exception as error:  # the caller's code: whatever it raises must not stop the others
                         delay = next(delays, None)
@@ -345,7 +345,7 @@ class AsyncSwarmClient:
 
         async def attempt(index: int) -> None:
             try:
-                group.succeeded(index, await running.contained(play(group.claimed(index))))
+                group.succeeded(index, await running.contained(play(group.begin(index))))
             except Exception as error:  # the caller's code: the rest of the group goes on
                 group.failed(index, error)
 

@@ -392,7 +392,7 @@ class SwarmClient:
             delays = running.retry_delays(auto_retry)
             while True:
                 try:
-                    results[index] = func(tasks[index])
+                    results[index] = threads.result_of(lambda: func(tasks[index]))
                     break
                 except Exception as error:  # the caller's code: whatever it raises must not stop the others
                     threads.check()
@@ -426,8 +426,8 @@ class SwarmClient:
         whose agent raises is aborted (for an `InfraError`, as an infrastructure failure) and is None in the result. Up
         to `replace_infra` of those that infrastructure is to blame for, or that the hive has taken back, are played
         again, as episodes of their own, so that a broken environment leaves no hole in the group. Episodes that are
-        done are kept while others go on. What was lost is logged, and counted by the kind of its error in
-        `lost_episodes`. Raises `EpisodesFailed` when all fail.
+        done, or wait for one of `max_workers`, are kept while others go on. What was lost is logged, and counted by the
+        kind of its error in `lost_episodes`. Raises `EpisodesFailed` when all fail.
         """
         check_task(task)
         claimed = self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id, sampler=sampler)
@@ -445,7 +445,7 @@ class SwarmClient:
 
         def attempt(index: int) -> None:
             try:
-                group.succeeded(index, threads.result_of(lambda: play(group.claimed(index))))
+                group.succeeded(index, threads.result_of(lambda: play(group.begin(index))))
             except Exception as error:  # the caller's code: the rest of the group goes on
                 threads.check()
                 group.failed(index, error)

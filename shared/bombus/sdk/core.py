@@ -11,6 +11,7 @@ import math
 import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -63,6 +64,7 @@ LIFETIMES = 2.0  # by default an episode may last this many times its idle limit
 BEGUN_MAX = 100_000
 READ_AT_ONCE = 256  # ended episodes: the server answers with as many of them as fit
 TAKEN_AT_ONCE = 1024
+METRICS_WARNED_MAX = 1024  # names
 
 AWAY = (502, 503, 504)
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -365,6 +367,18 @@ class ClientCore:
             self._begun[episode] = math.inf
         return True
 
+    def extend(self, episodes: Sequence[str], seconds: float) -> None:
+        """Let episodes last longer, whose agents have begun so many seconds after their claim."""
+        with self._lock:
+            for episode in episodes:
+                if episode in self._begun:
+                    self._begun[episode] += seconds
+
+    @property
+    def now(self) -> float:
+        """The seconds of the client's clock."""
+        return self._clock()
+
     def _is_late(self, episode: str) -> bool:
         with self._lock:
             over_at = self._begun.get(episode)
@@ -640,12 +654,28 @@ def check_task(task: Task) -> None:
 
 
 def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
-    """Return how the server is told of an episode's end. Raises `ValueError` for a task without an id."""
+    """Return how the server is told of an episode's end, without metrics that are not finite. Raises `ValueError` for a
+    task without an id."""
     check_task(task)
     dumped = output.model_dump()
+    if metrics := dumped.get("log_metrics"):
+        dumped["log_metrics"] = {name: value for name, value in metrics.items() if _is_finite(name, value)}
     dumped["metadata"] = {**dumped["metadata"], "task_id": task.task_id}
     body = {"episode_uuid": episode, "task_id": task.task_id, "workflow_output": dumped}
     return {**body, "data_set": task.data_set} if task.data_set else body
+
+
+def _is_finite(name: str, value: float | list[float]) -> bool:
+    """Return whether a metric can be reported. It decides nothing, so that one that cannot costs no episode."""
+    is_finite = all(map(math.isfinite, value if isinstance(value, list) else [value]))
+    if not is_finite:
+        _warn_of_metric(name)
+    return is_finite
+
+
+@lru_cache(METRICS_WARNED_MAX)
+def _warn_of_metric(name: str) -> None:
+    log.warning("log_metrics.%s is left out of an episode where it is not finite, which is said once", name[:100])
 
 
 def object_of(reply: ServerReply) -> dict[str, Any]:

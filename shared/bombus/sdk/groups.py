@@ -24,7 +24,7 @@ from bombus.sdk.errors import (
     SwarmError,
 )
 from bombus.sdk.joint import HiveCore, JointResult, end_parts
-from bombus.sdk.running import AgentResult, checked_output
+from bombus.sdk.running import AgentResult, checked_output, infra_of
 from bombus.sdk.types import Credentials, EpisodeKind, JointEpisode, Task, WorkflowOutput
 
 log = logging.getLogger("bombus")
@@ -64,6 +64,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         self._claim = claim
         self._claimed: list[ClaimT] = list(claimed)
         self._ended: set[int] = set()
+        self._waiting = dict.fromkeys(range(len(claimed)), core.now)  # since when, those whose agents have not begun
         self._replacements_left = replace_infra
         self._replaced = 0
         self._lock = threading.Lock()
@@ -71,9 +72,12 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     def __len__(self) -> int:
         return len(self._claimed)
 
-    def claimed(self, index: int) -> ClaimT:
-        """Return the newest episode in a place."""
-        return self._claimed[index]
+    def begin(self, index: int) -> ClaimT:
+        """Return the newest episode in a place, whose agent begins now. What it has waited is not of its own time."""
+        claimed = self._claimed[index]
+        if (since := self._waiting.pop(index, None)) is not None:
+            self._core.extend(self._ids(claimed), self._core.now - since)
+        return claimed
 
     def episodes(self, index: int) -> list[str]:
         """Return the episodes that the newest one in a place has on its engines."""
@@ -81,7 +85,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
     @property
     def keep_every_s(self) -> float:
-        """How often to `keep` what is done, so that none of it goes idle."""
+        """How often to `keep` what is done or waits, so that none of it goes idle."""
         return min(running.KEEP_FINISHED_S, max(KEEP_LEAST_S, self._core.shortest_idle_s / 3))
 
     def succeeded(self, index: int, given: GivenT) -> None:
@@ -100,7 +104,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         self.results[index] = result
 
     def failed(self, index: int, error: Exception) -> None:
-        error = _infra_of(error)
+        error = infra_of(error)
         log.warning("episode %s of task %s is lost: %r", self._claimed[index].episode, self.task.task_id, error)
         with self._lock:
             self.results[index] = None
@@ -128,8 +132,8 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         return True
 
     def keep(self) -> ClientOperation[None]:
-        """Keep the episodes whose agents are done from going idle."""
-        yield from self._touch(self._done())
+        """Keep the episodes whose agents are done, or have not begun, from going idle."""
+        yield from self._touch([*self._done(), *self._waiting])
 
     def end(self) -> ClientOperation[list[int]]:
         """End the episodes whose agents are done, at once, and abort the others.
@@ -290,15 +294,6 @@ class JointGroup(GroupRun[JointEpisode, JointResult, JointResult]):
     def _touch(self, places: Sequence[int]) -> ClientOperation[list[int]]:
         over = yield from self._core.touch_joint_episodes([self._claimed[place] for place in places])
         return [place for place in places if self._claimed[place] in over]
-
-
-def _infra_of(error: Exception) -> Exception:
-    """Return the first of a group of errors where infrastructure is to blame for all of them, and else the error."""
-    first: BaseException = error
-    if isinstance(error, ExceptionGroup) and error.split(InfraError)[1] is None:
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-    return first if isinstance(first, InfraError) else error
 
 
 def _check_report(report: object) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from bombus.errors import Code
 from bombus.hive.episodes import REWARD_MAX
-from bombus.sdk.errors import BadReward, EpisodesFailed
+from bombus.sdk.errors import BadReward, EpisodesFailed, InfraError
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 from bombus.task_groups import take_back_cancellations
 
@@ -89,6 +89,15 @@ def _cancellations() -> tuple[asyncio.Task[Any], int]:
     this = asyncio.current_task()
     assert this is not None
     return this, this.cancelling()
+
+
+def infra_of(error: Exception) -> Exception:
+    """Return the first of a group of errors where infrastructure is to blame for all of them, and else the error."""
+    first: BaseException = error
+    if isinstance(error, ExceptionGroup) and error.split(InfraError)[1] is None:
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+    return first if isinstance(first, InfraError) else error
 
 
 def retry_delays(auto_retry: bool) -> Iterator[float]:

@@ -30,7 +30,7 @@ class WorkflowOutput(BaseModel):
     """How an episode went. `reward` is one number, or one for each completed model call, in order or by its id.
 
     A call's id is that of the answer, without `chatcmpl-`. Side calls of a harness, which the job does not train unless
-    it says so, have none.
+    it says so, have none. Metrics that are not finite are left out.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -427,6 +427,17 @@ async def test_a_world_that_breaks_is_infra_in_its_place_and_is_played_again_in_
         assert await pool.run_group(TASK, play) == ["played"] * 3, "the dead ones were replaced"
 
 
+async def test_a_group_of_tasks_in_a_rollout_that_lost_its_world_is_infra_too(make: MakePool) -> None:
+    async def play(task: Task, environment: AgentEnvironment) -> None:
+        await environment.open(task)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(environment.call(ToolCall(id="c", name="break")))
+
+    async with served() as (_, url), opened(make, url, 1, group_size=1) as pool:
+        (result,) = await pool.run_group(TASK, play)
+        assert isinstance(result, EnvironmentLost)
+
+
 async def test_a_bug_of_a_rollout_is_raised_as_it_is(make: MakePool) -> None:
     async def wrong(task: Task, environment: AgentEnvironment) -> None:
         await environment.open(task)

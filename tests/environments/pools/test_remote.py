@@ -10,7 +10,7 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.http11 import Request, Response
 
-from bombus.environments.kinds import ToolCall, ToolOutcome
+from bombus.environments.kinds import ToolCall, ToolOutcome, Transcript
 from bombus.environments.pools.remote import RemoteEnvironment, arguments_of
 from bombus.environments.pools.session import EnvSession, StepRefused
 from bombus.sdk.types import Task
@@ -93,6 +93,23 @@ async def test_of_a_tool_of_mcp_its_text_is_shown_and_of_other_parts_all_that_th
         async with openenv(step, "", [GREET]) as environment:
             await environment.open(Task())
             assert await called(environment, "greet") == ToolOutcome(text="no such name", failed=True)
+
+
+@pytest.mark.parametrize(("reward", "worth"), [(True, 1.0), (False, 0.0), (2, 2.0), (0.5, 0.5), (None, 0.0)])
+async def test_a_reward_of_openenvs_may_be_a_truth_value(reward: object, worth: float) -> None:
+    step = {"type": "observation", "data": {"observation": {}, "reward": reward, "done": True}}
+    async with openenv(step, "", []) as environment:
+        await environment.open(Task())
+        await called(environment, "step")
+        assert await environment.is_over(Transcript())
+        assert (await environment.score(Transcript())).reward == worth
+
+
+async def test_a_first_observation_of_zeros_is_shown_where_a_model_would_be_sent_no_message_at_all() -> None:
+    async with openenv({}, "", []) as environment:  # whose first observation is {"x": 0}
+        assert (await environment.open(Task())).messages == [{"role": "user", "content": '{"x":0}'}]
+        task = Task(main_query="Move.")
+        assert (await environment.open(task)).messages == [{"role": "user", "content": "Move."}]
 
 
 def test_the_arguments_of_a_step_are_a_json_object() -> None:

@@ -1,6 +1,7 @@
 """How sessions end: whatever is under way then, no slot is lost, and no backend is shared."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -12,7 +13,17 @@ from websockets.asyncio.client import connect
 from bombus import Task, reward
 from bombus.environments.backends.kinds import Backend
 from bombus.environments.backends.pool import BackendPool
-from bombus.environments.kinds import AgentEnvironment, EnvironmentLost, EnvironmentsBusy, ToolSchema
+from bombus.environments.kinds import (
+    AgentEnvironment,
+    EnvironmentLost,
+    EnvironmentsBusy,
+    Opening,
+    RolloutScores,
+    ToolCall,
+    ToolOutcome,
+    ToolSchema,
+    Transcript,
+)
 from bombus.environments.pools.session import EnvSession, SessionSettings
 from bombus.environments.serving.doors import NotLetIn
 from bombus.environments.serving.server import EnvironmentServer
@@ -192,6 +203,71 @@ async def test_p3_a_backend_of_a_step_that_took_too_long_is_replaced(blocking: t
         await until(lambda: len(server.table.free) == 1)
         assert memories.made[0].is_stopped
         blocking.may_end.set()
+
+
+class Deaf(Blocking):
+    """Its coroutines return when they are cancelled, and leave a thread that goes on."""
+
+    may_end = threading.Event()
+    made: ClassVar[list[Blocking]] = []
+
+    async def _hold(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.to_thread(self.may_end.wait)
+
+    async def reset(self, task: Task) -> str:  # type: ignore[override]
+        if task.metadata.get("slow"):
+            await self._hold()
+        return "go"
+
+    async def write(self) -> str:  # type: ignore[override]
+        """Write something into the backend."""
+        await self._hold()
+        return "given up"
+
+    @reward
+    async def always(self) -> float:  # type: ignore[override]
+        await self._hold()
+        return 1.0
+
+
+class DeafAsItStands:
+    """The same, as an `AgentEnvironment`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._plain = Deaf(backend)
+
+    async def open(self, task: Task) -> Opening:
+        return Opening(messages=[{"role": "user", "content": await self._plain.reset(task)}])
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        return ToolOutcome(text=await self._plain.write())
+
+    async def is_over(self, transcript: Transcript) -> bool:
+        return False
+
+    async def score(self, transcript: Transcript) -> RolloutScores:
+        return RolloutScores(reward=await self._plain.always())
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("made", [Deaf, DeafAsItStands])
+@pytest.mark.parametrize("late", ["reset", "tool", "score"])
+async def test_p3_so_is_that_of_a_message_that_returned_when_it_was_cancelled(made: type, late: str) -> None:
+    async def play(session: EnvSession) -> None:
+        await session.reset({"slow": late == "reset"})
+        await session.step({"tool": "write"} if late == "tool" else {"message": "done"})
+
+    Deaf.may_end.clear()
+    memories = Memories()
+    async with BackendPool(memories.make, 1) as backends, served(made, backends, step_s=0.2) as (server, url):
+        with pytest.raises(EnvironmentLost, match="took longer than"):
+            await play(await EnvSession.open(url))
+        await until(lambda: len(server.table.free) == 1)
+        was_stopped = memories.made[0].is_stopped
+        Deaf.may_end.set()
+        assert was_stopped
 
 
 async def test_p3_no_message_follows_one_that_took_too_long_in_its_session(

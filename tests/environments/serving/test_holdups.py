@@ -7,7 +7,9 @@ from collections.abc import Awaitable
 
 import pytest
 
+from bombus import Task
 from bombus.environments.kinds import ToolCall, ToolOutcome
+from bombus.environments.plain.marks import reward
 from bombus.environments.pools.session import EnvSession
 from bombus.environments.serving.holdups import Watched
 from tests.environments.serving.served import served
@@ -75,10 +77,25 @@ class Sleepy(Counter):
         return ToolOutcome(text="slept")
 
 
-async def test_a_tool_that_holds_up_a_server_is_named_in_its_log(caplog: pytest.LogCaptureFixture) -> None:
+class PlainSleepy:
+    def reset(self, task: Task) -> str:
+        return "Doze."
+
+    async def doze(self) -> str:
+        """Sleep."""
+        time.sleep(1.1)  # noqa: ASYNC251 - what a tool should not do
+        return "slept"
+
+    @reward
+    def always(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("made", [Sleepy, PlainSleepy])
+async def test_a_tool_that_holds_up_a_server_is_named_in_its_log(made: type, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        async with served(Sleepy) as (_, url), await EnvSession.open(url) as session:
+        async with served(made) as (_, url), await EnvSession.open(url) as session:
             await session.reset({})
             await session.step({"tool": "doze"})
-    assert "`doze` of session" in caplog.text
+    assert caplog.text.count("`doze` of session") == 1
     assert "held up all sessions of this server for " in caplog.text

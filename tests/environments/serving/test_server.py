@@ -1,16 +1,17 @@
 """An environment server over real sockets: leases, limits, and what it says to whoever is not let in."""
 
 import asyncio
+import sys
 
 import httpx
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy, ResetFailed
+from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy, ResetFailed, ToolCall, ToolOutcome
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from tests.environments.serving.served import served
-from tests.environments.serving.worlds import Clinging, Slow, Unmakeable
+from tests.environments.serving.worlds import Clinging, Counter, Slow, Unmakeable
 from tests.patience import until
 
 TASK = {"task": {"main_query": "three", "task_id": "t1"}}
@@ -129,12 +130,42 @@ async def test_a_world_that_cannot_be_opened_says_why_and_the_session_goes_on() 
         with pytest.raises(StepRefused, match="send a reset first"):
             await session.step({"tool": "add"})
         assert (await session.reset(TASK)).done is False
+        with pytest.raises(ResetFailed, match="there is no such world"):
+            await session.reset({"fail": True})
+        with pytest.raises(StepRefused, match="send a reset first"):  # the world of the task before is not stepped in
+            await session.step({"tool": "add"})
 
 
 async def test_a_world_that_cannot_be_made_is_told_at_the_handshake_and_holds_no_slot() -> None:
     async with served(Unmakeable) as (server, url):
         with pytest.raises(EnvironmentLost, match="500: RuntimeError: there is no disk"):
             await EnvSession.open(url)
+        await until(lambda: server.counts()["leased"] == 0 and len(server.table.free) == 1)
+
+
+class Leaving(Counter):
+    """Ends the program as a script does, or so it thinks."""
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        if call.name == "leave":
+            sys.exit(3)
+        if call.name == "cancel":
+            raise asyncio.CancelledError
+        return await super().call(call)
+
+    async def close(self) -> None:
+        sys.exit(4)
+
+
+async def test_a_world_that_leaves_the_program_ends_neither_the_server_nor_its_session() -> None:
+    async with served(Leaving) as (server, url):
+        async with await EnvSession.open(url) as session:
+            await session.reset({})
+            with pytest.raises(StepRefused, match=r"it raised SystemExit\(3\)"):
+                await session.step({"tool": "leave"})
+            with pytest.raises(StepRefused, match="let out a CancelledError, and nobody had cancelled it"):
+                await session.step({"tool": "cancel"})
+            assert (await session.step({"tool": "add"})).observation["failed"] is False
         await until(lambda: server.counts()["leased"] == 0 and len(server.table.free) == 1)
 
 

@@ -37,6 +37,8 @@ CLOSE_S = 60.0  # for a coroutine that closes a world whose methods have taken t
 REPR_CHARACTERS = 200  # of what a method has returned, in an error
 TOOLS_NAMED = 20  # in the text about a tool that there is not
 
+ToolWatch = Callable[[Awaitable[Any], str], Awaitable[Any]]
+
 
 class PlainWorld:
     """An instance of a plain class, and how its methods are called.
@@ -209,8 +211,10 @@ class PlainWorld:
 class PlainEnvironment:
     """A plain class as an environment: `PlainEnvironment(World)`, of an instance, or of a function that makes one."""
 
-    def __init__(self, made: object) -> None:
+    def __init__(self, made: object, watch: ToolWatch | None = None) -> None:
+        """`watch` is given each call of a tool, by its name, and awaits it in its place."""
         self.world = PlainWorld(made)
+        self._watch = watch
         self._task = Task()
 
     @property
@@ -248,7 +252,8 @@ class PlainEnvironment:
         except BadArguments as error:
             return ToolOutcome(text=f"the arguments are wrong: {error}", failed=True)
         try:
-            result = await contained(self.world.call(tool.name, arguments, together=description.tools_run_together))
+            work: Awaitable[Any] = self.world.call(tool.name, arguments, together=description.tools_run_together)
+            result = await contained(work if self._watch is None else self._watch(work, tool.name))
             return ToolOutcome(text=text_of(result))
         except InfraError:
             raise

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
 from bombus.environments.budgets import RolloutBudgets
-from bombus.environments.chat_model import ChatAnswer, ModelRefused
+from bombus.environments.chat_model import ChatAnswer, ModelRefused, never_answered
 from bombus.environments.kinds import (
     MessageDict,
     MethodFailed,
@@ -109,37 +110,25 @@ class Play:
         self._budgets = budgets
         self._transcript = transcript
         self._asked = 0
+        self._under_way: set[asyncio.Task[ChatAnswer]] = set()
+        self._answers: list[AgentCall] = []  # also those that come after the play
 
     async def run(self, ask: Ask) -> RolloutStatus:
-        """Let the class play. Raises `InfraError`. Answers that `play` did not wait for do not count."""
-        calls: list[AgentCall] = []
+        """Let the class play. Raises `InfraError`.
 
-        async def counted(
-            role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
-        ) -> ChatAnswer:
-            if self._asked >= self._budgets.turns_max:
-                raise BudgetSpent(f"the agents have made {self._asked} calls, which is turns_max: end the episode")
-            self._asked += 1
-            try:
-                answer = await ask(role, messages, tools, max_tokens)
-            except ModelRefused as error:
-                if error.is_too_long and calls:
-                    raise BudgetSpent(f"what {role} is asked has become too long: {error}") from error
-                raise
-            calls.append(AgentCall(role=role, messages=messages, answer=answer))
-            self._transcript.turns += 1
-            self._transcript.prompt_tokens = answer.prompt_tokens
-            self._transcript.completion_tokens += answer.completion_tokens
-            return answer
-
+        Calls that are under way when `play` is over are given up, and answers that come later do not count.
+        """
         name = self._world.description.name
         try:
             async with asyncio.timeout(self._budgets.episode_s) as limit:
                 if self._world.description.has_reset:
                     await self._world.call("reset", {"task": self._task})
-                await contained(self._world.call("play", {"task": self._task, "agents": PlayAgents(counted)}))
+                agents = PlayAgents(partial(self._counted, ask))
+                await contained(self._world.call("play", {"task": self._task, "agents": agents}))
         except (InfraError, BudgetSpent, ExceptionGroup, TimeoutError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
+                if self._asked and not self._answers:
+                    raise never_answered(self._budgets.episode_s) from error
                 return RolloutStatus.TRUNCATED
             found = _first(error)
             if isinstance(found, BudgetSpent):
@@ -148,8 +137,38 @@ class Play:
         except Exception as error:  # the class's own code: an episode that it cannot play has no reward
             raise _failed(name, error) from error
         finally:
-            self.calls = list(calls)
+            for asking in self._under_way:
+                asking.cancel()
+            await asyncio.gather(*self._under_way, return_exceptions=True)
+            self.calls = list(self._answers)
         return RolloutStatus.COMPLETED
+
+    async def _counted(
+        self, ask: Ask, role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
+    ) -> ChatAnswer:
+        """Ask in a task of its own, which can be given up. Raises `BudgetSpent`, `InfraError`."""
+        if self._asked >= self._budgets.turns_max:
+            raise BudgetSpent(f"the agents have made {self._asked} calls, which is turns_max: end the episode")
+        self._asked += 1
+        asking = asyncio.create_task(self._answered(ask, role, messages, tools, max_tokens))
+        self._under_way.add(asking)
+        asking.add_done_callback(self._under_way.discard)
+        return await asking
+
+    async def _answered(
+        self, ask: Ask, role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None
+    ) -> ChatAnswer:
+        try:
+            answer = await ask(role, messages, tools, max_tokens)
+        except ModelRefused as error:
+            if error.is_too_long and self._answers:
+                raise BudgetSpent(f"what {role} is asked has become too long: {error}") from error
+            raise
+        self._answers.append(AgentCall(role=role, messages=messages, answer=answer))
+        self._transcript.turns += 1
+        self._transcript.prompt_tokens = answer.prompt_tokens
+        self._transcript.completion_tokens += answer.completion_tokens
+        return answer
 
     async def score(self) -> tuple[RolloutScores, tuple[RewardedCall, ...]]:
         """Return the scores, and the reward of each call. Raises `MethodFailed`.

@@ -2,14 +2,14 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from bombus.environments.kinds import ToolSchema
-from bombus.errors import without_surrogates
+from bombus.errors import in_one_line, without_surrogates
 
 PROBLEMS_SHOWN = 5  # of the arguments of one call
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
@@ -41,6 +41,8 @@ class MethodTool(msgspec.Struct, frozen=True, kw_only=True):
             found = self.arguments.model_validate_json(text.strip() or "{}")
         except ValidationError as error:
             raise BadArguments(_why_not(error)) from error
+        except Exception as error:  # the code of their types, such as `__post_init__`: the model chose what it got
+            raise BadArguments(in_one_line(error)) from error
         return {name: getattr(found, f"p{index}") for index, name in enumerate(self.names)}
 
 
@@ -96,8 +98,8 @@ def text_of(value: object) -> str:
         return value.decode(errors="replace")
     if isinstance(value, str):
         return without_surrogates(value)
-    if isinstance(value, Iterator):
-        raise TypeError(f"it returned a {type(value).__name__}, which has nothing to show: return a list or a text")
+    if isinstance(value, Iterator | AsyncIterator):
+        raise TypeError(f"it returned {type(value).__name__}, which has nothing to show: return a list or a text")
     try:
         return msgspec.json.encode(value, enc_hook=_plain).decode()
     except (TypeError, ValueError, RecursionError):

@@ -26,7 +26,7 @@ from bombus.environments.pools.session import EnvSession, SessionSettings, StepR
 from bombus.environments.variables import number_of
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.errors import InfraError
-from bombus.sdk.running import contained
+from bombus.sdk.running import contained, infra_of
 from bombus.sdk.types import Task
 from bombus.task_groups import first_failure
 
@@ -275,7 +275,10 @@ class AsyncEnvPool:
                 environment = self.environment()
                 try:
                     return await contained(rollout(task.model_copy(deep=True), environment))
-                except InfraError as error:
+                except Exception as raised:
+                    error = infra_of(raised)
+                    if not isinstance(error, InfraError):
+                        raise
                     log.warning(
                         "an episode of task %r has no reward, as its environment failed: %s",
                         task.task_id,

@@ -87,7 +87,8 @@ class RemoteEnvironment:
         self._note(result)
         tools = await self._tools()
         seen = result.observation
-        shown = [msgspec.json.encode(seen).decode()] if any(seen.values()) else []
+        is_shown = any(seen.values()) or not (task.main_query or task.init_messages)  # a model is sent some message
+        shown = [msgspec.json.encode(seen).decode()] if is_shown else []
         text = "\n\n".join([task.main_query, *shown] if task.main_query else shown)
         messages = [*task.init_messages, *([{"role": "user", "content": text}] if text else [])]
         return Opening(messages=messages, tools=tools)

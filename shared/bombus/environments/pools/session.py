@@ -192,9 +192,11 @@ class EnvSession:
         return self._action
 
     async def _observe(self, kind: str, data: dict[str, Any]) -> StepResult:
-        answer = await self._ask(WireMessage(type=kind, data=data))
+        seen = (await self._ask(WireMessage(type=kind, data=data))).data
+        if isinstance(reward := seen.get("reward"), bool):  # as OpenEnv's observations may have it
+            seen = {**seen, "reward": float(reward)}
         try:
-            return msgspec.convert(answer.data, StepResult, strict=False)
+            return msgspec.convert(seen, StepResult, strict=False)
         except msgspec.ValidationError as error:
             self._die(f"the answer to a {kind} is no observation: {error}")
             raise EnvironmentLost(self._sentence()) from error

@@ -1,10 +1,31 @@
 """Notices coroutines of worlds that block: while one does, no session of the server goes on."""
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Generic, TypeVar
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+HELD_UP_S = 1.0
+
+
+def watched(work: Awaitable[T], name: str, session: str) -> "Watched[T]":
+    """Await something of a session's world, and warn where it held up the server, whose sessions share one loop."""
+
+    def note(longest_s: float) -> None:
+        if longest_s >= HELD_UP_S:
+            log.warning(
+                "`%s` of session %s held up all sessions of this server for %.1f s: let it await what takes time, or "
+                "make it a plain `def`, which runs in a thread",
+                name,
+                session,
+                longest_s,
+            )
+
+    return Watched(work, note)
 
 
 class Watched(Generic[T]):

@@ -61,6 +61,7 @@ from bombus.environments.serving.worlds import WorldSession
 from bombus.errors import Code, in_one_line
 from bombus.host.host_names import OwnHostNames
 from bombus.sdk.errors import InfraError
+from bombus.sdk.running import contained_here
 
 log = logging.getLogger(__name__)
 sockets_log = logging.getLogger(f"{__name__}.sockets")
@@ -126,6 +127,7 @@ class _Seat:
         self.granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.making: asyncio.Task[AgentEnvironment] | None = None
         self.step: asyncio.Task[WireMessage] | None = None
+        self.was_cut = False  # a message took too long: what it called may go on, also where it has returned since
         self.beating: asyncio.Task[None] | None = None
         self.gone: ClientGone | None = None
 
@@ -317,6 +319,7 @@ class EnvironmentServer:
         seat.step = step = asyncio.create_task(worlds.answer(message, is_posted))
         done, _ = await asyncio.wait({step}, timeout=self.settings.step_s)
         if not done:
+            seat.was_cut = True
             step.cancel()
             why = f"the {message.type} took longer than {self.settings.step_s:g} s: the session is over"
             return error_message(WireError.SESSION_ERROR, why)
@@ -428,7 +431,7 @@ class EnvironmentServer:
                 self._spawn(seat.connection.close(*ENDED[reason]))  # it is cut if the client does not answer
             has_ended = await self._end_work(seat)
             if (world := seat.made()) is not None:
-                has_ended &= await self._within("the world was not closed", session, world.close())
+                has_ended &= await self._within("the world was not closed", session, contained_here(world.close()))
             cleaning = self._source.clean(session, in_use=not has_ended)
             await self._within("what the world stood on was not cleaned", session, cleaning)
         finally:
@@ -441,7 +444,7 @@ class EnvironmentServer:
         closed.
         """
         step, making = seat.step, seat.making
-        was_cut = step is not None and (not step.done() or step.cancelling() > 0)
+        was_cut = seat.was_cut or seat.is_at_work
         for task in (seat.beating, step):
             if task is not None:
                 task.cancel()

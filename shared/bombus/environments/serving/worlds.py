@@ -27,9 +27,10 @@ from bombus.environments.openenv.messages import (
     rpc_error,
     rpc_result,
 )
-from bombus.environments.serving.holdups import Watched
+from bombus.environments.serving.holdups import watched
 from bombus.errors import in_one_line
 from bombus.sdk.errors import InfraError
+from bombus.sdk.running import contained_here
 from bombus.sdk.types import Task
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ T = TypeVar("T")
 
 TRANSCRIPT_MESSAGES_MAX = 4096  # of an episode that its client plays step by step
 TEXT_CHARACTERS_MAX = 1_000_000  # of what a tool gives back: in JSON they are six times as many bytes at most
-HELD_UP_S = 1.0
 NOT_RESET = "the world has no task yet: send a reset first"
 
 
@@ -164,20 +164,9 @@ class WorldSession:
             await self._check()
         return ToolOutcome(text=_sendable(outcome.text), failed=outcome.failed)
 
-    def _watched(self, work: Awaitable[T], name: str) -> Watched[T]:
-        """Await something of the world, and warn where it held up the server, whose sessions share one loop."""
-
-        def note(longest_s: float) -> None:
-            if longest_s >= HELD_UP_S:
-                log.warning(
-                    "`%s` of session %s held up all sessions of this server for %.1f s: let it await what takes time, "
-                    "or make it a plain `def`, which runs in a thread",
-                    name,
-                    self.session,
-                    longest_s,
-                )
-
-        return Watched(work, note)
+    def _watched(self, work: Awaitable[T], name: str) -> Awaitable[T]:
+        """Await something of the world. A `SystemExit` in it is its own failure, and does not end the server."""
+        return watched(contained_here(work), name, self.session)
 
     def _said(self, message: dict[str, Any]) -> None:
         self.steps += 1
