@@ -256,6 +256,22 @@ def test_the_flags_that_a_task_folder_replaces_are_refused(tmp_path: Path) -> No
     assert "--agent: there is no program nosuchagent on the PATH" in why(agent="nosuchagent")
 
 
+def test_an_agent_that_the_sandbox_would_hide_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task_folder(tmp_path / "tasks/one")
+    (tmp_path / "agent").symlink_to("/tmp/agent")
+    (tmp_path / "tasks/agent").write_text("#!/bin/sh\n")
+    monkeypatch.chdir(tmp_path)
+
+    def planned(agent: object) -> None:
+        plan_of(RolloutOptions.model_validate({"task": Path("tasks"), "agent": str(agent)}))
+
+    for hidden in ("/tmp/agent", "/run/agent", "/usr/../tmp/agent", tmp_path / "agent", tmp_path / "tasks/agent"):
+        with pytest.raises(Refused, match=r"--agent: the sandbox of task .* hides .*agent.* elsewhere"):
+            planned(hidden)
+    for seen in ("/bin/sh", "/app/agent", "./agent", "/tmpfile/agent"):
+        planned(seen)
+
+
 def test_a_typed_time_limit_only_shortens_that_of_a_task(tmp_path: Path) -> None:
     task_folder(tmp_path / "tasks", "[agent]\ntimeout_sec = 2000\n[verifier]\ntimeout_sec = 50")
 
