@@ -601,7 +601,7 @@ def way_on(status: EngineStatus) -> str:
 def _head_lines(status: EngineStatus) -> list[str]:
     phase = status.phase.removeprefix("ENGINE.")
     version = status.version if status.version >= 0 else "-"
-    since = f" for {duration(status.phase_s)}" if status.run or status.phase_s else ""  # before any run nobody knows
+    since = f" for {duration(status.phase_s)}" if status.run else ""  # before its first run nobody knows
     lines = [f"engine {status.engine}: {phase}{since} ({one_line(status.detail)})"]
     if status.failure:
         lines.append(f"  failure: {one_line(status.failure)}")
