@@ -18,5 +18,5 @@ with SwarmClient("http://127.0.0.1:10086", verbose=False) as client:
     client.auto_sync_train_config_and_start_engine(job)
     for round in range(20):  # four tasks, eight episodes each: one optimizer step
         groups = client.run_episodes_until_all_complete(tasks, lambda task: client.run_group(task, agent, 8))
-        rewards = [episode.reward for group in groups for episode in group]
+        rewards = [episode.reward for group in groups for episode in group if episode]  # None: it was lost
         print(f"round {round}: mean reward {sum(rewards) / len(rewards):.3f}")

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from bombus.logs import JsonFormatter, LineFormatter
 from bombus.terminal import escaped, json_escaped, say, say_json
 from tests.gateway.swarm_hive import played_hive
 from tests.logs.facts import TINY
+from tests.overwatch.story import rolling
+from tests.overwatch.test_service import publish
 
 CLEAR, C1, RIGHT_TO_LEFT = "\x1b[2J", "\x9b31m", "\u202e"
 FORGED = f"a\n12:00:00 coordinator  run 2 failed{CLEAR}{C1}{RIGHT_TO_LEFT}\x7f"
@@ -147,6 +150,13 @@ async def test_a_status_has_the_time_at_which_it_is_shown_and_not_that_of_the_la
         asked_ns = time.time_ns()
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=120, check=True)
         assert json.loads(done.stdout)["now_ns"] > asked_ns
+
+
+async def test_the_text_of_a_status_says_how_long_ago_things_happened(bus: Bus, nats_url: str) -> None:
+    await publish(bus, rolling(1).events)  # of a day in the past
+    command = [sys.executable, "-m", "bombus", "status", "--nats", nats_url, "--hive", bus.subjects.hive]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120, check=True)
+    assert re.search(r": ROLLING for \d+ d", done.stdout)
 
 
 @pytest.mark.parametrize("words", [["tasks"], ["replay", "state", "--log", str(TINY)]])

@@ -51,9 +51,10 @@ def page() -> str:
 def _job() -> Iterator[str]:
     yield "```yaml\nbombus:\n  model: {path: smollm2}\n  trainer: {lr: 1.0e-4, lora_rank: 16}\n```\n"
     yield (
-        "Any of the four lengths below `rollout` may be given; the others follow. `model.tokenizer` is for a tokenizer "
-        "that is not in\nthe model's folder. A tokenizer of another model ends the run at boot, and the error says "
-        "what does not fit.\n"
+        "Any of the four lengths below `rollout` may be given; the others follow. With `max_model_len` alone, the "
+        "prompt before\nthe first answer may have half of it, at most the default, and the answers have the rest.\n"
+        "`model.tokenizer` is for a tokenizer that is not in the model's folder. A tokenizer of another model ends the "
+        "run at boot,\nand the error says what does not fit.\n"
     )
     for group in GROUPS:
         model = RunConfig.model_fields[group].annotation

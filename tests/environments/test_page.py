@@ -16,9 +16,10 @@ from bombus.environments.budgets import RolloutBudgets
 from tests.environments.scripted import CREDENTIALS, ScriptedModel, calls
 from tests.environments.test_rollout_on_a_hive import JOB
 from tests.gateway.openai_hive import gateway_hive, says
+from tests.tasks.model_server import model_server
 
 PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
-TILL, TRAINING, DEBATE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+TILL, TRAINING, PLAYED, DEBATE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 TASK = Task(task_id="37", main_query="Tea or coffee?", metadata={"cents": 37})
 
 
@@ -46,6 +47,14 @@ async def test_the_program_of_the_page_trains_it(bus: Bus) -> None:
         names = await asyncio.to_thread(run, TILL, program)
         assert [output.reward for output in names["outputs"]] == [1.0, 1.0]
         await served.until(lambda engine: len(engine.pool) == 2)
+
+
+def test_the_program_of_the_page_plays_it_without_a_hive(capsys: pytest.CaptureFixture[str]) -> None:
+    call = {"name": "insert", "arguments": '{"coin": 1, "count": 37}'}
+    answer = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": call}]}
+    with model_server(lambda messages: answer) as server:
+        run(TILL, PLAYED.replace("http://127.0.0.1:8000", server))
+    assert capsys.readouterr().out.startswith("1.0 {")
 
 
 async def test_the_agents_of_the_page_are_rewarded_by_role() -> None:

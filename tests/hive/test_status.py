@@ -72,6 +72,12 @@ def test_how_long_the_sequences_of_a_replica_may_be_is_shown_where_it_says_so() 
     assert text.count("sequences of up to") == 1
 
 
+def test_an_engine_that_never_ran_has_been_offline_for_a_time_that_nobody_knows() -> None:
+    story = Story()
+    story.configure()
+    assert "\nengine main: OFFLINE (" in "\n" + render_status(hive_of(story), now_ns=story.now_ns + 60 * SECOND)
+
+
 def test_a_failure_is_shown_with_its_reason() -> None:
     text = render_status(hive_of(failed()))
     assert "engine main: OFFLINE for 0.0 s (the last run failed)" in text

@@ -1,6 +1,8 @@
 """The screen on a real bus."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 from bombus.bus import Bus, EmbeddedServer
@@ -81,3 +83,10 @@ async def test_a_server_that_dies_is_waited_for(tmp_path: Path) -> None:
             feed.cancel()
             await asyncio.gather(feed, return_exceptions=True)
     await asyncio.to_thread(server.stop)
+
+
+def test_without_a_terminal_overwatch_names_the_command_that_prints() -> None:
+    words = [sys.executable, "-m", "bombus", "overwatch", "--nats", "nats://127.0.0.1:1"]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("bombus overwatch: there is no terminal here to draw in: `bombus status` prints")

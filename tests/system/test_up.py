@@ -82,6 +82,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     running = Up(tmp_path_factory.mktemp("hive"), "--gateways", "2", "--coordinators", "2")
     yield running
     assert running.interrupt() == [], "Ctrl-C leaves no process running"
+    assert "stopping the services" in running.log.read_text()
 
 
 def example(up: Up, name: str, *arguments: str) -> str:

@@ -158,6 +158,7 @@ def test_only_failures_in_a_row_end_a_run(capsys: pytest.CaptureFixture[str]) ->
         (["--task", LEGS, "--engine", "http://127.0.0.1:1", "-n", "0"], "-n 0 is refused"),
         (["--task", LEGS, "--engine", "http://[::1"], "--engine 'http://[::1' is refused: it is not an address"),
         (["--task", "chess", "--engine", "http://127.0.0.1:1"], "there are no tasks 'chess'"),
+        (["--task", "mine.jsonl", "--engine", "http://127.0.0.1:1"], "own are played by `bombus eval --env`"),
         (["--task", LEGS, "--engine", "http://127.0.0.1:1", "--set", "x"], "--set"),
     ],
 )

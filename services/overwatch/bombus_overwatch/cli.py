@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import sys
 
 from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError
@@ -14,6 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):  # where keys are read, and where the screen is drawn
+        complain(
+            "bombus overwatch: there is no terminal here to draw in: `bombus status` prints what the hive is doing"
+        )
+        return 1
     try:
         asyncio.run(service.run(arguments.nats, arguments.hive))
     except (BombusError, ValueError) as error:

@@ -45,10 +45,10 @@ class ModelRefused(InfraError):
 
 
 def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
-    """Return the error for a first prompt that is too long, in words of the one who has chosen task and budget."""
+    """Return the error for a first prompt that is too long. It ends with what the server has said of its limit."""
     why = (
-        f"the first prompt of the episode is too long: {error}. With its tools and the answer it has to fit into "
-        f"tokens_max, which is {tokens_max} here, and into the model"
+        f"the first prompt of the episode, with its tools, is too long for the job, the model or tokens_max, which is "
+        f"{tokens_max} here and for the answer too: {error}"
     )
     return ModelRefused(why, is_too_long=True)
 

@@ -214,6 +214,7 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Stop the gateways first, then replicas and trainers, then the coordinators, and the bus last."""
+        log.info("stopping the services, which takes some seconds; the log is kept")
         for kind in ("gateway", "inference", "trainer", "coordinator"):
             await asyncio.gather(*(child.stop() for child in self._children if child.kind == kind))
         if self._server is not None:

@@ -30,5 +30,6 @@ class EpisodesSeen:
             if first <= int(number) <= last:
                 return
         near = [stem] if stem in self._numbers else list(self._numbers)[-RUNS_NAMED:]
-        spans = (f"{each}-{self._numbers[each][0]} to {each}-{self._numbers[each][1]}" for each in near)
-        raise NotOnLog(f"there is no episode {episode} on this log; there are {', '.join(spans)}{self._compacted}")
+        spans = ", ".join(f"{each}-{self._numbers[each][0]} to {each}-{self._numbers[each][1]}" for each in near)
+        older = ", and older ones" if stem not in self._numbers and len(self._numbers) > RUNS_NAMED else ""
+        raise NotOnLog(f"there is no episode {episode} on this log; there are {spans}{older}{self._compacted}")

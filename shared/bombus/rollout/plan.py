@@ -1,6 +1,8 @@
 """What a rollout is given on its command line, checked before anything is claimed."""
 
+import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +14,7 @@ from bombus.errors import Code, Refused
 from bombus.hive.collection import BATCH_METHODS
 from bombus.rollout.commands import CommandTemplate, check_fields, check_program, parse_command
 from bombus.rollout.harbor.folders import read_task_folders
-from bombus.rollout.harbor.sandbox import check_sandbox
+from bombus.rollout.harbor.sandbox import check_sandbox, hides
 from bombus.rollout.presets import NO_PRESET, PRESETS, ApiDialect, HarnessPreset, preset_of
 from bombus.rollout.tasks import AgentTask, read_tasks
 from bombus.rollout.watch import EpisodeLimits
@@ -195,13 +197,26 @@ def plan_of(options: RolloutOptions) -> RolloutPlan:
         if template is not None:
             check_fields(template, tasks)
     if tasks[0].package is not None:
-        if "/" not in plan.agent.words[0]:  # another one may be a file of the task
-            check_program(plan.agent, None)
+        _check_agent_of_packages(plan.agent, tasks)
         return plan
     for template in (plan.sandbox,) if plan.sandbox is not None else (plan.agent, plan.reward):
         if template is not None:
             check_program(template, plan.workspace)
     return plan
+
+
+def _check_agent_of_packages(agent: CommandTemplate, tasks: Sequence[AgentTask]) -> None:
+    """Raise `Refused` for a program that the sandboxes of tasks do not have. A path may be that of a task's file."""
+    program = agent.words[0]
+    if "/" not in program:
+        check_program(agent, None)
+    for task in tasks:
+        if os.path.isabs(program) and task.package is not None and hides(task.package, Path(program)):
+            raise Refused(
+                Code.BAD_CONFIG,
+                f"--agent: the sandbox of task {task.task_id} hides {program}, because it has folders of its own in "
+                f"place of /tmp, /run, {task.package.workdir} and the folder of --task: put the program elsewhere",
+            )
 
 
 def _tasks(options: RolloutOptions) -> list[AgentTask]:

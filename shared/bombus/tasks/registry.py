@@ -27,9 +27,11 @@ def family_of(name: str) -> TaskFamily:
     """Return a family by its name, or by that of one of its sets. Raises `Refused` where there is none."""
     family = FAMILIES.get(name.partition(":")[0])
     if family is None:
-        raise Refused(
-            Code.BAD_CONFIG, f"there are no tasks {name!r}: there are {', '.join(FAMILIES)}; see `bombus tasks`"
+        own = (
+            ". Tasks of your own are played by `bombus eval --env`, or by `Rollout` in a program (docs/environments.md)"
         )
+        known = f"there are no tasks {name!r}: there are {', '.join(FAMILIES)}; see `bombus tasks`"
+        raise Refused(Code.BAD_CONFIG, known + (own if name.endswith(".jsonl") else ""))
     return family
 
 

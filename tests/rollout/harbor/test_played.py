@@ -17,10 +17,11 @@ from bombus import AsyncSwarmClient
 from bombus.bus import Bus
 from bombus.errors import Refused
 from bombus.rollout.harbor.folders import read_task_folders
-from bombus.rollout.harbor.sandbox import agent_prefix, check_sandbox, judge_words
+from bombus.rollout.harbor.sandbox import agent_prefix, check_sandbox, hides, judge_words
 from bombus.rollout.plan import RolloutOptions, plan_of
 from bombus.rollout.process import StopReason
 from bombus.rollout.records import LostEpisode, PlayedEpisode
+from bombus.rollout.tasks import TaskPackage
 from bombus.rollout.workspace import EpisodeFolder
 from tests.gateway.openai_hive import GatewayHive, gateway_hive, says
 from tests.rollout.harbor.tasks import task_folder
@@ -312,6 +313,38 @@ def test_the_flags_that_a_task_folder_replaces_are_refused(tmp_path: Path) -> No
     assert "--sandbox does not go with a folder of tasks" in why(sandbox="env")
     assert "--reward is missing: only a folder of tasks" in why(task=tmp_path / "tasks.jsonl")
     assert "--agent: there is no program nosuchagent on the PATH" in why(agent="nosuchagent")
+
+
+def test_an_agent_that_the_sandbox_would_hide_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task_folder(tmp_path / "tasks/one")
+    (tmp_path / "agent").symlink_to("/tmp/agent")
+    (tmp_path / "tasks/agent").write_text("#!/bin/sh\n")
+    monkeypatch.chdir(tmp_path)
+
+    def planned(agent: object) -> None:
+        plan_of(RolloutOptions.model_validate({"task": Path("tasks"), "agent": str(agent)}))
+
+    for hidden in ("/tmp/agent", "/run/agent", "/usr/../tmp/agent", tmp_path / "agent", tmp_path / "tasks/agent"):
+        with pytest.raises(Refused, match=r"--agent: the sandbox of task .* hides .*agent.* elsewhere"):
+            planned(hidden)
+    for seen in ("/bin/sh", "/app/agent", "./agent", "/tmpfile/agent"):
+        planned(seen)
+
+
+@pytest.mark.parametrize(
+    ("program", "is_hidden"),
+    [("/opt/agent", True), ("/opt/desk/agent", False), ("/srv/tasks/agent", True), ("/srv/agent", False)],
+)
+def test_a_sandbox_hides_the_data_set_and_what_is_beside_its_working_directory(program: str, is_hidden: bool) -> None:
+    package = TaskPackage(
+        folder=Path("/srv/tasks/one"),
+        hidden=Path("/srv/tasks"),
+        files=None,
+        workdir="/opt/desk",
+        timeout_s=1.0,
+        reward_timeout_s=1.0,
+    )
+    assert hides(package, Path(program)) is is_hidden
 
 
 def test_a_typed_time_limit_only_shortens_that_of_a_task(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def _claim_rows(
 def _head_lines(status: EngineStatus) -> list[str]:
     phase = status.phase.removeprefix("ENGINE.")
     version = status.version if status.version >= 0 else "-"
-    lines = [f"engine {status.engine}: {phase} for {duration(status.phase_s)} ({one_line(status.detail)})"]
+    since = f" for {duration(status.phase_s)}" if status.run else ""  # before its first run nobody knows
+    lines = [f"engine {status.engine}: {phase}{since} ({one_line(status.detail)})"]
     if status.failure:
         lines.append(f"  failure: {one_line(status.failure)}")
     if status.suspended:

@@ -52,6 +52,15 @@ def verifier_folder(folder: EpisodeFolder) -> Path:
     return folder.outputs / "verifier"
 
 
+def hides(package: TaskPackage, program: Path) -> bool:
+    """Return whether a file of this machine is where the task's sandbox has folders of its own."""
+    workdir = Path(package.workdir)
+    if program.is_relative_to(workdir):
+        return False  # a file of the task
+    places = (Path("/tmp"), Path("/run"), Path(*workdir.parts[:2]), package.hidden.resolve())
+    return any(path.is_relative_to(place) for path in (program, program.resolve()) for place in places)
+
+
 def _words(
     package: TaskPackage, folder: EpisodeFolder, judged: str, printed: str, variables: Mapping[str, str]
 ) -> list[str]:
