@@ -52,7 +52,7 @@ DECODING = {
     "bombus/hive/inbox.py": "inbox message",
     "bombus/operations/kinds.py": "operation",
     "bombus/hive/records.py": "call record",
-    "bombus/hive/status.py": OWN,
+    "bombus/hive/status/data.py": OWN,
     "bombus/hive/trajectories/records.py": "scored group",
     "bombus/hive/trajectories/training.py": "atropos trained group",
     "bombus/host/doctor_streams.py": SERVER,
