@@ -86,7 +86,9 @@ class Client(Caller):
         self._mood = mood
         self._rewards = pick.choice(((0.0, 1.0), (0.0, 1.0, 0.5), (0.0, 1.0, float("nan"))))
         self._pace = pick.choice((2.0, 8.0))
-        self._by_call = random.Random(hash(pick.getstate()))  # nothing of `pick`: histories stay those of their seeds
+        # Nothing is drawn from `pick`: histories stay those of their seeds. The hash is of integers: that of None is an
+        # address, which each process has its own of.
+        self._by_call = random.Random(hash(pick.getstate()[1]))
 
     async def main(self) -> None:
         while True:

@@ -448,6 +448,7 @@ class Coordinator(Process):
         if cut.at not in server.snapshots or cut.until not in server.snapshots:
             return  # another leader's newer one has pushed it out
         self._check_snapshots(cut)
+        server.cut_at = max(server.cut_at, cut.at)
         await self.sleep(self._net.pick.choice((0.1, 10.0)) * self._net.pick.random())
         newest = await self._newest()
         if newest is None or int(newest.headers[EPOCH]) != self._epoch:

@@ -70,13 +70,16 @@ class ScoredLedger:
             case ev.GroupsGivenUp():
                 self._check_given_up(event, engine)
             case ev.BodiesMoved():
+                needed = self._handed | self._numbers
                 for moved in event.moved:
-                    assert self._fetch(moved.body) == self._numbers[moved.group], "it is moved while it waits"
+                    assert self._fetch(moved.body) == needed[moved.group], "it is moved while it is needed"
+                    self.seen["bodies of a batch moved"] += moved.group not in self._numbers
             case ev.BatchDelivered():
                 assert (event.run, event.number) in self.received, "what is delivered has reached its trainer"
             case ev.EngineStopped() | ev.GroupsReset():
                 self._gone |= self._waiting
                 self._numbers.clear()
+                self._handed.clear()
                 self._forgotten |= set(self._pushed)
 
     def _check_pushed(self, event: ev.GroupsPushed, engine: EngineState) -> None:

@@ -148,6 +148,7 @@ class Server:
         self.snapshots: dict[int, bytes] = {}
         self.damaged: set[int] = set()
         self.events_max = 0  # the size of the log, in events; 0: it is not compacted
+        self.cut_at = 0  # a leader has verified its snapshots and may remove the events before this one
         self.jump_ns = 0
         self._loop = loop
         self._lease_seq = 0
@@ -187,8 +188,11 @@ class Server:
                 del self.snapshots[unused]
 
     def damage_snapshot(self) -> str:
-        """Damage the newest snapshot, unless it is the last good one of a log that has lost its beginning."""
-        first = self.streams[EVENTS_STREAM].first_seq
+        """Damage the newest snapshot, unless it is the last good one of a log that has lost its beginning or soon will.
+
+        Two that are damaged after they were verified, and before the log is cut behind them, are more than it survives.
+        """
+        first = max(self.streams[EVENTS_STREAM].first_seq, self.cut_at)
         good = [position for position in self.snapshots if position not in self.damaged and position >= first - 1]
         if not good or (len(good) == 1 and first > 1):
             return ""

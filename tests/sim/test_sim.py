@@ -4,6 +4,8 @@
 """
 
 import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -94,6 +96,23 @@ def test_r17_operations_are_executed_in_the_order_of_the_log_and_completed_once_
     assert seen["operations executed again in doubt"] > 0
     for refused in ("quota", "body_gone", "storage_full", "unknown_model"):
         assert seen[f"operations refused: {refused}"] > 0, refused
+
+
+@pytest.mark.parametrize("seed", [3, 830 + SCORING, 830 + GROUPED, 830 + JOINT, 840 + OPERATING - 1])
+def test_a_seed_has_the_same_history_in_every_process(seed: int) -> None:
+    """One that fails can be replayed: nothing depends on the order of a set or on an address."""
+    histories = [_history(seed, hashing) for hashing in ("1", "2")]
+    assert len(histories[0]) > 50
+    assert histories[0] == histories[1]
+
+
+def _history(seed: int, hashing: str) -> list[str]:
+    command = [sys.executable, "-m", "tests.sim", "--seed", str(seed), "--verbose"]
+    environment = {**os.environ, "PYTHONHASHSEED": hashing}
+    printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    *history, seconds = printed.splitlines()
+    assert seconds.startswith("1 seeds in")
+    return history
 
 
 def test_r16_acknowledged_groups_are_in_one_batch_each_and_batches_are_repeated_until_they_arrive() -> None:
