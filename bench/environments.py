@@ -37,19 +37,24 @@ class Napping:
         return 1.0
 
 
-async def rate(pool: AsyncEnvPool, count: int, tool: str, seconds: float) -> float:
-    """Return the steps that `count` sessions take in a second, each of them one after the other."""
-    until = time.perf_counter() + seconds
+async def rate(pool: AsyncEnvPool, count: int, tool: str, seconds: float, over_s: float = 0.0) -> float:
+    """Return the steps that `count` sessions take in a second, each of them one after the other.
+
+    They begin together, and then stay in step, as each step takes the same time: the server gets all its work at once.
+    Otherwise they begin one after the other within `over_s`, and steps count from then on.
+    """
+    began = time.perf_counter() + over_s
+    until = began + seconds
     taken = 0
 
-    async def run(session: EnvSession) -> None:
+    async def run(session: EnvSession, pause_s: float) -> None:
         nonlocal taken
+        await asyncio.sleep(pause_s)
         while time.perf_counter() < until:
             await session.rpc("tools/call", {"name": tool, "arguments": {}})
-            taken += 1
+            taken += time.perf_counter() >= began
 
-    began = time.perf_counter()
-    await asyncio.gather(*(run(pool.session(number)) for number in range(count)))
+    await asyncio.gather(*(run(pool.session(number), over_s * number / count) for number in range(count)))
     return taken / (time.perf_counter() - began)
 
 
@@ -87,23 +92,23 @@ def p99(values: list[float]) -> float:
 async def measure(url: str, rounds: int, seconds: float) -> None:
     took = await opens(url, 100)
     print(f"a session is opened in {statistics.median(took):.1f} ms (p50), {p99(took):.1f} ms (p99)")
-    found: dict[tuple[str, int], list[float]] = {(tool, n): [] for tool in ("nap", "blink") for n in SESSIONS}
+    together = [(tool, count, 0.0) for tool in ("nap", "blink") for count in SESSIONS]
+    found: dict[tuple[str, int, float], list[float]] = {case: [] for case in (*together, ("nap", SESSIONS[-1], NAP_S))}
     async with AsyncEnvPool(url, SESSIONS[-1], group_size=8, settings=SessionSettings(wait_s=60)) as pool:
         for _ in range(2):
             await pool.reset_group(Task(), SESSIONS[-1])
         waits = [wait for _ in range(rounds) for wait in await acquires(pool, SESSIONS[-1], 50)]
         print(f"an environment of the pool is taken in {p99(waits):.3f} ms (p99) by {SESSIONS[-1]} workers at once")
         for _ in range(rounds):
-            for tool, count in found:
-                found[tool, count].append(await rate(pool, count, tool, seconds))
-    for tool in ("nap", "blink"):
-        for count in SESSIONS:
-            rates = found[tool, count]
-            ratios = [one / alone for one, alone in zip(rates, found[tool, 1], strict=True)]
-            print(
-                f"{tool:<6} {count:>3} sessions: {statistics.median(rates):>8,.1f} steps/s, "
-                f"{statistics.median(ratios):.2f} times one session's ({min(ratios):.2f} to {max(ratios):.2f})"
-            )
+            for (tool, count, over_s), rates in found.items():
+                rates.append(await rate(pool, count, tool, seconds, over_s))
+    for (tool, count, over_s), rates in found.items():
+        ratios = [one / alone for one, alone in zip(rates, found[tool, 1, 0.0], strict=True)]
+        begun = ", begun one after the other" if over_s else ""
+        print(
+            f"{tool:<6} {count:>3} sessions: {statistics.median(rates):>8,.1f} steps/s, "
+            f"{statistics.median(ratios):.2f} times one session's ({min(ratios):.2f} to {max(ratios):.2f}){begun}"
+        )
 
 
 async def main() -> None:
