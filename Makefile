@@ -20,6 +20,7 @@ ENVIRONMENTS_STAMP := $(ENVIRONMENTS_VENV)/.installed
 ENVIRONMENTS_PIP := $(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 TASKS_VENV := .venv-tasks
 TASKS_STAMP := $(TASKS_VENV)/.installed
+TASKS_PIP := $(TASKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
@@ -112,11 +113,12 @@ $(ENVIRONMENTS_STAMP): pyproject.toml tests/environments/outside/requirements.tx
 	touch $(ENVIRONMENTS_STAMP)
 
 # What the tasks `textarena` and `aws` need, some 300 MB, beside the packages of $(VENV): one of their tests trains a model.
-$(TASKS_STAMP): $(STAMP) pyproject.toml constraints.txt
+$(TASKS_STAMP): $(STAMP) pyproject.toml constraints.txt locks/build.txt
 	$(PYTHON) -m venv $(TASKS_VENV)
 	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
 	  > $$($(TASKS_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared_venv.pth
-	$(TASKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[textarena,aws]'
+	$(TASKS_PIP) --require-hashes --no-deps -r locks/build.txt
+	$(TASKS_PIP) -c constraints.txt --no-build-isolation -e '.[textarena,aws]'
 	touch $(TASKS_STAMP)
 
 test-environments: $(STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools, backends and the curriculum; OpenEnv and MiniStack, unmodified; the tasks aws and textarena; two engines in one claim; then how far steps overlap
