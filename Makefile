@@ -158,4 +158,4 @@ histories: $(STAMP)  ## play random histories of harnesses, and judge what was r
 	$(BIN)/python -m tests.histories --histories $(HISTORIES) --seed $(SEED)
 
 clean:  ## remove the environments and what runs left in this folder
-	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) $(ATROPOS_VENV) $(ENVIRONMENTS_VENV) .harnesses .bombus runs
+	rm -rf $(VENV) $(TEMPLATES_VENV) $(TINKER_VENV) $(ATROPOS_VENV) $(ENVIRONMENTS_VENV) $(TASKS_VENV) .harnesses .bombus runs
