@@ -1,46 +1,37 @@
-"""The notebook of the examples runs from top to bottom, cell by cell, in a loop that already runs, as in a kernel."""
+"""The notebook of the examples runs from top to bottom in a kernel of Jupyter's."""
 
 import ast
-import asyncio
-import inspect
-import json
-import subprocess
 from pathlib import Path
-from types import CodeType
-from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
+
+from tests.patience import PATIENCE_S
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-NOTEBOOK = json.loads((EXAMPLES / "eight_worlds.ipynb").read_text())
 
 
-async def run_cell(source: str, names: dict[str, Any]) -> object:
-    """Run a cell as IPython does, and return the value of the expression at its end."""
-    *body, last = ast.parse(source).body
-    ends_with_value = isinstance(last, ast.Expr)
-    if ends_with_value:
-        last = ast.copy_location(ast.Assign(targets=[ast.Name("_", ast.Store())], value=last.value), last)  # type: ignore[attr-defined]
-    tree = ast.fix_missing_locations(ast.Module(body=[*body, last], type_ignores=[]))
-    code: CodeType = compile(tree, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    result = eval(code, names)
-    if inspect.iscoroutine(result):
-        await result
-    return names.pop("_") if ends_with_value else None
+@pytest.fixture
+def notebook() -> nbformat.NotebookNode:
+    read: nbformat.NotebookNode = nbformat.read(EXAMPLES / "eight_worlds.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    return read
 
 
-async def test_the_notebook_plays_eight_isolated_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(EXAMPLES)
-    names: dict[str, Any] = {}
-    values = []
-    try:
-        for cell in NOTEBOOK["cells"]:
-            if cell["cell_type"] == "code":
-                values.append(await run_cell("".join(cell["source"]), names))
-    finally:
-        server: subprocess.Popen[str] = names["server"]
-        server.terminate()
-        await asyncio.to_thread(server.wait)
+def shown(cell: nbformat.NotebookNode) -> object:
+    """Return the value that a cell shows, None where it shows none."""
+    values = [output.data["text/plain"] for output in cell.outputs if output.output_type == "execute_result"]
+    return ast.literal_eval(values[0]) if values else None
+
+
+async def test_the_notebook_plays_eight_isolated_worlds(
+    notebook: nbformat.NotebookNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    kernel = NotebookClient(notebook, timeout=PATIENCE_S, resources={"metadata": {"path": str(EXAMPLES)}})
+    await kernel.async_execute()
+    values = [shown(cell) for cell in notebook.cells if cell.cell_type == "code"]
     _, _, heard, rewards, _, same, code = values
     assert isinstance(heard, list)
     assert isinstance(rewards, list)
@@ -52,5 +43,5 @@ async def test_the_notebook_plays_eight_isolated_worlds(monkeypatch: pytest.Monk
     assert (same, code) == (True, 0)
 
 
-def test_the_notebook_is_stored_without_results() -> None:
-    assert all(not cell.get("outputs") for cell in NOTEBOOK["cells"])
+def test_the_notebook_is_stored_without_results(notebook: nbformat.NotebookNode) -> None:
+    assert all(not cell.get("outputs") for cell in notebook.cells)
