@@ -107,6 +107,11 @@ class AgentEnvironment(Protocol):
         ...
 
 
+def is_environment(made: object) -> bool:
+    """Return whether a class, or what it makes, is an `AgentEnvironment` as it stands, and not a plain class."""
+    return all(hasattr(made, name) for name in ("open", "call", "is_over", "score", "close"))
+
+
 class EnvironmentLost(InfraError):
     """The session is dead: its server is gone, a step took too long, or its lease has lapsed. It never comes back."""
 

@@ -30,6 +30,7 @@ from bombus.environments.kinds import (
     ToolOutcome,
     ToolSchema,
     Transcript,
+    is_environment,
 )
 from bombus.environments.plain.description import describe
 from bombus.environments.plain.environment import PlainEnvironment
@@ -138,7 +139,7 @@ class Rollout:
                 f"Rollout was given an instance of {type(environment).__name__}, and each episode has an environment "
                 "of its own: give the class, or a function that makes one"
             )
-        if inspect.isclass(environment) and not _is_environment(environment):
+        if inspect.isclass(environment) and not is_environment(environment):
             describe(environment)
         self.budgets = budgets or RolloutBudgets()
         self._make = environment
@@ -249,7 +250,7 @@ class Rollout:
     async def _made(self) -> AgentEnvironment:
         """Return the environment of one episode, which is perhaps to be made yet. Raises `InfraError`, `WrongClass`."""
         make: Any = self._make
-        if inspect.isclass(make) and not _is_environment(make):
+        if inspect.isclass(make) and not is_environment(make):
             return PlainEnvironment(make)
         if not inspect.iscoroutinefunction(make):
             return await _within(self.budgets.setup_s, _made_in_a_thread(make), "making the environment")
@@ -259,7 +260,7 @@ class Rollout:
             raise
         except Exception as error:  # the function's own code: whatever it raises, there is no world
             raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
-        return found if _is_environment(found) else PlainEnvironment(found)
+        return found if is_environment(found) else PlainEnvironment(found)
 
     async def _close(self, world: AgentEnvironment) -> None:
         try:
@@ -424,16 +425,12 @@ async def _made_in_a_thread(make: Callable[[], Any]) -> AgentEnvironment:
     async with AsyncExitStack() as stack:
         environment = PlainEnvironment(lambda: make())
         stack.push_async_callback(environment.close)
-        if _is_environment(await environment.world.instance()):
+        if is_environment(await environment.world.instance()):
             found: Any = await environment.world.give_away()
             return found  # type: ignore[no-any-return]
         await environment.world.make()
         stack.pop_all()
         return environment
-
-
-def _is_environment(made: object) -> bool:
-    return all(hasattr(made, name) for name in ("open", "call", "is_over", "score", "close"))
 
 
 def _now() -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from bombus.environments.backends.kinds import RealBackend
 from bombus.environments.backends.pool import BackendPool
-from bombus.environments.kinds import AgentEnvironment, ToolSchema
+from bombus.environments.kinds import AgentEnvironment, ToolSchema, is_environment
 from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.world_thread import in_a_thread
@@ -17,8 +17,6 @@ from bombus.environments.serving.holdups import watched
 from bombus.errors import Code, Refused, in_one_line
 
 log = logging.getLogger(__name__)
-
-METHODS = ("open", "call", "is_over", "score", "close")
 
 
 class ClassSource:
@@ -131,8 +129,3 @@ def _tools_of(kind: Callable[..., Any], takes_backend: bool) -> tuple[ToolSchema
         why = "it has `play`, and asks models itself: play it with `Rollout` where the models are, without a server"
         raise Refused(Code.BAD_CONFIG, f"{description.name} cannot be served: {why}")
     return tuple(tool.schema for tool in description.tools.values())
-
-
-def is_environment(made: Any) -> bool:
-    """Return whether a class is an `AgentEnvironment` as it stands."""
-    return all(inspect.iscoroutinefunction(getattr(made, name, None)) for name in METHODS)
