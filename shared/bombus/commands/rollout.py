@@ -2,12 +2,11 @@
 
 import argparse
 import asyncio
-import signal
 from pathlib import Path
 
 from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.errors import BombusError, Code, Refused
-from bombus.host.process import is_heeded
+from bombus.host.process import TERMINATED, cancel_at_signals
 from bombus.rollout.display import ProgressDisplay
 from bombus.rollout.plan import RolloutOptions, RolloutPlan, plan_of, shortage_of_tasks
 from bombus.rollout.run import RolloutRun
@@ -16,7 +15,6 @@ from bombus.sdk.errors import EngineOffline
 from bombus.sdk.job import Job
 from bombus.terminal import complain, say
 
-TERMINATED = 143  # as a shell reports a program that SIGTERM has ended
 EPILOG = """\
 Each episode gets a copy of the workspace. There the agent runs with a model of its own: $OPENAI_BASE_URL,
 $OPENAI_API_KEY, $ANTHROPIC_BASE_URL and the like are set, and $BOMBUS_BASE_URL, $BOMBUS_API_KEY, $BOMBUS_MODEL,
@@ -81,11 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
     options = plan.options
-    this = asyncio.current_task()
-    assert this is not None
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        if is_heeded(ending):
-            asyncio.get_running_loop().add_signal_handler(ending, this.cancel)
+    cancel_at_signals()
     async with AsyncSwarmClient(options.url, verbose=False, engine=options.engine or None) as client:
         if job is not None:
             say(

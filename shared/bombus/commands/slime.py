@@ -3,11 +3,10 @@
 import argparse
 import asyncio
 import resource
-import signal
 
 from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.errors import BombusError, Code, Refused, in_one_line
-from bombus.host.process import is_heeded
+from bombus.host.process import TERMINATED, cancel_at_signals
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.job import Job
 from bombus.slime.driver import SlimeDriver
@@ -24,7 +23,6 @@ from bombus.tasks.search.corpus import bundled_documents, read_documents
 from bombus.tasks.search.index import LocalIndex
 from bombus.terminal import complain, say
 
-TERMINATED = 143  # as a shell reports a program that SIGTERM has ended
 FILES_MAX = 65_536  # a running sample has four: its port, and a connection to it and to the hive
 EPILOG = """\
 example:
@@ -66,11 +64,7 @@ def _allow_files() -> None:
 
 async def play(options: SlimeOptions) -> int:
     """Do what the options say. Returns the exit code."""
-    this = asyncio.current_task()
-    assert this is not None
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        if is_heeded(ending):
-            asyncio.get_running_loop().add_signal_handler(ending, this.cancel)
+    cancel_at_signals()
     async with AsyncSwarmClient(options.server_url, verbose=False, engine=options.engine) as client:
         if options.load_debug_rollout_data:
             return await push_rollouts(options, say)

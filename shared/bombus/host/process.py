@@ -14,6 +14,7 @@ from typing import Any
 from bombus.errors import BombusError, Code, Refused
 from bombus.host.watchdog import keep_alive
 
+TERMINATED = 143  # the exit code that a shell reports of a program that SIGTERM has ended
 PARENT_VARIABLE = "BOMBUS_PARENT"  # the pid of a supervisor: when it dies, so does this process
 _PR_SET_PDEATHSIG = 1
 
@@ -56,6 +57,15 @@ def kill(process: asyncio.subprocess.Process) -> None:
 def is_heeded(number: signal.Signals) -> bool:
     """Return whether a signal does anything: `nohup` has the hang-up of a terminal ignored, and that is kept."""
     return signal.getsignal(number) != signal.SIG_IGN
+
+
+def cancel_at_signals() -> None:
+    """Let SIGTERM and SIGHUP cancel the task that calls this, so that a command ends in order."""
+    this = asyncio.current_task()
+    assert this is not None
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if is_heeded(ending):
+            asyncio.get_running_loop().add_signal_handler(ending, this.cancel)
 
 
 def run_service(service: Coroutine[Any, Any, None]) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from bombus.commands.tasks.options import PlayOptions, add_play_arguments, flaw_
 from bombus.config.flags import Flag, add_settings_arguments, settings_from
 from bombus.environments.rollout import Rollout
 from bombus.errors import BombusError, Code, Refused
-from bombus.host.process import is_heeded
+from bombus.host.process import TERMINATED, cancel_at_signals
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import BadRequest, EngineOffline, SwarmError, Unauthorized
 from bombus.sdk.transport import address
@@ -25,7 +24,6 @@ from bombus.tasks.playing import EpisodeSummary, ScoreFile, ServerFailed, table
 from bombus.tasks.registry import open_tasks
 from bombus.terminal import complain, say
 
-TERMINATED = 143  # as a shell reports a program that SIGTERM has ended
 EPILOG = """\
 examples:
   bombus eval --task reasoning_gym:leg_counting --engine http://127.0.0.1:10086 -n 32
@@ -115,11 +113,7 @@ def _eval_set(options: EvalOptions, tasks: TaskSet) -> EvalSet:
 
 
 async def _evaluate(options: EvalOptions, opened: Sequence[TaskSet]) -> int:
-    this = asyncio.current_task()
-    assert this is not None
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        if is_heeded(ending):
-            asyncio.get_running_loop().add_signal_handler(ending, this.cancel)
+    cancel_at_signals()
     data_sets = [_eval_set(options, one) for one in opened]
     scores = ScoreFile(options.out) if options.out is not None else None
     try:

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from bombus.config.flags import Flag, add_settings_arguments, settings_from
 from bombus.environments.rollout import Rollout
 from bombus.errors import BombusError, Refused, in_one_line
 from bombus.hive.episodes import KEY_PREFIX
-from bombus.host.process import is_heeded
+from bombus.host.process import TERMINATED, cancel_at_signals
 from bombus.sdk.transport import is_loopback
 from bombus.sdk.types import Credentials, Task
 from bombus.tasks.kinds import TaskSet, TaskSplit
@@ -26,7 +25,6 @@ from bombus.tasks.playing import EpisodeScore, EpisodeSummary, ScoreFile, Server
 from bombus.tasks.registry import open_tasks
 from bombus.terminal import complain, escaped, say
 
-TERMINATED = 143  # as a shell reports a program that SIGTERM has ended
 ASK_S = 30.0  # for the list of models
 KEY_VARIABLE = "OPENAI_API_KEY"
 NO_KEY = "none"  # for servers that want no key; an empty header would be malformed
@@ -87,11 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _play(options: RunOptions, opened: list[TaskSet], drawn: Mapping[str, list[Task]]) -> int:
-    this = asyncio.current_task()
-    assert this is not None
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        if is_heeded(ending):
-            asyncio.get_running_loop().add_signal_handler(ending, this.cancel)
+    cancel_at_signals()
     model = options.model or await _first_model(options.base_url)
     credentials = Credentials(base_url=options.base_url, api_key=_key(), model=model, episode_uuid="")
     for one in opened:
