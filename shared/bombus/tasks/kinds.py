@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Protocol, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bombus.config.groups import allowed
 from bombus.environments.budgets import RolloutBudgets
@@ -14,6 +14,8 @@ from bombus.sdk.types import Task
 
 SIZE_MAX = 20_000
 SEED_MAX = 999
+SEEDS_OF_A_DRAW = 1_000_000  # a generator makes its task i from seed + i, and no two draws may meet
+EVAL_SEEDS = 1_000_000_000  # seeds of evaluation tasks begin here, so that no task is in both splits
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
@@ -37,6 +39,11 @@ class TaskDraw(msgspec.Struct, frozen=True, kw_only=True):
             raise Refused(Code.BAD_CONFIG, f"{self.size} tasks cannot be drawn: from 1 to {SIZE_MAX} can")
         if not 0 <= self.seed <= SEED_MAX:
             raise Refused(Code.BAD_CONFIG, f"the seed {self.seed} is refused: it is from 0 to {SEED_MAX}")
+
+    @property
+    def first_seed(self) -> int:
+        """The seed of the first task, where a generator takes one for each: the others have those after it."""
+        return self.seed * SEEDS_OF_A_DRAW + (EVAL_SEEDS if self.split == TaskSplit.EVAL else 0)
 
 
 class TaskSet(Protocol):
@@ -90,6 +97,12 @@ class TaskFamily(msgspec.Struct, frozen=True, kw_only=True):
     package: str = ""
     extra: str = ""
     options: frozenset[str] = frozenset()
+
+
+class NoOptions(BaseModel):
+    """The options of a set that has none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TasksNotInstalled(BombusError):

@@ -5,18 +5,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from bombus.environments.budgets import RolloutBudgets
 from bombus.environments.kinds import Transcript
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.types import Task
 from bombus.tasks.entries import dataset_of, entry_of
-from bombus.tasks.kinds import TaskDraw, TaskFamily, TaskName, TasksNotInstalled, TaskSplit, options_of
+from bombus.tasks.kinds import NoOptions, TaskDraw, TaskFamily, TaskName, TasksNotInstalled, options_of
 
-SEEDS_OF_A_DRAW = 1_000_000  # a generator makes its task i from seed + i, and no two draws may meet
-EVAL_SEEDS = 1_000_000_000  # seeds of evaluation tasks begin here, so that no task is in both splits
 INSTRUCTION = (
     "Solve the task. You may think first. Then write your final answer, and nothing else, between <answer> and "
     "</answer>."
@@ -35,12 +31,6 @@ _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _verifying = threading.Lock()  # generators of some kinds read files that others write when they are made
 
 
-class ReasoningOptions(BaseModel):
-    """There is nothing to choose."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 class ReasoningTasks:
     """The tasks of one generator."""
 
@@ -51,8 +41,7 @@ class ReasoningTasks:
         self.name = f"reasoning_gym:{generator}"
 
     def draw(self, draw: TaskDraw) -> list[Task]:
-        first = draw.seed * SEEDS_OF_A_DRAW + (EVAL_SEEDS if draw.split == TaskSplit.EVAL else 0)
-        return [self._task(first, index, draw) for index in range(draw.size)]
+        return [self._task(draw.first_seed, index, draw) for index in range(draw.size)]
 
     def _task(self, seed: int, index: int, draw: TaskDraw) -> Task:
         return Task(
@@ -150,7 +139,7 @@ def _names() -> Sequence[TaskName]:
 
 
 def _open(name: str, given: Mapping[str, str]) -> ReasoningTasks:
-    options_of(ReasoningOptions, f"reasoning_gym:{name}", given)
+    options_of(NoOptions, f"reasoning_gym:{name}", given)
     if name not in {each.name for each in _names()}:
         raise Refused(
             Code.BAD_CONFIG, f"reasoning_gym has no generator {name!r}: `bombus tasks reasoning_gym` lists them"

@@ -6,14 +6,13 @@ import shlex
 from collections.abc import Callable, Mapping
 
 import msgspec
-from pydantic import BaseModel, ConfigDict
 
 from bombus.environments.backends.shell import COMMAND_S, ShellSandbox
 from bombus.environments.budgets import RolloutBudgets
 from bombus.environments.kinds import ResetFailed
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.sdk.types import Task
-from bombus.tasks.kinds import TaskDraw, TaskFamily, TaskSplit, options_of
+from bombus.tasks.kinds import NoOptions, TaskDraw, TaskFamily, TaskSplit, options_of
 
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "jetty", "knoll", "larch")
 INSTRUCTION = (
@@ -222,12 +221,6 @@ class ShellWorld:
         return found
 
 
-class ShellOptions(BaseModel):
-    """There is nothing to choose."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 class ShellTasks:
     """Jobs of all kinds, in turn."""
 
@@ -258,7 +251,7 @@ class ShellTasks:
 
 
 def _open(_: str, given: Mapping[str, str]) -> ShellTasks:
-    options_of(ShellOptions, "shell", given)
+    options_of(NoOptions, "shell", given)
     return ShellTasks()
 
 

@@ -18,12 +18,10 @@ from bombus.environments.plain.play import AgentCall, PlayAgents
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.types import Task
-from bombus.tasks.kinds import SIZE_MAX, TaskDraw, TaskFamily, TaskName, TasksNotInstalled, TaskSplit, options_of
+from bombus.tasks.kinds import TaskDraw, TaskFamily, TaskName, TasksNotInstalled, options_of
 
 PLAYERS_MAX = 15
 RAW = "-raw"  # games without wrappers: each observation has only what is new, so that a conversation is extended
-SEEDS_OF_A_DRAW = 1_000_000
-EVAL_SEEDS = 1_000_000_000
 MORE_PLAYERS = {"MarketEntryGame-v0": 2, "PublicGoodsGame-v0": 2, "QuantumTicTacToe-v0": 2, "SpiteAndMalice-v0": 2}
 INSTRUCTION = "You play a game. Reply with your move in square brackets, as the rules of the game say."
 
@@ -73,15 +71,14 @@ class ArenaTasks:
         self._players = players or fewest_players(game)
 
     def draw(self, draw: TaskDraw) -> list[Task]:
-        first = draw.seed * SEEDS_OF_A_DRAW + (EVAL_SEEDS if draw.split == TaskSplit.EVAL else 0)
         return [
             Task(
                 main_query=f"Play {self._game}.",
                 task_id=f"{self.name}/{draw.split}/{draw.seed}/{index}",
                 env_type=self.name,
-                metadata={"game": self._game, "players": self._players, "seed": first + index},
+                metadata={"game": self._game, "players": self._players, "seed": draw.first_seed + index},
             )
-            for index in range(min(draw.size, SIZE_MAX))
+            for index in range(draw.size)
         ]
 
     def environment(self) -> object:

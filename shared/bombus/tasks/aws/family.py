@@ -5,22 +5,14 @@ import random
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
-from pydantic import BaseModel, ConfigDict
-
 from bombus.environments.budgets import RolloutBudgets
 from bombus.errors import Code, Refused
 from bombus.sdk.types import Task
 from bombus.tasks.aws.catalogue import TASKS, TIERS
 from bombus.tasks.aws.world import AwsWorld
-from bombus.tasks.kinds import TaskDraw, TaskFamily, TaskName, TasksNotInstalled, TaskSplit, options_of
+from bombus.tasks.kinds import NoOptions, TaskDraw, TaskFamily, TaskName, TasksNotInstalled, TaskSplit, options_of
 
 log = logging.getLogger("bombus")
-
-
-class AwsOptions(BaseModel):
-    """There is nothing to choose."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class AwsTasks:
@@ -62,7 +54,7 @@ def _names() -> Sequence[TaskName]:
 
 
 def _open(name: str, given: Mapping[str, str]) -> AwsTasks:
-    options_of(AwsOptions, f"aws:{name}", given)
+    options_of(NoOptions, f"aws:{name}", given)
     if name not in {each.name for each in _names()}:
         raise Refused(Code.BAD_CONFIG, f"aws has no tier {name!r}: there are {', '.join(TIERS)}, and all")
     if find_spec("awscli") is None:
