@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -301,8 +301,7 @@ class ClientCore:
             self.shortest_idle_s = min(self.shortest_idle_s, idle_s)
             for one in claimed:
                 self._begun[one.episode_uuid] = over_at
-            while len(self._begun) > BEGUN_MAX:
-                del self._begun[next(iter(self._begun))]
+            trim(self._begun, BEGUN_MAX)
 
     def begin_episode(  # noqa: PLR0913 - those of `SwarmClient.begin_episode`
         self,
@@ -341,11 +340,7 @@ class ClientCore:
         """End episodes, all or none. Those that have lasted too long are aborted instead, with a warning."""
         late = [episode for _, episode, _ in ends if self._is_late(episode)]
         if late:
-            log.warning(
-                "%s lasted longer than max_episode_time: aborted instead of ended. Begin with a longer "
-                "discard_episode_timeout, or give max_episode_time.",
-                ", ".join(map(without_secret, late)),
-            )
+            warn_of_late(map(without_secret, late))
             yield from self.abort_episodes(late, detail="over max_episode_time")
         body = [end_body(task, episode, output) for task, episode, output in ends if episode not in late]
         if body:
@@ -676,6 +671,15 @@ def _is_finite(name: str, value: float | list[float]) -> bool:
 @lru_cache(METRICS_WARNED_MAX)
 def _warn_of_metric(name: str) -> None:
     log.warning("log_metrics.%s is left out of an episode where it is not finite, which is said once", name[:100])
+
+
+def warn_of_late(episodes: Iterable[str]) -> None:
+    """Log which episodes have lasted too long, by the names that may be shown."""
+    log.warning(
+        "%s lasted longer than max_episode_time: aborted instead of ended. Begin with a longer "
+        "discard_episode_timeout, or give max_episode_time.",
+        ", ".join(episodes),
+    )
 
 
 def object_of(reply: ServerReply) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """The client's operations on joint episodes, which are one episode on each of several engines of a hive."""
 
-import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from bombus.hive.bounded import trim
 from bombus.sdk.core import (
     BEGUN_MAX,
     GIVE_BACK_S,
@@ -15,12 +15,11 @@ from bombus.sdk.core import (
     end_body,
     object_of,
     posted,
+    warn_of_late,
 )
 from bombus.sdk.errors import ServerFault
 from bombus.sdk.running import AgentResult, output_of
 from bombus.sdk.types import EpisodeKind, JointEpisode, Task
-
-log = logging.getLogger("bombus")
 
 _OF_ENGINE = re.compile(r"/e/[a-z0-9][a-z0-9-]*\Z")
 
@@ -91,8 +90,7 @@ class HiveCore(ClientCore):
         self._note_begun(parts, reply, idle_s, lifetime_s)
         with self._lock:
             self._joint |= dict.fromkeys(part.episode_uuid for part in parts)
-            while len(self._joint) > BEGUN_MAX:
-                del self._joint[next(iter(self._joint))]
+            trim(self._joint, BEGUN_MAX)
 
     def _give_back_joint(self, body: dict[str, Any]) -> ClientOperation[None]:
         """Abort the joint episodes of a claim whose caller was interrupted while the reply was on its way."""
@@ -106,11 +104,7 @@ class HiveCore(ClientCore):
         body = [end_parts(task, joint, results) for task, joint, results in ends]
         late = [joint for _, joint, _ in ends if any(map(self._is_late, joint.episode_uuids))]
         if late:
-            log.warning(
-                "%s lasted longer than max_episode_time: aborted instead of ended. Begin with a longer "
-                "discard_episode_timeout, or give max_episode_time.",
-                ", ".join(joint.episode for joint in late),
-            )
+            warn_of_late(joint.episode for joint in late)
             yield from self.abort_joint_episodes(late, detail="over max_episode_time")
         on_time = [parts for parts, (_, joint, _) in zip(body, ends, strict=True) if joint not in late]
         if on_time:

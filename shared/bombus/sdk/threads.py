@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar, overload
 
+from bombus.hive.bounded import trim
 from bombus.sdk.core import BEGUN_MAX
 from bombus.sdk.running import contained
 
@@ -58,8 +59,7 @@ class Interruption:
     def claimed(self, episodes: Sequence[str]) -> None:
         with self._lock:
             self._claimed |= dict.fromkeys(episodes)
-            while len(self._claimed) > BEGUN_MAX:
-                del self._claimed[next(iter(self._claimed))]
+            trim(self._claimed, BEGUN_MAX)
 
     def take_claimed(self) -> list[str]:
         """Return what was claimed since the last time."""
