@@ -3,7 +3,6 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distribution
@@ -14,7 +13,6 @@ from typing import Any
 
 from bombus.errors import Code, Refused, in_one_line
 
-HookFunction = Callable[..., Any]
 STAND_IN = Path(__file__).parent / "importable"
 FORMS = "Write package.module.function or file.py:function"
 

@@ -45,7 +45,6 @@ class PlainClass(msgspec.Struct, frozen=True, kw_only=True):
     success: MarkedMethod | None = None
     plays: bool = False
     has_reset: bool = True
-    has_close: bool = False
     has_gold: bool = False
     tools_run_together: bool = False
 
@@ -101,7 +100,6 @@ class _Reading:
             success=next(iter(marked[MethodKind.SUCCESS]), None),
             plays=plays,
             has_reset="reset" in methods,
-            has_close="close" in methods,
             has_gold="gold" in methods,
             tools_run_together=bool(getattr(self._kind, "tools_run_together", False)),
         )
