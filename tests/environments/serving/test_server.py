@@ -1,7 +1,10 @@
 """An environment server over real sockets: leases, limits, and what it says to whoever is not let in."""
 
 import asyncio
+import functools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -41,6 +44,20 @@ async def test_the_step_that_ends_an_episode_has_its_reward_and_no_step_follows_
         await session.reset(TASK)
         ended = await session.step({"message": "I give up"})
         assert (ended.done, ended.reward) == (True, 0.0)
+
+
+def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is no coroutine function, as decorators make them."""
+    return functools.wraps(method)(lambda *given: method(*given))
+
+
+async def test_an_environment_whose_methods_are_behind_decorators_is_served() -> None:
+    class Decorated(Counter):
+        call = wrapped(Counter.call)
+
+    async with served(Decorated) as (_, url), await EnvSession.open(url) as session:
+        await session.reset(TASK)
+        assert (await session.step({"tool": "add"})).observation["text"].endswith(":1")
 
 
 async def test_a_task_of_another_release_is_played_without_the_fields_that_are_not_known_here() -> None:
