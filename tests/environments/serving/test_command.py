@@ -9,10 +9,13 @@ import pytest
 from bombus.cli import main
 from bombus.environments.backends.kinds import REAL
 from bombus.environments.backends.pool import BackendPool
+from bombus.environments.backends.process import ministack
+from bombus.environments.kinds import EnvironmentLost
 from bombus.environments.serving.running import BackendKind, Deployment, backends_of, deployed
 from bombus.environments.serving.settings import ServingSettings
 from bombus.errors import Refused
 from bombus.host.process import listen
+from tests.environments.serving.served import ServerProcess
 
 COUNTER = "tests.environments.worlds:Counter"
 STORE = "tests.environments.serving.test_plain_classes:Store"
@@ -44,6 +47,16 @@ def test_a_pool_size_in_the_environment_that_makes_no_sense_is_refused(
     assert "AWS_RL_ENV_POOL_SIZE is 'many': it is a number from 1 to 1024" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("given", "slots"), [(None, 1), ("3", 3)])
+async def test_there_are_as_many_slots_as_a_variable_says_or_one(
+    given: str | None, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("AWS_RL_ENV_POOL_SIZE", given)
+    async with ServerProcess() as server:
+        assert (await server.counts())["slots"] == slots
+
+
 def deployment(path: str = STORE, backend: BackendKind = BackendKind.NONE, slots: int = 2) -> Deployment:
     return Deployment(path=path, settings=ServingSettings(slots=slots), backend=backend)
 
@@ -63,6 +76,20 @@ def test_b2_one_variable_chooses_between_the_simulator_and_the_real_backend() ->
 def test_a_base_port_that_leaves_no_room_is_refused(port: str) -> None:
     with pytest.raises(Refused, match="AWS_RL_ENV_MINISTACK_BASE_PORT"):
         backends_of(deployment(backend=BackendKind.MINISTACK), {"AWS_RL_ENV_MINISTACK_BASE_PORT": port})
+
+
+async def test_simulators_have_the_ports_from_the_base_on() -> None:
+    with listen("127.0.0.1", 0) as bound:
+        bound.listen()
+        taken = bound.getsockname()[1]
+        for number in range(3):
+            with pytest.raises(EnvironmentLost, match=f"port {taken} is in use"):
+                await ministack(number, taken - number).start()
+        wanted = deployment(backend=BackendKind.MINISTACK, slots=1)
+        pool = backends_of(wanted, {"AWS_RL_ENV_MINISTACK_BASE_PORT": str(taken)})
+        assert isinstance(pool, BackendPool)
+        with pytest.raises(EnvironmentLost, match=f"port {taken} is in use"):
+            await pool.__aenter__()
 
 
 def test_a_pool_of_simulators_says_whose_it_is() -> None:
@@ -85,7 +112,9 @@ async def test_the_playground_is_there_for_one_slot_and_not_for_more() -> None:
         assert f"<title>{COUNTER}</title>" in page.text
         assert "default-src" in page.headers["content-security-policy"]
     async with running(deployment(COUNTER, slots=2)) as url, httpx.AsyncClient() as http:
-        assert (await http.get(url)).status_code == 404
+        refused = await http.get(url)
+        assert refused.status_code == 404
+        assert refused.json()["detail"].endswith("and this server has 2: serve the class with --slots 1")
 
 
 async def test_a_class_that_takes_no_backend_is_refused_one() -> None:

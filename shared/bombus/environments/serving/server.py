@@ -184,6 +184,9 @@ class EnvironmentServer:
         if url.path in self._pages:
             kind, body = self._pages[url.path]
             return response(HTTPStatus.OK, kind, body)
+        if url.path == "/" and (slots := self.settings.slots) > 1:
+            why = f"the page to try a world by hand is for one slot alone, and this server has {slots}"
+            raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, f"{why}: serve the class with --slots 1")
         if url.path != "/ws":
             why = "there is nothing to get here: sessions are at /ws, and there are /health, /schema and POST /mcp"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, why)
