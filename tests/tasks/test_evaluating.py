@@ -14,7 +14,7 @@ from bombus import AsyncSwarmClient, Credentials, Task
 from bombus.bus import Bus
 from bombus.cli import main
 from bombus.environments.rollout import Rollout
-from bombus.hive.events import AbortReason
+from bombus.hive.events import AbortReason, EpisodeEnded
 from bombus.hive.generation import Finished, Generate
 from bombus.hive.state import Phase
 from bombus.hive.status.text import render_status
@@ -24,7 +24,7 @@ from bombus.tasks.playing import FAILURES_IN_A_ROW_MAX, ServerFailed
 from tests.environments.worlds import Counter
 from tests.gateway.openai_hive import GatewayHive, Send, frame_of, gateway_hive, says, tokens_of
 from tests.rollout.test_cli import bombus, ended
-from tests.rollout.test_rollout import train
+from tests.rollout.test_rollout import events, train
 
 JOB: dict[str, Any] = {
     "bombus": {
@@ -149,6 +149,10 @@ async def test_data_sets_are_played_as_episodes_that_are_not_trained_on_and_are_
         ("two", "two/0", 1, 1.5, 0),
     ]
     assert "0.500  one (4 episodes)" in render_status(served.follower.hive, "main")
+    outcomes = [outcome for event in await events(served.bus, EpisodeEnded, 6) for outcome in event.outcomes]
+    metrics = {"count": 0.0, "turns": 1.0, "reward/wrote": 1.0}
+    assert all(metrics.items() <= each.log_metrics.items() for each in outcomes), "the log has the metrics of each"
+    assert sorted(each.data_set for each in outcomes) == ["one"] * 4 + ["two"] * 2
 
 
 @pytest.mark.parametrize(("claim", "counted"), [(64, {0: 2}), (1, {0: 1, 1: 1})])

@@ -141,6 +141,15 @@ def test_the_cache_forgets_what_was_asked_longest_ago() -> None:
     assert (cache.hits, cache.misses, len(cache)) == (2, 1, 2)
 
 
+def test_the_answers_to_the_newest_ten_thousand_queries_are_kept() -> None:
+    cache = SearchEngine(Recording(), count=3, at_once=256).cache
+    for number in range(10_001):
+        cache.put(str(number), ())
+    assert len(cache) == 10_000
+    assert (cache.get("0"), cache.get("1")) == (None, ())
+    assert cache.hit_rate == 0.5
+
+
 # ---- Google ---------------------------------------------------------------------------------------------------
 
 

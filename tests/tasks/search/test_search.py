@@ -11,8 +11,10 @@ from bombus.errors import Refused
 from bombus.tasks.kinds import TaskDraw, TaskSplit
 from bombus.tasks.registry import open_tasks
 from bombus.tasks.search.answers import HINT
+from bombus.tasks.search.family import SearchOptions
 from tests.tasks.model_server import Conversation, model_server
 
+PAGE = (Path(__file__).parents[3] / "docs/tasks.md").read_text()
 DOCUMENTS = [{"title": "Bees", "text": "The queen is Ada."}, {"title": "Wasps", "text": "The queen is Eve."}]
 QUESTIONS = [{"question": f"Who is queen of the bees, {number}?", "answers": ["Ada"]} for number in range(8)]
 
@@ -142,3 +144,16 @@ def test_a_file_that_is_not_of_documents_is_told_by_its_line(tmp_path: Path) -> 
     (tmp_path / "d").write_text('{"title": "a", "text": "b"}\n\n{"title": 1}\n')
     with pytest.raises(Refused, match="d line 3 is not a document: "):
         open_tasks("search", {"documents": str(tmp_path / "d")})
+
+
+def test_the_defaults_are_search_r1s_and_those_of_the_page() -> None:
+    defaults = {name: value for name, value in SearchOptions().model_dump().items() if value is not None}
+    assert defaults == {
+        "max_turns": 2,
+        "topk": 3,
+        "search_concurrency": 256,
+        "search_backend": "local",
+        "format_score": 0.2,
+    }
+    told = dict(re.findall(r"^\| `(\w+)` \| `?([\w.]+)`? \| ", PAGE, re.MULTILINE))
+    assert told == {name: str(value) for name, value in defaults.items()}
