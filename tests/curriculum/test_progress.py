@@ -169,6 +169,8 @@ def test_priorities_by_hand() -> None:
     assert priority("c", progress) == 100.0  # never tried
     assert priority("a", progress) == 50.0  # never achieved, two results ago
     assert priority("b", progress) == pytest.approx(50 * (1 - 0.85 / 1.85) - 20)
+    progress, _ = after(ONE_TIER, ("a", False), ("b", False))
+    assert priority("a", progress) == 30.0  # never achieved, one result ago
     progress, _ = after(ONE_TIER, *[("a", True)] * 3, ("b", False), ("c", False))
     assert priority("a", progress) == 0.0  # due at six results, and there are five
     progress.fold(decide(RecordResult(task="b", achieved=False, reward=0.0), progress))

@@ -110,13 +110,13 @@ class Chance(Counter):
 class Generous(Counter):
     @reward
     def much(self) -> float:
-        return 3.0
+        return 1.01
 
 
 async def test_rewards_by_chance_and_rewards_out_of_their_range_are_found() -> None:
     # nothing, then gold, then gold once more
     assert (await problems(Chance))["determinism"] == ("Played a second time, the reward `luck` was 2 instead of 1.",)
-    assert await problems(Generous) == {"range": ("The reward `much` was 3, and is declared to lie from 0 to 1.",)}
+    assert await problems(Generous) == {"range": ("The reward `much` was 1.01, and is declared to lie from 0 to 1.",)}
 
 
 class Unsolved(Counter):

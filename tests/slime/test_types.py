@@ -68,6 +68,7 @@ def test_a_group_of_equal_rewards_is_dropped_under_their_value() -> None:
     assert (output.keep, output.reason) == (False, "zero_std_0.5")
     assert check_reward_nonzero_std_with_fallback(ONE, [sample_of()]).keep_when_insufficient
     assert check_reward_nonzero_std(ONE, [sample_of(), sample_of(reward=0.0)]).keep
+    assert check_reward_nonzero_std(ONE, [sample_of(reward=0.5), sample_of(reward=0.51)]).keep
     assert as_filter_output(False).keep is False
 
 

@@ -608,8 +608,8 @@ def test_c1_the_curriculum_is_told_once_for_a_group(make: MakePool) -> None:
     recorder = Recorder()
     pool: Any = make("http://127.0.0.1:9", 2, group_size=2, curriculum=recorder)
     pool.record_group_result(TASK, [1.0, 0.0])
-    pool.record_group_result(TASK, [0.25, 0.25])
-    assert recorder.told == [("t1", True, 0.5), ("t1", False, 0.25)]
+    pool.record_group_result(TASK, [0.5, 0.25, 0.5, 0.5])
+    assert recorder.told == [("t1", True, 0.5), ("t1", False, 0.4375)]
     with pytest.raises(Refused, match="finite numbers"):
         pool.record_group_result(TASK, [])
     with pytest.raises(Refused, match="has no curriculum"):

@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from bombus.bus import Bus
+from bombus.bus.headers import TTL
+from bombus.bus.streams import lease_stream
 from bombus.commands import status
 from bombus.config.flags import Parser
 from bombus.environments.pools.session import EnvSession
@@ -25,6 +27,13 @@ async def test_the_bus_shows_how_many_slots_of_each_server_are_leased(bus: Bus, 
         f"{url}: 1 of 4 slots leased",
         "http://z:1: 0 of 2 slots leased, 3 waiting",
     ]
+
+
+async def test_the_entry_of_a_server_that_is_gone_goes_after_some_seconds(bus: Bus) -> None:
+    await show(bus, "gone", ShownServer(url="http://z:1", slots=2, leased=0, waiting=0))
+    entry = await bus.last(lease_stream(bus.subjects), f"$KV.{bus.subjects.leases_bucket}.environments.gone")
+    assert entry is not None
+    assert entry.headers[TTL] == "10s"
 
 
 async def test_a_status_has_the_environment_servers(
