@@ -3,6 +3,7 @@
 A plain class and a session at an environment server both become an `AgentEnvironment`, so one loop plays either.
 """
 
+import inspect
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -109,7 +110,8 @@ class AgentEnvironment(Protocol):
 
 def is_environment(made: object) -> bool:
     """Return whether a class, or what it makes, is an `AgentEnvironment` as it stands, and not a plain class."""
-    return all(hasattr(made, name) for name in ("open", "call", "is_over", "score", "close"))
+    kind = made if inspect.isclass(made) else type(made)  # an instance may have a `__getattr__` that knows any name
+    return all(hasattr(kind, name) for name in ("open", "call", "is_over", "score", "close"))
 
 
 class EnvironmentLost(InfraError):

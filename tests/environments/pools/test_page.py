@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from bombus.environments.loading import load_class
-from bombus.environments.serving.settings import ServingSettings
 from tests.environments.serving.served import served
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/pools.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-SECONDS = {"s": 1, "minutes": 60}
+PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pools.md").read_text(), re.DOTALL)
 
 
 async def run_awaiting(program: str, names: dict[str, Any]) -> None:
@@ -38,13 +35,3 @@ async def test_the_programs_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> 
                 await asyncio.sleep(0.01)
         await asyncio.to_thread(exec, alone, names)
     assert names["rewards"] == [0.0] * 8 or names["rewards"] == [1.0] * 8
-
-
-def test_the_times_of_the_page_are_those_of_a_server() -> None:
-    told = re.findall(r"`--(\w+)-s` \((\d+) (s|minutes)\)", PAGE)
-    defaults = ServingSettings()
-    assert {name: int(count) * SECONDS[unit] for name, count, unit in told} == {
-        "ttl": defaults.ttl_s,
-        "idle": defaults.idle_s,
-        "step": defaults.step_s,
-    }

@@ -6,8 +6,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from bombus.environments.kinds import EnvironmentLost, Opening, RolloutScores, ToolCall, ToolOutcome, Transcript
 from bombus.environments.openenv.messages import MESSAGE_BYTES_MAX
 from bombus.environments.pools.remote import RemoteEnvironment
-from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
-from bombus.environments.serving.settings import ServingSettings
+from bombus.environments.pools.session import EnvSession, StepRefused
 from bombus.sdk.types import Task
 from tests.environments.serving.served import served
 from tests.environments.serving.worlds import Counter
@@ -75,7 +74,3 @@ async def test_a_server_that_closes_while_a_message_is_sent_to_it_is_infra() -> 
         with pytest.raises(EnvironmentLost, match=r"code 1009|connection broke"):
             await session.step({"x": "x" * (MESSAGE_BYTES_MAX - 1000)})
         await session.close()
-
-
-def test_a_session_gives_itself_up_before_its_server_does_where_nothing_is_said() -> None:
-    assert SessionSettings().idle_s < ServingSettings().idle_s

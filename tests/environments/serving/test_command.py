@@ -1,7 +1,9 @@
 """`bombus env serve`: what it refuses, and the variables that it honours."""
 
 import contextlib
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,12 +13,15 @@ from bombus.environments.backends.kinds import REAL
 from bombus.environments.backends.pool import BackendPool
 from bombus.environments.backends.process import ministack
 from bombus.environments.kinds import EnvironmentLost
+from bombus.environments.pools.session import SessionSettings
 from bombus.environments.serving.running import BackendKind, Deployment, backends_of, deployed
 from bombus.environments.serving.settings import ServingSettings
 from bombus.errors import Refused
 from bombus.host.process import listen
 from tests.environments.serving.served import ServerProcess
 
+PAGE = (Path(__file__).parents[3] / "docs/pools.md").read_text()
+SECONDS = {"s": 1, "minutes": 60}
 COUNTER = "tests.environments.worlds:Counter"
 STORE = "tests.environments.serving.test_plain_classes:Store"
 
@@ -55,6 +60,20 @@ async def test_there_are_as_many_slots_as_a_variable_says_or_one(
         monkeypatch.setenv("AWS_RL_ENV_POOL_SIZE", given)
     async with ServerProcess() as server:
         assert (await server.counts())["slots"] == slots
+
+
+def test_the_times_of_the_page_are_those_of_a_server() -> None:
+    told = re.findall(r"`--(\w+)-s` \((\d+) (s|minutes)\)", PAGE)
+    defaults = ServingSettings()
+    assert {name: int(count) * SECONDS[unit] for name, count, unit in told} == {
+        "ttl": defaults.ttl_s,
+        "idle": defaults.idle_s,
+        "step": defaults.step_s,
+    }
+
+
+def test_a_session_gives_itself_up_before_its_server_does_where_nothing_is_said() -> None:
+    assert SessionSettings().idle_s < ServingSettings().idle_s
 
 
 def deployment(path: str = STORE, backend: BackendKind = BackendKind.NONE, slots: int = 2) -> Deployment:
