@@ -121,8 +121,11 @@ $(TASKS_STAMP): $(STAMP) pyproject.toml constraints.txt locks/build.txt
 	$(TASKS_PIP) -c constraints.txt --no-build-isolation -e '.[textarena,aws]'
 	touch $(TASKS_STAMP)
 
-test-environments: $(STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools, backends and the curriculum; OpenEnv and MiniStack, unmodified; the tasks aws and textarena; two engines in one claim; then how far steps overlap
-	$(BIN)/python -m pytest tests/environments tests/curriculum "tests/system/test_up.py::test_a_planner_and_a_worker_on_two_engines_train_together"
+# What `make test` has of environments, pools, tasks, hooks and joint episodes, and what needs the two environments above.
+test-environments: $(STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools, the curriculum, ready tasks, slime's hooks, Harbor's folders and joint episodes; OpenEnv, MiniStack, awscli and TextArena, unmodified; then how far steps overlap
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder tests/environments tests/curriculum tests/tasks tests/slime tests/rollout/harbor \
+	  tests/sdk/test_groups.py tests/sdk/test_joint.py tests/gateway/test_joint.py tests/coordinator/test_joint.py \
+	  "tests/system/test_up.py::test_a_planner_and_a_worker_on_two_engines_train_together"
 	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/environments/outside
 	PATH=$(abspath $(BIN)):$$PATH $(TASKS_VENV)/bin/python -m pytest tests/tasks/aws tests/tasks/test_textgames.py
 	$(BIN)/python -m bench.environments
