@@ -339,6 +339,20 @@ def test_a_keys_cap_on_waiting_claims_counts_joint_ones_too() -> None:
     assert "1 of at most 1 claims waiting" in refused(harness.request(joint), Code.NO_EPISODES)
 
 
+def test_a_keys_cap_on_waiting_claims_counts_those_of_the_engine_where_most_wait() -> None:
+    harness = JointHarness(max_open_claims=1)
+    harness.claim_jointly()
+    with harness.on(SMALL):
+        harness.send(harness.claim_message(owner="k", waiting_max=1, wait_s=60))
+    joint = harness.joint_message(owner="k", waiting_max=1, wait_s=60)
+    assert "1 of at most 1 claims waiting" in refused(harness.request(joint), Code.NO_EPISODES)
+
+
+def test_a_joint_claim_is_refused_at_once_while_storage_is_full(harness: JointHarness) -> None:
+    harness.send(inbox.StorageSeen(id="full", what="calls", used=91, size=100, reserve=10))
+    assert "calls" in refused(harness.request(harness.joint_message(wait_s=60)), Code.STORAGE_FULL)
+
+
 def test_a_key_at_its_cap_does_not_hold_up_the_joint_claims_of_others() -> None:
     harness = JointHarness()
     harness.claim_on(SMALL, owner="k", open_max=1)
@@ -468,6 +482,15 @@ def test_a_run_that_is_stopped_takes_the_partners_with_it(harness: JointHarness)
     ]
     why = refused(harness.end_jointly(joint), Code.UNKNOWN_EPISODE)
     assert "engine_stopped" in why
+
+
+def test_a_partner_is_aborted_in_the_run_of_its_own_engine(harness: JointHarness) -> None:
+    harness.stop(SMALL)
+    with harness.on(SMALL):
+        harness.boot(batch_size=1000)
+    (joint,) = harness.claim_jointly()
+    aborts = [event for event in harness.abort(BIG, joint[BIG]) if isinstance(event, ev.EpisodeAborted)]
+    assert {event.engine: event.run for event in aborts} == {BIG: 1, SMALL: 2}
 
 
 def test_a_run_that_has_failed_takes_the_partners_with_it(harness: JointHarness) -> None:
