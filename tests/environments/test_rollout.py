@@ -480,6 +480,53 @@ async def test_what_a_function_makes_after_its_time_is_closed(is_plain: bool) ->
     assert await asyncio.to_thread(closed.wait, PATIENCE_S)
 
 
+async def test_what_an_episode_changes_in_its_task_concerns_no_other_one() -> None:
+    class Eats(Counter):
+        def reset(self, task: Task) -> str:
+            super().reset(task)
+            task.metadata["left"]["cakes"].pop()
+            return f"{len(task.metadata['left']['cakes'])} cakes are left."
+
+    table = object()
+    task = Task(task_id="t1", metadata={"goal": 3, "left": {"cakes": ["a", "b"]}, "table": table})
+    model = ScriptedModel()
+    for _ in range(2):
+        assert (await played(model, Eats, task)).status == RolloutStatus.COMPLETED
+    assert {request["messages"][0]["content"] for request in model.requests} == {"1 cakes are left."}
+    assert task.metadata == {"goal": 3, "left": {"cakes": ["a", "b"]}, "table": table}
+
+
+async def test_a_function_that_gives_two_episodes_the_same_instance_is_refused_while_the_first_one_plays() -> None:
+    world, model = Counter(), ScriptedModel()
+    model.hangs = True
+    first = asyncio.create_task(played(model, lambda: world))
+    await model.asked.wait()
+    with pytest.raises(WrongClass, match="has given two episodes the same instance: make another one at each call"):
+        await played(ScriptedModel(), lambda: world)
+    assert world.closed == 0, "it belongs to the first one"
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert (await played(ScriptedModel(), lambda: world)).output().reward == -0.5
+
+
+async def test_a_function_may_return_a_coroutine_that_makes_the_environment() -> None:
+    async def made(kind: type) -> Counter:
+        return kind()  # type: ignore[no-any-return]
+
+    assert (await played(ScriptedModel(), lambda: made(Counter))).output().reward == -0.5
+    with pytest.raises(ResetFailed, match="could not be made: OSError: no space left"):
+        (await played(ScriptedModel(), lambda: made(Unmade))).output()
+
+
+async def test_an_instance_that_knows_any_attribute_is_played_as_its_class_says() -> None:
+    class Wraps(Counter):
+        def __getattr__(self, name: str) -> object:
+            return lambda: None
+
+    assert (await played(ScriptedModel(), lambda: Wraps())).output().reward == -0.5
+
+
 async def test_a_function_that_hangs_while_it_makes_an_environment_is_given_up() -> None:
     release = threading.Event()
 

@@ -80,6 +80,24 @@ class Transcript(msgspec.Struct, kw_only=True):
     status: RolloutStatus | None = None  # None while it goes on
 
 
+def task_of_its_own(task: Task) -> Task:
+    """Return a task whose messages and metadata one episode may change: the lists and dicts in them are copies.
+
+    What else they hold, such as a database, is shared with other episodes.
+    """
+    return task.model_copy(update={"init_messages": _copied(task.init_messages), "metadata": _copied(task.metadata)})
+
+
+def _copied(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _copied(each) for key, each in value.items()}
+        case list():
+            return [_copied(each) for each in value]
+        case _:
+            return value
+
+
 class AgentEnvironment(Protocol):
     """One world for one agent at a time. After an `InfraError` of any method it is not used again."""
 

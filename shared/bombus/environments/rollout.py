@@ -23,7 +23,6 @@ from bombus.environments.kinds import (
     AgentEnvironment,
     EnvironmentLost,
     MessageDict,
-    ResetFailed,
     RolloutScores,
     RolloutStatus,
     ToolCall,
@@ -35,9 +34,8 @@ from bombus.environments.kinds import (
 from bombus.environments.plain.description import describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.play import Play, RewardedCall
-from bombus.errors import BombusError, in_one_line, with_place, without_surrogates
+from bombus.errors import BombusError, in_one_line, without_surrogates
 from bombus.sdk.errors import InfraError
-from bombus.sdk.running import contained_here
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 from bombus.task_groups import first_failure
 
@@ -252,15 +250,7 @@ class Rollout:
         make: Any = self._make
         if inspect.isclass(make) and not is_environment(make):
             return PlainEnvironment(make)
-        if not inspect.iscoroutinefunction(make):
-            return await _within(self.budgets.setup_s, _made_in_a_thread(make), "making the environment")
-        try:
-            found: Any = await _within(self.budgets.setup_s, contained_here(make()), "making the environment")
-        except InfraError:
-            raise
-        except Exception as error:  # the function's own code: whatever it raises, there is no world
-            raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
-        return found if is_environment(found) else PlainEnvironment(found)
+        return await _within(self.budgets.setup_s, _made_by(make), "making the environment")
 
     async def _close(self, world: AgentEnvironment) -> None:
         try:
@@ -417,10 +407,11 @@ def tools_of_task(task: Task) -> list[ToolSchema]:
         ) from error
 
 
-async def _made_in_a_thread(make: Callable[[], Any]) -> AgentEnvironment:
-    """Return the environment that a function makes. Methods of a plain class run in the thread in which it was made.
+async def _made_by(make: Callable[[], Any]) -> AgentEnvironment:
+    """Return the environment that a function makes, or the coroutine that it returns.
 
-    What is made after its time is closed. Raises `InfraError`, `WrongClass`.
+    Methods of a plain class run in the thread in which the function ran. What is made after its time is closed. Raises
+    `InfraError`, `WrongClass`.
     """
     async with AsyncExitStack() as stack:
         environment = PlainEnvironment(lambda: make())

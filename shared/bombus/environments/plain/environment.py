@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -22,8 +23,9 @@ from bombus.environments.kinds import (
     ToolCall,
     ToolOutcome,
     Transcript,
+    task_of_its_own,
 )
-from bombus.environments.plain.description import MarkedMethod, PlainClass, describe
+from bombus.environments.plain.description import MarkedMethod, PlainClass, WrongClass, describe
 from bombus.environments.plain.tools import BadArguments, text_of
 from bombus.environments.plain.world_thread import WorldThread
 from bombus.errors import in_one_line, with_place, without_surrogates
@@ -78,16 +80,31 @@ class PlainWorld:
         self._description = self._description or describe(type(made), is_made=True)
 
     async def instance(self) -> object:
-        """Return the instance, which is made unless it is there. Raises `ResetFailed`."""
+        """Return the instance, which is made unless it is there. Raises `ResetFailed`, `WrongClass`."""
         if self._instance is None:
             assert self._make is not None
             try:
-                await contained_here(self._in_a_thread(partial(self._keep_made, self._make)))
+                made = await contained_here(self._in_a_thread(partial(self._keep_made, self._make)))
+                if inspect.isawaitable(made):
+                    self._instance = None
+                    self._instance = await contained_here(made)
             except InfraError:
                 raise
             except Exception as error:  # the class's own code: whatever it raises, there is no world
                 raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
+            self._check_unshared()
         return self._instance
+
+    def _check_unshared(self) -> None:
+        """Raise `WrongClass` for an instance that a function has made before, and that is being played."""
+        made = self._instance
+        with _PLAYED_LOCK:
+            other = _PLAYED.setdefault(id(made), self)
+            if other is not self and other._instance is made and not other._closed:
+                self._instance = None  # the other one closes it
+                why = "Its function has given two episodes the same instance: make another one at each call."
+                raise WrongClass(type(made).__name__, (why,))
+            _PLAYED[id(made)] = self
 
     async def give_away(self) -> object:
         """Return the instance to whoever will close it, and end the threads."""
@@ -133,6 +150,17 @@ class PlainWorld:
             raise
         except Exception as error:  # the class's own code: an episode that cannot be judged has no reward
             raise MethodFailed(f"{named} failed: {with_place(error)}") from error
+
+    async def tells(self, method: MarkedMethod, values: Mapping[str, object]) -> bool:
+        """Ask a marked method for yes or no. Raises `MethodFailed` for an answer that is neither, such as an array."""
+        found = await self.asked(method, values)
+        try:
+            return bool(found)
+        except Exception as error:  # the code of what it returned
+            raise MethodFailed(
+                f"{self.description.name}.{method.name} returned {_shown(found)}, which is neither true nor false: "
+                f"{in_one_line(error)}"
+            ) from error
 
     def _state(self, method: MarkedMethod) -> object:
         if not hasattr(self._instance, "state"):
@@ -208,6 +236,10 @@ class PlainWorld:
             thread.leave(ended)
 
 
+_PLAYED: WeakValueDictionary[int, PlainWorld] = WeakValueDictionary()  # by the id of the instance
+_PLAYED_LOCK = threading.Lock()
+
+
 class PlainEnvironment:
     """A plain class as an environment: `PlainEnvironment(World)`, of an instance, or of a function that makes one."""
 
@@ -215,7 +247,7 @@ class PlainEnvironment:
         """`watch` is given each call of a tool, by its name, and awaits it in its place."""
         self.world = PlainWorld(made)
         self._watch = watch
-        self._task = Task()
+        self.task = Task()  # of the episode that is open: what the class changes in it concerns no other episode
 
     @property
     def tools_run_together(self) -> bool:
@@ -224,7 +256,7 @@ class PlainEnvironment:
 
     async def open(self, task: Task) -> Opening:
         await self.world.make()
-        self._task = task
+        self.task = task = task_of_its_own(task)
         description = self.world.description
         try:
             first = await self.world.call("reset", {"task": task})
@@ -262,14 +294,14 @@ class PlainEnvironment:
 
     async def is_over(self, transcript: Transcript) -> bool:
         self.world.check_alive()
-        values = {"task": self._task, "transcript": transcript}
+        values = {"task": self.task, "transcript": transcript}
         for method in self.world.description.stops:
-            if await self.world.asked(method, values):
+            if await self.world.tells(method, values):
                 return True
         return False
 
     async def score(self, transcript: Transcript) -> RolloutScores:
-        values = {"task": self._task, "transcript": transcript}
+        values = {"task": self.task, "transcript": transcript}
         description = self.world.description
         rewards = {one.name: await self._number(one, values) for one in description.rewards}
         metrics = await metrics_of(description.metrics, lambda one: self._number(one, values))
@@ -278,7 +310,7 @@ class PlainEnvironment:
             reward=sum(one.mark.weight * rewards[one.name] for one in description.rewards),
             rewards=rewards,
             metrics=metrics,
-            is_success=bool(await self.world.asked(achieved, values)) if achieved is not None else None,
+            is_success=await self.world.tells(achieved, values) if achieved is not None else None,
         )
 
     async def _number(self, method: MarkedMethod, values: Mapping[str, object]) -> float:
@@ -309,10 +341,10 @@ async def metrics_of(
 def number_of(value: object, where: str) -> float:
     """Return the number that a method has returned. Raises `MethodFailed` unless it is a finite one."""
     try:
-        found = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+        found = math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # type: ignore[arg-type]
+    except Exception:  # the code of what it returned
         found = math.nan
-    if not math.isfinite(found) or isinstance(value, str):
+    if not math.isfinite(found):
         raise MethodFailed(f"{where} returned {_shown(value)}, which is not a finite number")
     return found
 

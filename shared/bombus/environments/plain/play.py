@@ -15,6 +15,7 @@ from bombus.environments.kinds import (
     RolloutStatus,
     ToolSchema,
     Transcript,
+    task_of_its_own,
 )
 from bombus.environments.plain.description import MarkedMethod
 from bombus.environments.plain.environment import PlainWorld, metrics_of, number_of
@@ -106,7 +107,7 @@ class Play:
         self.calls: list[AgentCall] = []
         self.numbers: dict[str, list[float]] = {}
         self._world = world
-        self._task = task
+        self._task = task_of_its_own(task)
         self._budgets = budgets
         self._transcript = transcript
         self._asked = 0
@@ -194,7 +195,7 @@ class Play:
             reward=sum(by_call) / len(by_call) if by_call else total,
             rewards=rewards,
             metrics=metrics,
-            is_success=bool(await self._asked_for(achieved, self.calls)) if achieved is not None else None,
+            is_success=await self._world.tells(achieved, self._values(self.calls)) if achieved is not None else None,
         )
         return scores, tuple(
             RewardedCall(role=call.role, call=call.answer.call, reward=given)
@@ -208,7 +209,7 @@ class Play:
         """Return the number of each of these calls. One for all of them is repeated, once where there is none."""
         where = f"{self._world.description.name}.{method.name}"
         chosen = [self.calls[place] for place in places] if method.mark.kind == "reward" else self.calls
-        found = await self._asked_for(method, chosen)
+        found = await self._world.asked(method, self._values(chosen))
         if not isinstance(found, list | tuple):
             return [number_of(found, where)] * max(1, len(places))
         if len(found) != len(places):
@@ -218,9 +219,8 @@ class Play:
             )
         return [number_of(each, where) for each in found]
 
-    async def _asked_for(self, method: MarkedMethod, calls: Sequence[AgentCall]) -> object:
-        values = {"task": self._task, "transcript": self._transcript, "calls": list(calls)}
-        return await self._world.asked(method, values)
+    def _values(self, calls: Sequence[AgentCall]) -> dict[str, object]:
+        return {"task": self._task, "transcript": self._transcript, "calls": list(calls)}
 
 
 def _failed(name: str, error: BaseException) -> MethodFailed:

@@ -70,7 +70,7 @@ async def tried(environment: PlainEnvironment, task: Task, *, gold: bool) -> Tri
     description = environment.world.description
     solution = GoldSolution()
     if gold:
-        solution = solution_of(await environment.world.call("gold", {"task": task}), description.name)
+        solution = solution_of(await environment.world.call("gold", {"task": environment.task}), description.name)
     return await carried_out(environment, opening.messages, solution)
 
 
