@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partialmethod, singledispatchmethod
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import Field
 
 from bombus import InfraError, Task
 from bombus.environments.kinds import EnvironmentLost, MethodFailed, ResetFailed, ToolCall, ToolOutcome, Transcript
@@ -47,6 +48,34 @@ def test_the_schema_of_a_tool_comes_from_type_hints_and_docstring() -> None:
     where = describe(Counter).tools["where"].schema.parameters
     assert where["properties"]["point"] == {"$ref": "#/$defs/Point", "description": "in the plane"}
     assert where["$defs"]["Point"]["properties"]["x"] == {"type": "integer"}
+
+
+def moving(sign: int) -> Any:
+    def tool(self: "Counter", by: int) -> int:
+        """Move the count."""
+        self.state["count"] += sign * by
+        return int(self.state["count"])
+
+    return tool
+
+
+class Moving(Counter):
+    """Has tools that one function has made, and one with two names."""
+
+    up = moving(1)
+    down = moving(-1)
+    plus = Counter.add
+
+
+async def test_a_tool_has_the_name_that_the_class_gives_it_whatever_its_function_is_called() -> None:
+    tools = describe(Moving).tools
+    assert {name: tool.schema.name for name, tool in tools.items()} == {name: name for name in tools}
+    environment = PlainEnvironment(Moving)
+    await environment.open(TASK)
+    for name, argument, text in (("up", "by", "5"), ("down", "by", "0"), ("plus", "amount", '{"count":5}')):
+        outcome = await environment.call(call(name, f'{{"{argument}": 5}}'))
+        assert (outcome.text, outcome.failed) == (text, False)
+    await environment.close()
 
 
 async def test_a_tool_is_called_with_arguments_that_were_checked() -> None:
@@ -296,6 +325,44 @@ def test_a_class_that_cannot_be_made_yet_is_refused() -> None:
         describe(Abstract)
 
 
+class Injected(Counter):
+    """Has tools that take what only decorated methods get, and an argument whose pattern pydantic cannot read."""
+
+    tools_run_together = property(lambda self: False)
+
+    def submit(self, answer: str, task: Task) -> str:
+        """Hand the answer in."""
+        return answer
+
+    def look(self, transcript: Transcript) -> str:
+        """Look back."""
+        return ""
+
+    def open_as(self, user: Annotated[str, Field(pattern="^(?!root)")]) -> str:
+        """Log in."""
+        return user
+
+
+def test_what_a_model_would_write_in_the_place_of_the_rollout_is_no_argument_of_a_tool() -> None:
+    with pytest.raises(WrongClass) as wrong:
+        describe(Injected)
+    submit, look, open_as, together = wrong.value.problems
+    assert submit.startswith("The tool `submit`: its argument `task` is a Task, which only decorated methods take")
+    assert look.startswith("The tool `look`: its argument `transcript` is a Transcript, which only decorated methods")
+    assert open_as.startswith("The tool `open_as`: its arguments have no JSON schema: SchemaError: ")
+    assert together == "`tools_run_together` is neither True nor False: set one of them on the class."
+
+
+def test_a_second_decorator_of_another_kind_is_refused_and_hides_no_reward() -> None:
+    with pytest.raises(TypeError, match="@success stands before a method that has @reward, and a method has one"):
+
+        class Doubled(Counter):
+            @success
+            @reward
+            def right(self) -> bool:
+                return True
+
+
 def test_decorators_take_empty_parentheses_and_a_reward_its_weight_alone() -> None:
     class Marked:
         def reset(self, task: Task) -> str:
@@ -396,11 +463,53 @@ async def test_a_reset_that_fails_is_infrastructure(goal: str, why: str) -> None
     await environment.close()
 
 
+class Several:
+    """Is as an array of several numbers, which is neither one number nor yes or no."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("there are several")
+
+    __bool__ = __float__
+
+    def __repr__(self) -> str:
+        return "several numbers"
+
+
+class Undecided(Counter):
+    @success
+    def done(self, task: Task) -> Any:
+        return Several()
+
+    @stop
+    def is_full(self) -> Any:
+        return Several()
+
+
+async def test_an_answer_that_is_neither_yes_nor_no_is_infrastructure() -> None:
+    environment = PlainEnvironment(Undecided)
+    await environment.open(TASK)
+    why = "returned several numbers, which is neither true nor false: RuntimeError: there are several"
+    with pytest.raises(MethodFailed, match=rf"Undecided\.is_full {why}"):
+        await environment.is_over(Transcript())
+    with pytest.raises(MethodFailed, match=rf"Undecided\.done {why}"):
+        await environment.score(Transcript())
+    await environment.close()
+
+
 class Unjudged(Counter):
     @reward
     def broken(self, task: Task) -> Any:
-        found = {"nan": float("nan"), "text": "1", "huge": 10**400, "unshown": Unshown(), "raises": None}
-        return found[task.metadata["what"]] or 1 / 0
+        found = {
+            "nan": float("nan"),
+            "text": "1",
+            "bytes": b"1",
+            "huge": 10**400,
+            "unshown": Unshown(),
+            "several": Several(),
+        }
+        if task.metadata["what"] == "raises":
+            return 1 / 0
+        return found[task.metadata["what"]]
 
 
 @pytest.mark.parametrize(
@@ -408,6 +517,8 @@ class Unjudged(Counter):
     [
         ("nan", "returned nan"),
         ("text", "returned '1'"),
+        ("bytes", "returned b'1'"),
+        ("several", "returned several numbers, which is not a finite number"),
         ("huge", "returned 1000.*, which is not a finite number"),
         ("unshown", "returned something of the type Unshown"),
         ("raises", "failed: ZeroDivisionError"),

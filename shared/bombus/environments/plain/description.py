@@ -89,6 +89,8 @@ class _Reading:
             elif name not in NOT_TOOLS and not plays:
                 self._add_tool(name, method, tools)
         self._check_shape(methods, plays, marked)
+        if not isinstance(getattr(self._kind, "tools_run_together", False), bool):
+            self._say("`tools_run_together` is neither True nor False: set one of them on the class.")
         if len(tools) > TOOLS_MAX:
             self._say(f"It has {len(tools)} tools, and the limit is {TOOLS_MAX}: split it into several classes.")
         return PlainClass(
@@ -152,7 +154,7 @@ class _Reading:
 
     def _add_tool(self, name: str, method: Callable[..., Any], tools: dict[str, MethodTool]) -> None:
         try:
-            tools[name] = tool_of(method)
+            tools[name] = tool_of(name, method)
         except NoTool as error:
             self._say(f"The tool `{name}`: {error}. A method that is not a tool begins with an underscore.")
 

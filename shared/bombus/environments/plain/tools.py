@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from bombus.environments.kinds import ToolSchema
+from bombus.environments.kinds import ToolSchema, Transcript
 from bombus.errors import in_one_line, without_surrogates
+from bombus.sdk.types import Task
 
 PROBLEMS_SHOWN = 5  # of the arguments of one call
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
@@ -46,9 +47,11 @@ class MethodTool(msgspec.Struct, frozen=True, kw_only=True):
         return {name: getattr(found, f"p{index}") for index, name in enumerate(self.names)}
 
 
-def tool_of(method: Callable[..., Any]) -> MethodTool:
-    """Return a function, whose first parameter is `self`, as a tool. Raises `NoTool`."""
-    name = method.__name__
+def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
+    """Return the function that a class has by this name, and whose first parameter is `self`, as a tool.
+
+    The function's own `__name__` may be another one, such as that of a function that made it. Raises `NoTool`.
+    """
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
         raise NoTool("it yields, and a tool returns what the model is shown: return a list or a text")
     hints = _hints_of(method)
@@ -65,6 +68,11 @@ def tool_of(method: Callable[..., Any]) -> MethodTool:
             raise NoTool(f"its argument `{parameter.name}` cannot be given by name: give it arguments with names")
         if parameter.name not in hints:
             raise NoTool(f"its argument `{parameter.name}` has no type hint")
+        if hints[parameter.name] in (Task, Transcript):
+            raise NoTool(
+                f"its argument `{parameter.name}` is a {hints[parameter.name].__name__}, which only decorated methods "
+                "take, and here the model would write it: keep what the tool needs in `reset`"
+            )
         default = ... if parameter.default is parameter.empty else parameter.default
         about = documented.arguments.get(parameter.name)
         fields[f"p{len(names)}"] = (
@@ -77,8 +85,8 @@ def tool_of(method: Callable[..., Any]) -> MethodTool:
     try:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = arguments.model_json_schema(by_alias=True)
-    except PydanticUserError as error:
-        raise NoTool(f"its arguments have no JSON schema: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # pydantic's, and the code of the types' own: whatever it raises, there is no schema
+        raise NoTool(f"its arguments have no JSON schema: {in_one_line(error)}") from error
     return MethodTool(
         schema=ToolSchema(name=name, description=documented.summary, parameters=_without_titles(schema)),
         arguments=arguments,
