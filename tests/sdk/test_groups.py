@@ -172,3 +172,25 @@ def test_one_that_was_lost_after_it_was_done_is_not_ended() -> None:
     group.failed(1, EpisodeGone("it was idle"))
     driver.run(group.end())
     assert [end["episode_uuid"] for end in driver.body(1)["episodes"]] == ["e1"]
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_what_replaces_an_episode_is_claimed_as_the_group_was_and_infrastructure_is_to_blame(is_joint: bool) -> None:
+    granted = GRANTED if is_joint else GRANTED_ONE
+    driver = JointDriver([ok(granted), ok({}), ok(granted)])
+    core = driver.joint
+    group: JointGroup | SingleGroup
+    if is_joint:
+        claim = GroupClaim(discard_episode_timeout=50.0, episode_type="eval", engines=ROLES)
+        joints = driver.run(core.begin_joint_episodes(1, ROLES, 50.0, "eval", "t1"))
+        group = JointGroup(core, TASK, claim, joints, replace_infra=1)
+    else:
+        claim = GroupClaim(discard_episode_timeout=50.0, episode_type="eval", sampler="s")
+        claimed = driver.run(core.begin_episodes(1, 50.0, "eval", "t1", sampler="s"))
+        group = SingleGroup(core, TASK, claim, claimed, replace_infra=1)
+    group.failed(0, InfraError("the sandbox is gone"))
+    assert driver.run(group.replace(0))
+    first, aborted, again = (driver.body(number) for number in range(3))
+    assert aborted["infra"] is True
+    assert {"claim_id", "waited_s", "wait_s"} >= {name for name in first if first[name] != again[name]}
+    assert (again["episode_type"], again["task_id"], again["discard_episode_timeout"]) == ("eval", "t1", 50.0)
