@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import threading
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -27,6 +28,7 @@ from bombus.environments.plain.description import WrongClass
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.marks import reward
 from bombus.environments.rollout import Rollout, RolloutResult, WrongTask
+from bombus.sdk import running
 from tests.environments.scripted import CREDENTIALS, ScriptedModel, calls, completion
 from tests.environments.worlds import Counter, Threads, Together
 from tests.patience import PATIENCE_S
@@ -237,6 +239,26 @@ async def test_a_coroutine_that_takes_too_long_is_cancelled_and_the_model_is_tol
     assert model.shown(1)[0] == "<error>Tool failed: it did not end within 2 s, and was cancelled</error>"
     assert not model.shown(1)[1].startswith("<error>")
     assert result.output().reward == 1.0
+
+
+async def test_a_coroutine_that_goes_on_after_it_was_cancelled_ends_the_episode_as_infrastructure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "CANCELLED_S", 0.05)
+    over = asyncio.Event()
+
+    class Stubborn(Counter):
+        async def wait(self) -> None:
+            """Wait for ever."""
+            while not over.is_set():
+                with suppress(asyncio.CancelledError):
+                    await over.wait()
+
+    model = ScriptedModel(calls(("wait", {})), "done")
+    result = await played(model, Stubborn, tool_s=SHORT_S, setup_s=SHORT_S)
+    with pytest.raises(EnvironmentLost, match="`wait` went on after it was cancelled"):
+        result.output()
+    over.set()
 
 
 async def test_a_tool_that_hangs_in_a_thread_ends_the_episode_as_infrastructure() -> None:

@@ -1,9 +1,11 @@
 """What other code leaves with the task that waits for it, and what it raises there."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
+from bombus.sdk import running
 from bombus.sdk.running import contained, contained_here
 
 
@@ -63,3 +65,35 @@ async def test_a_cancellation_from_outside_is_one() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+async def test_a_coroutine_that_goes_on_after_it_was_cancelled_is_left_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "CANCELLED_S", 0.05)
+    over, left = asyncio.Event(), asyncio.Event()
+
+    async def goes_on() -> None:
+        while not over.is_set():
+            with suppress(asyncio.CancelledError):
+                await over.wait()
+
+    held = asyncio.create_task(contained(goes_on(), left.set))
+    await asyncio.sleep(0)
+    held.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await held
+    assert left.is_set()
+    over.set()
+
+
+async def test_what_a_coroutine_returns_although_it_was_cancelled_is_returned() -> None:
+    async def finishes() -> int:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return 7
+
+    held = asyncio.create_task(contained(finishes()))
+    await asyncio.sleep(0)
+    held.cancel()
+    assert await held == 7

@@ -31,6 +31,25 @@ def test_what_an_agent_raises_that_is_no_exception_is_its_own_failure(agent: Cal
         threads.result_of(agent)
 
 
+def test_a_result_does_not_wait_for_a_thread_that_its_agent_has_left() -> None:
+    release, ended = threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        release.wait()
+        ended.set()
+
+    async def agent() -> float:
+        helper = asyncio.create_task(asyncio.to_thread(hangs))
+        await asyncio.sleep(0)
+        helper.cancel()
+        return 7.0
+
+    assert threads.result_of(agent) == 7.0
+    assert not ended.is_set()
+    release.set()
+    assert ended.wait(PATIENCE_S)
+
+
 async def test_an_interruption_cancels_coroutines_of_agents_too() -> None:
     begun, cancelled = threading.Event(), threading.Event()
 

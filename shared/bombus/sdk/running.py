@@ -1,8 +1,10 @@
 """Running many episodes: retries of those that fail, and what their agents return."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from bombus.errors import Code
@@ -11,10 +13,13 @@ from bombus.sdk.errors import BadReward, EpisodesFailed, InfraError
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 from bombus.task_groups import take_back_cancellations
 
+log = logging.getLogger("bombus")
+
 ATTEMPTS_MAX = 3
 RETRY_FIRST_S = 2.0
 WORKERS_MAX = 64
 UNASKED = "it let out a CancelledError, and nobody had cancelled it"
+CANCELLED_S = 5.0  # for somebody's coroutine to end once it was cancelled
 KEEP_FINISHED_S = 30.0  # between two signs of life of episodes that wait for the rest of their group
 
 T = TypeVar("T")
@@ -48,19 +53,37 @@ def checked_output(result: AgentResult) -> WorkflowOutput:
     return output
 
 
-async def contained(work: Awaitable[T]) -> T:
+async def contained(work: Awaitable[T], left: Callable[[], object] = lambda: None) -> T:
     """Return what somebody's coroutine returns, as `contained_here` does, from a task of its own.
 
     There a group of tasks that fails can leave a cancellation with no task but that one, so that a `CancelledError` of
     its own is told from one that was asked for even after such a group.
+
+    One that goes on for `CANCELLED_S` after it was cancelled is not waited for any more: `left` is called then.
     """
     this, before = _cancellations()
+    task = asyncio.create_task(contained_here(work))
     try:
-        return await asyncio.create_task(contained_here(work))
+        return await asyncio.shield(task)
     except asyncio.CancelledError as error:
-        if this.cancelling() > before:
-            raise
-        raise RuntimeError(UNASKED) from error
+        if this.cancelling() == before:
+            raise RuntimeError(UNASKED) from error
+        if await _has_ended(task):
+            return await task
+        name = getattr(work, "__qualname__", type(work).__name__)
+        log.warning("%s was cancelled %g s ago and goes on: it is left to itself", name, CANCELLED_S)
+        left()
+        raise
+
+
+async def _has_ended(task: asyncio.Task[Any]) -> bool:
+    """Cancel a task, and return whether it ends in its time, also where this is cancelled again meanwhile."""
+    deadline = asyncio.get_running_loop().time() + CANCELLED_S
+    while not task.done() and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({task}, timeout=left_s)
+    return task.done()
 
 
 async def contained_here(work: Awaitable[T]) -> T:

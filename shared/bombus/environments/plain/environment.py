@@ -128,10 +128,20 @@ class PlainWorld:
         method = getattr(self._instance, name)
         async with nullcontext() if together else self._used:
             self.check_alive()
-            if inspect.iscoroutinefunction(method):
-                return await contained_here(method(**arguments))
-            found = await contained_here(self._in_a_thread(partial(method, **arguments)))
-            return await contained_here(found) if inspect.isawaitable(found) else found
+            return await self._called(method, arguments)
+
+    async def _called(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await contained_here(method(**arguments))
+        found = await contained_here(self._in_a_thread(partial(method, **arguments)))
+        return await contained_here(found) if inspect.isawaitable(found) else found
+
+    def give_up(self, name: str) -> None:
+        """Take the world for lost, because a coroutine of it goes on although it was cancelled."""
+        self._lost = (
+            f"`{name}` went on after it was cancelled, so that the environment is given up. Let the CancelledError out "
+            "that ends it: `except Exception` does, `except:` does not"
+        )
 
     def can_cancel(self, name: str) -> bool:
         """Whether a call of this method can be cancelled: what runs in a thread cannot."""
@@ -202,7 +212,8 @@ class PlainWorld:
             if self._stuck:
                 self._close_later()
             elif self._instance is not None and _has_close(self._instance):
-                await self.call("close", {})
+                async with self._used:
+                    await self._called(self._instance.close, {})  # type: ignore[attr-defined]
         except Exception as error:  # the class's own code: the episode is over, and its reward is known
             log.warning("%s.close failed: %s", type(self._instance).__name__, with_place(error))
         finally:
@@ -285,7 +296,8 @@ class PlainEnvironment:
             return ToolOutcome(text=f"the arguments are wrong: {error}", failed=True)
         try:
             work: Awaitable[Any] = self.world.call(tool.name, arguments, together=description.tools_run_together)
-            result = await contained(work if self._watch is None else self._watch(work, tool.name))
+            watched = work if self._watch is None else self._watch(work, tool.name)
+            result = await contained(watched, partial(self.world.give_up, tool.name))
             return ToolOutcome(text=text_of(result))
         except InfraError:
             raise

@@ -125,7 +125,8 @@ class Play:
                 if self._world.description.has_reset:
                     await self._world.call("reset", {"task": self._task})
                 agents = PlayAgents(partial(self._counted, ask))
-                await contained(self._world.call("play", {"task": self._task, "agents": agents}))
+                playing = self._world.call("play", {"task": self._task, "agents": agents})
+                await contained(playing, partial(self._world.give_up, "play"))
         except (InfraError, BudgetSpent, ExceptionGroup, TimeoutError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 if self._asked and not self._answers:
