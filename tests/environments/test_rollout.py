@@ -152,6 +152,23 @@ async def test_an_answer_over_the_budget_is_the_last_and_its_tools_are_not_used(
     assert result.transcript.tool_calls == 0
 
 
+async def test_an_answer_that_uses_up_the_tokens_exactly_has_its_tools_carried_out() -> None:
+    model = ScriptedModel(completion(calls(("add", {"amount": 3})), prompt=90, tokens=10))
+    result = await played(model, tokens_max=100)
+    assert (result.status, len(model.requests)) == (RolloutStatus.TRUNCATED, 1)
+    assert result.output().reward == 1.5
+
+
+async def test_a_first_prompt_that_looks_too_long_is_asked_because_its_server_counts_better() -> None:
+    class Wordy(Counter):
+        def reset(self, task: Task) -> str:
+            return super().reset(task) + " " * 1000
+
+    model = ScriptedModel(completion("done", prompt=20, tokens=1))
+    assert (await played(model, Wordy, tokens_max=100)).status == RolloutStatus.COMPLETED
+    assert model.requests[0]["max_tokens"] == 1
+
+
 async def test_an_answer_that_is_cut_at_its_length_ends_the_episode() -> None:
     model = ScriptedModel(completion("It is", finish="length"))
     result = await played(model)
