@@ -74,3 +74,14 @@ async def test_a_server_that_closes_while_a_message_is_sent_to_it_is_infra() -> 
         with pytest.raises(EnvironmentLost, match=r"code 1009|connection broke"):
             await session.step({"x": "x" * (MESSAGE_BYTES_MAX - 1000)})
         await session.close()
+
+
+async def test_an_answer_that_is_too_large_is_infra_and_says_so() -> None:
+    async def say_much(connection: ServerConnection) -> None:
+        async for text in connection:
+            await connection.send("x" * (MESSAGE_BYTES_MAX + 1) if "step" in str(text) else '{"type": "state"}')
+
+    async with serve(say_much, "127.0.0.1", 0) as server:
+        session = await EnvSession.open(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(EnvironmentLost, match=f"code 1009, .* exceeds limit of {MESSAGE_BYTES_MAX} bytes"):
+            await session.step({})

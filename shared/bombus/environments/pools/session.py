@@ -309,9 +309,7 @@ def _refusal(url: str, status: int, body: bytes) -> BombusError:
 
 
 def _closed_why(error: ConnectionClosed) -> str:
-    received = error.rcvd
-    if received is None:
+    given, who = (error.sent, "this side") if error.rcvd is None else (error.rcvd, "the server")
+    if given is None:
         return "the connection broke"
-    return (
-        f"the server closed the connection with code {received.code}{f', {received.reason}' if received.reason else ''}"
-    )
+    return f"{who} closed the connection with code {given.code}{f', {given.reason}' if given.reason else ''}"
