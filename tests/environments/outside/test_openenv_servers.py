@@ -144,6 +144,30 @@ async def test_a_world_with_tools_of_mcp_offers_them() -> None:
         assert "surname" in wrong.text
 
 
+async def test_a_world_with_tools_that_its_actions_do_not_call_offers_those_and_its_action() -> None:
+    async with OpenEnvProcess(kind="both") as server, await EnvSession.open(server.url) as session:
+        environment = RemoteEnvironment(session)
+        opening = await environment.open(Task(main_query="greet"))
+        assert [tool.name for tool in opening.tools] == ["greet", "step"]
+        outcome = await environment.call(ToolCall(id="c", name="greet", arguments='{"name": "Ada"}'))
+        assert (outcome.text, outcome.failed) == ("hello Ada", False)
+        assert (await environment.call(ToolCall(id="c", name="greet", arguments='{"surname": "Ada"}'))).failed
+        assert not (await environment.call(ToolCall(id="c", name="step", arguments='{"amount": 1}'))).failed
+        assert await environment.is_over(Transcript())
+        assert (await environment.score(Transcript())).reward == 1.0
+
+
+async def test_a_world_that_tells_its_tools_by_a_step_alone_offers_them() -> None:
+    async with OpenEnvProcess(kind="union") as server, await EnvSession.open(server.url) as session:
+        environment = RemoteEnvironment(session)
+        opening = await environment.open(Task(main_query="count to three"))
+        assert [tool.name for tool in opening.tools] == ["add"]
+        for _ in range(4):
+            last = await environment.call(ToolCall(id="c", name="add"))
+        assert (last.failed, last.text) == (True, "the episode is over, and nothing was done")
+        assert (await environment.score(Transcript())).reward == 3.0
+
+
 async def test_a_group_is_played_at_once(make: MakePool) -> None:
     async def play(task: Task, environment: AgentEnvironment) -> float:
         await environment.open(task)

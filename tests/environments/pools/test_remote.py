@@ -1,5 +1,6 @@
 """A server of OpenEnv's as an environment: what an action is, what is wrong with one, and what tools gave back."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,7 +28,7 @@ REFUSED = {
 
 @asynccontextmanager
 async def openenv(step: dict[str, Any], schema: str, tools: list[Any]) -> AsyncIterator[RemoteEnvironment]:
-    """Play a server that speaks OpenEnv's wire, and answers each step alike."""
+    """Play a server that speaks OpenEnv's wire, and answers each step alike. Without `tools` there is no MCP."""
 
     async def page(connection: ServerConnection, request: Request) -> Response | None:
         if request.path != "/schema":
@@ -41,8 +42,7 @@ async def openenv(step: dict[str, Any], schema: str, tools: list[Any]) -> AsyncI
                 case "reset":
                     said: dict[str, Any] = {"type": "observation", "data": {"observation": {"x": 0}}}
                 case "mcp":
-                    result = {"jsonrpc": "2.0", "id": message["data"]["id"], "result": {"tools": tools}}
-                    said = {"type": "mcp", "data": result}
+                    said = {"type": "mcp", "data": {"jsonrpc": "2.0", **rpc(message["data"], tools)}}
                 case "step":
                     said = step
                 case _:
@@ -53,6 +53,15 @@ async def openenv(step: dict[str, Any], schema: str, tools: list[Any]) -> AsyncI
         port = server.sockets[0].getsockname()[1]
         async with await EnvSession.open(f"http://127.0.0.1:{port}/ws") as session:
             yield RemoteEnvironment(session)
+
+
+def rpc(request: dict[str, Any], tools: list[Any]) -> dict[str, Any]:
+    if not tools:
+        return {"error": {"code": -32603, "message": "Environment does not support MCP"}}
+    if request["method"] == "tools/call":
+        told = f"{request['params']['name']} by JSON-RPC"
+        return {"result": {"content": [{"type": "text", "text": told}], "is_error": False}}
+    return {"result": {"tools": tools}}
 
 
 async def called(environment: RemoteEnvironment, name: str) -> ToolOutcome:
@@ -71,6 +80,51 @@ async def test_the_one_tool_of_a_world_without_any_takes_what_the_server_says_an
         async with openenv({"type": "error", "data": REFUSED}, unknown, []) as environment:
             (tool,) = (await environment.open(Task())).tools
             assert tool.parameters == {"type": "object", "additionalProperties": True}
+
+
+async def test_after_the_step_that_ends_an_episode_no_other_call_is_carried_out_or_earns_anything() -> None:
+    step = {"type": "observation", "data": {"observation": {}, "reward": 1.0, "done": True}}
+    async with openenv(step, "", []) as environment:
+        for _ in range(2):
+            await environment.open(Task())
+            first, *others = await asyncio.gather(*(called(environment, "step") for _ in range(3)))
+            assert not first.failed
+            assert others == [ToolOutcome(text="the episode is over, and nothing was done", failed=True)] * 2
+            assert (await environment.score(Transcript())).reward == 1.0
+
+
+async def test_tools_that_the_actions_of_a_world_do_not_call_are_called_beside_its_steps() -> None:
+    step = {"type": "observation", "data": {"observation": {"moved": True}, "reward": 1.0}}
+    schema = json.dumps({"action": {**MOVE, "properties": PROPERTIES}})
+    async with openenv(step, schema, [GREET]) as environment:
+        tools = (await environment.open(Task())).tools
+        assert [(tool.name, tool.parameters) for tool in tools] == [
+            ("greet", {"type": "object"}),
+            ("step", {**MOVE, "properties": PROPERTIES}),
+        ]
+        assert (await called(environment, "greet")) == ToolOutcome(text="greet by JSON-RPC")
+        assert (await environment.score(Transcript())).reward == 0.0
+        assert (await called(environment, "step")) == ToolOutcome(text='{"moved":true}')
+        assert (await environment.score(Transcript())).reward == 1.0
+
+
+async def test_tools_that_only_a_step_tells_are_those_of_a_world_whose_actions_call_them() -> None:
+    call = {"type": "object", "properties": {"type": {"const": "call_tool"}, "tool_name": {"type": "string"}}}
+    schema = json.dumps({"action": {"oneOf": [{"type": "object"}, {"$ref": "#/$defs/Call"}], "$defs": {"Call": call}}})
+    step = {"type": "observation", "data": {"observation": {"tools": [GREET], "result": 7}, "reward": 1.0}}
+    async with openenv(step, schema, []) as environment:
+        assert [tool.name for tool in (await environment.open(Task())).tools] == ["greet"]
+        assert not (await called(environment, "greet")).failed
+        assert (await environment.score(Transcript())).reward == 1.0
+
+
+async def test_an_action_that_is_one_of_several_kinds_is_shown_as_it_is_described() -> None:
+    kinds = {"oneOf": [{**MOVE, "properties": PROPERTIES}, {"type": "object"}]}
+    async with openenv({"type": "error", "data": REFUSED}, json.dumps({"action": kinds}), []) as environment:
+        (tool,) = (await environment.open(Task())).tools
+        assert tool.parameters == {"type": "object", **kinds}
+        other = await called(environment, "look")
+        assert (other.failed, other.text) == (True, "look is not a tool: there is step")
 
 
 async def test_of_a_tool_of_mcp_its_text_is_shown_and_of_other_parts_all_that_there_is() -> None:

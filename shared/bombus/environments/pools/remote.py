@@ -1,5 +1,7 @@
 """A session at an environment server as an `AgentEnvironment`, which whatever runs an agent can play."""
 
+import asyncio
+import contextlib
 from typing import Any
 
 import msgspec
@@ -18,23 +20,27 @@ from bombus.environments.openenv.messages import Rpc, StepResult
 from bombus.environments.pools.session import EnvSession, StepRefused
 from bombus.sdk.types import Task
 
-ACTION_TOOL = "step"  # the one tool of an environment that has none of its own
+ACTION_TOOL = "step"  # acts in an environment whose actions are not calls of tools
 
 
 class RemoteEnvironment:
     """An environment at a server. Its methods raise `InfraError` once the session is dead.
 
     At a server of ours the world itself says when it is over and what a rollout is worth. At another server of
-    OpenEnv's, a call is a step; an episode is over when a step said so, and is worth the sum of the steps' rewards.
+    OpenEnv's, a call is a step; an episode is over when a step said so, and is worth the sum of the steps' rewards. No
+    call is carried out after that, also not another one of the same answer: it would earn a reward again.
     A server with tools of MCP has those; at one without, the model is given a tool `step` whose arguments are the
-    action, as the server's `/schema` describes it.
+    action, as the server's `/schema` describes it. Where there are tools, but its actions do not call them, there is
+    `step` beside them.
     """
 
     def __init__(self, session: EnvSession) -> None:
         self.session = session
-        self._has_tools = True
+        self._has_tools = False  # of MCP
+        self._steps_call_tools = False
         self._is_over = False
         self._reward = 0.0
+        self._turn = asyncio.Lock()  # for one step at a time, so that each is sent knowing what the last one ended
 
     async def open(self, task: Task) -> Opening:
         """Make the world new for a task. Raises `ResetFailed` and `EnvironmentLost`."""
@@ -94,16 +100,12 @@ class RemoteEnvironment:
         return Opening(messages=messages, tools=tools)
 
     async def _tools(self) -> list[ToolSchema]:
-        """Return the tools of MCP, or where there are none, the one that takes a step."""
-        try:
-            found = (await self.session.rpc(Rpc.LIST_TOOLS, {})).get("tools")
-        except StepRefused:
-            found = None
+        """Return the tools of MCP, and the one that takes a step where there are none or steps do not call them."""
+        action = await self.session.action_schema()
+        found = await self._listed(action)
         self._has_tools = bool(found)
-        if not isinstance(found, list) or not found:
-            action = await self.session.action_schema()
-            return [ToolSchema(name=ACTION_TOOL, description="Acts in the environment.", parameters=action)]
-        return [
+        self._steps_call_tools = bool(found) and (_names_tools(action) or not _is_described(action))
+        tools = [
             ToolSchema(
                 name=str(tool.get("name")),
                 description=str(tool.get("description") or ""),
@@ -111,23 +113,56 @@ class RemoteEnvironment:
             )
             for tool in found
         ]
+        if not self._steps_call_tools:
+            tools = [tool for tool in tools if tool.name != ACTION_TOOL]
+            tools.append(ToolSchema(name=ACTION_TOOL, description="Acts in the environment.", parameters=action))
+        return tools
+
+    async def _listed(self, action: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the tools of MCP. A server may tell them by JSON-RPC, or only by a step."""
+        try:
+            found = (await self.session.rpc(Rpc.LIST_TOOLS, {})).get("tools")
+        except StepRefused:
+            found = None
+            if _names_tools(action):
+                with contextlib.suppress(StepRefused):
+                    found = (await self.session.step({"type": "list_tools"})).observation.get("tools")
+        return [tool for tool in found if isinstance(tool, dict)] if isinstance(found, list) else []
 
     async def _step(self, call: ToolCall) -> ToolOutcome:
         arguments = arguments_of(call)
-        if self._has_tools:
-            arguments = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
-        elif call.name != ACTION_TOOL:
-            raise StepRefused("", f"{call.name} is not a tool: there is {ACTION_TOOL}")
-        result = await self.session.step(arguments)
+        async with self._turn:
+            if self._is_over:
+                raise StepRefused("", "the episode is over, and nothing was done")
+            if self._steps_call_tools:
+                action = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
+                return _seen(await self._stepped(action))
+            if call.name == ACTION_TOOL:
+                seen = await self._stepped(arguments)
+                return ToolOutcome(text=msgspec.json.encode(seen).decode(), failed=bool(seen.get("error")))
+            if not self._has_tools:
+                raise StepRefused("", f"{call.name} is not a tool: there is {ACTION_TOOL}")
+            return _seen({"result": await self.session.rpc(Rpc.CALL_TOOL, {"name": call.name, "arguments": arguments})})
+
+    async def _stepped(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Take a step, note what it was worth, and return what was seen."""
+        result = await self.session.step(action)
         self._note(result)
-        if self._has_tools:
-            return _seen(result.observation)
-        failed = bool(result.observation.get("error"))
-        return ToolOutcome(text=msgspec.json.encode(result.observation).decode(), failed=failed)
+        return result.observation
 
     def _note(self, result: StepResult) -> None:
         self._is_over = result.done
         self._reward += result.reward or 0.0
+
+
+def _is_described(action: dict[str, Any]) -> bool:
+    """Return whether the schema of an action says what there is in one."""
+    return any(action.get(name) for name in ("properties", "oneOf", "anyOf"))
+
+
+def _names_tools(action: dict[str, Any]) -> bool:
+    """Return whether an action may be the one of OpenEnv's that calls a tool."""
+    return b'"tool_name"' in msgspec.json.encode(action)
 
 
 def _seen(observation: dict[str, Any]) -> ToolOutcome:

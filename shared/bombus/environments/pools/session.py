@@ -184,9 +184,8 @@ class EnvSession:
                 async with asyncio.timeout(self.settings.connect_s), httpx.AsyncClient(trust_env=False) as http:
                     answer = await http.get(_page_url(self.url, "schema"), headers=headers)
                     found = msgspec.json.decode(answer.content, type=dict[str, Any])["action"]
-                self._action = {**found, "properties": {**found["properties"]}}
-                self._action["properties"].pop("metadata", None)  # of OpenEnv's own, for no model
-            except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError) as error:
+                self._action = _for_models(found)
+            except (httpx.HTTPError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError, AttributeError) as error:
                 log.info("%s does not say what an action is: %s", self.url, in_one_line(error))
                 self._action = {"type": "object", "additionalProperties": True}
         return self._action
@@ -280,6 +279,16 @@ def socket_url(url: str, wait_s: float) -> str:
     path = parts.path.rstrip("/").removesuffix("/ws")
     query = urlencode({"wait_s": f"{wait_s:g}"}) if wait_s else ""
     return urlunsplit((scheme, parts.netloc, f"{path}/ws", query, ""))
+
+
+def _for_models(action: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an action as a model is told of it: without `metadata`, which is of OpenEnv's own.
+
+    Raises `KeyError` for one that says neither what an action has nor which kinds of it there are.
+    """
+    if any(isinstance(action.get(kinds), list) for kinds in ("oneOf", "anyOf")):
+        return {"type": "object", **action}
+    return {**action, "properties": {name: each for name, each in action["properties"].items() if name != "metadata"}}
 
 
 def _key_header(key: str) -> dict[str, str]:

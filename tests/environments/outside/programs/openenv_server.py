@@ -1,6 +1,7 @@
 """A server by OpenEnv's own code: `openenv_server.py PORT CAP TIMEOUT_S KIND`.
 
-KIND is `counter`, a world that counts what it is told, or `mcp`, one with tools of MCP.
+KIND is `counter`, a world that counts what it is told, `mcp`, one with tools of MCP, `both`, one with such tools whose
+actions do not call them, or `union`, one that tells its tools and calls them by two kinds of actions, without MCP.
 """
 
 import itertools
@@ -13,8 +14,15 @@ from fastmcp import FastMCP
 from openenv.core.env_server.http_server import create_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.mcp_environment import MCPEnvironment
-from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+from openenv.core.env_server.mcp_types import (
+    CallToolAction,
+    CallToolObservation,
+    ListToolsAction,
+    ListToolsObservation,
+    Tool,
+)
 from openenv.core.env_server.types import Action, ConcurrencyConfig, Observation, State
+from pydantic import TypeAdapter
 
 _made = itertools.count(1)
 
@@ -91,12 +99,43 @@ class ToolWorld(MCPEnvironment):
         return State()
 
 
+class LookingWorld(ToolWorld):
+    """Has tools, and actions of its own."""
+
+    def _step_impl(self, action: Action, timeout_s: float | None = None, **kwargs: Any) -> Observation:
+        return Count(count=1, reward=1.0, done=True)
+
+
+Either = TypeAdapter(ListToolsAction | CallToolAction)
+
+
+class EitherAction(Action):
+    """One of two kinds of actions, as in the environment of OpenEnv's that plays the Agent World Model."""
+
+    @classmethod
+    def model_validate(cls, found: Any, **kwargs: Any) -> Any:
+        return Either.validate_python(found)
+
+    @classmethod
+    def model_json_schema(cls, **kwargs: Any) -> dict[str, Any]:
+        return Either.json_schema(**kwargs)
+
+
+class UnionWorld(CounterWorld):
+    def step(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        if isinstance(action, ListToolsAction):
+            return ListToolsObservation(tools=[Tool(name="add", description="Adds.", input_schema={"type": "object"})])
+        return super().step(Add(**action.arguments))
+
+
 def main(port: int, cap: int, timeout_s: float, kind: str) -> None:
     limits = ConcurrencyConfig(max_concurrent_envs=cap, session_timeout=timeout_s or None)
-    if kind == "mcp":
-        app = create_app(ToolWorld, CallToolAction, CallToolObservation, "tools", concurrency_config=limits)
-    else:
-        app = create_app(CounterWorld, Add, Count, "counter", concurrency_config=limits)
+    world, action, observation = {
+        "mcp": (ToolWorld, CallToolAction, CallToolObservation),
+        "both": (LookingWorld, Add, Count),
+        "union": (UnionWorld, EitherAction, Count),
+    }.get(kind, (CounterWorld, Add, Count))
+    app = create_app(world, action, observation, kind, concurrency_config=limits)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
 
 
