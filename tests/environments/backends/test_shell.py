@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from bombus.environments.backends.shell import OUTPUT_BYTES_MAX, ShellSandbox
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import Refused
 from tests.environments.backends.test_folders import make_deep
+from tests.patience import PATIENCE_S, until
 
 NOBODY = 65534
 PROGRAM = """
@@ -199,6 +201,23 @@ async def test_a_pool_of_sandboxes_keeps_their_files_apart(box: ShellSandbox) ->
         assert isinstance(other, ShellSandbox)
         await one.run("echo one > file")
         assert (await other.run("ls -A")).output == ""
+
+
+async def test_a_sandbox_is_well_while_code_of_worlds_has_all_threads_of_the_loop(box: ShellSandbox) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        has_begun.set()
+        may_end.wait()
+
+    busy = [asyncio.create_task(asyncio.to_thread(hold)) for _ in range(64)]  # a loop has 32 threads at most
+    try:
+        await until(has_begun.is_set)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await box.is_healthy()
+    finally:
+        may_end.set()
+        await asyncio.gather(*busy)
 
 
 async def test_a_sandbox_that_is_stopped_runs_nothing(box: ShellSandbox) -> None:

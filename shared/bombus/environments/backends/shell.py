@@ -121,7 +121,7 @@ class ShellSandbox:
         )
 
     async def is_healthy(self) -> bool:
-        return self._folder is not None and await asyncio.to_thread(os.path.isdir, f"{self.address}/work")
+        return self._folder is not None and os.path.isdir(f"{self.address}/work")
 
     async def scrub(self) -> None:
         """Empty the folder. Raises `EnvironmentLost` when something in it cannot be removed."""
