@@ -60,6 +60,17 @@ class LeavingSource:
         return {}
 
 
+async def test_a_session_whose_world_broke_gives_its_slot_back_while_its_client_is_still_there() -> None:
+    async with served() as (server, url), connect(url.replace("http", "ws") + "/ws") as socket:
+        for message in ('{"type": "reset"}', '{"type": "step", "data": {"tool": "break"}}'):
+            await socket.send(message)
+            told = await socket.recv()
+        assert "SESSION_ERROR" in str(told)
+        await until(lambda: len(server.table.free) == 1)
+        await socket.wait_closed()
+        assert (socket.close_code, socket.close_reason) == (4500, "the world broke")
+
+
 async def test_p5_a_client_that_leaves_in_the_moment_in_which_it_is_granted_a_slot_does_not_take_it_along() -> None:
     staying, leaving = asyncio.Future[Any](), asyncio.Future[Any]()
     server = EnvironmentServer(ServingSettings(), LeavingSource(leaving), OwnHostNames("127.0.0.1"))

@@ -41,7 +41,7 @@ class Poster:
 
     def held(self, session: str) -> connect:
         """Connect to a session, which that holds from then on."""
-        return connect(f"{self.url.replace('http', 'ws')}/ws?session_id={session}", proxy=None)
+        return connect(f"{self.url.replace('http', 'ws')}/ws?session_id={session}", proxy=None, ping_interval=None)
 
     async def __aenter__(self) -> "Poster":
         return self
@@ -126,6 +126,18 @@ async def test_one_that_nobody_holds_does_not_lapse_in_the_middle_of_a_call() ->
         await until(lambda: clock() > over_at)
         may_end.set()
         assert (await calling)["result"]["data"] == "True"
+
+
+async def test_one_whose_connection_is_silent_lapses_also_in_the_middle_of_a_call() -> None:
+    async with served(ttl_s=0.5) as (server, url), Poster(url) as poster:
+        session = await poster.opened()
+        async with poster.held(session) as socket:
+            await socket.send(TASK)
+            await socket.recv()
+            socket.transport.pause_reading()  # so that it answers no ping
+            assert "ended before the call did" in await poster.why("tools/call", name="hang", session_id=session)
+            await until(lambda: len(server.table.free) == 1)
+            socket.transport.abort()
 
 
 async def test_messages_of_a_connection_and_calls_by_post_are_carried_out_one_at_a_time() -> None:
@@ -214,6 +226,7 @@ async def test_a_session_has_so_many_calls_under_way_and_no_more() -> None:
                 "tools/call", name="add", session_id=session
             )
             assert [(await call)["result"]["data"] for call in calls] == ["rested"] * POSTS_MAX
+            assert (await poster.ask("tools/call", name="nap", session_id=session))["result"]["data"] == "rested"
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,11 @@ def test_a_client_waits_unasked_for_a_slot_that_is_being_cleaned(full: Run) -> N
     assert full.do(Cleaned(0, SECOND)) == [SlotFreed(0), LeaseGranted("c", 0, SECOND)]
 
 
+def test_one_that_asked_to_wait_for_longer_than_cleaning_takes_does_so(full: Run) -> None:
+    full.do(Release("a"))
+    assert full.acquire("c", wait_s=60) == [LeaseQueued("c", 60 * SECOND)]
+
+
 def test_a_client_that_is_not_heard_of_loses_its_slot_after_the_ttl(full: Run) -> None:
     assert full.do(Beat("b", 15 * SECOND)) == [LeaseRenewed("b", 15 * SECOND, False)]
     assert full.do(Elapsed(20 * SECOND - 1)) == []
