@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bombus.environments.kinds import AgentEnvironment, EnvironmentLost, ToolCall
-from bombus.environments.pools.blocking import EnvPool
+from bombus.environments.pools.blocking import EnvPool, LoopThread
 from bombus.environments.pools.session import SessionSettings
 from bombus.errors import Refused
 from bombus.sdk.types import Task
@@ -102,6 +102,21 @@ async def test_p8_a_pool_that_is_closed_while_it_connects_does_not_open() -> Non
         with pytest.raises(EnvironmentLost, match="closed"):
             await connecting
         await until(lambda: server.counts() == {"slots": 1, "leased": 0, "waiting": 0})
+
+
+async def test_what_its_caller_does_not_wait_for_any_longer_is_cancelled_in_the_loop() -> None:
+    thread, ended = LoopThread(), threading.Event()
+
+    async def never() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(thread.run, never(), 0.1)
+    await until(ended.is_set)
+    await asyncio.to_thread(thread.stop)
 
 
 async def test_a_rollout_that_would_wait_for_its_own_loop_is_refused() -> None:

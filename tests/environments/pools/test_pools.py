@@ -182,6 +182,46 @@ async def test_one_that_waits_for_an_environment_is_told_when_the_pool_is_closed
                 await each
 
 
+async def test_in_the_place_of_one_that_died_the_slot_is_awaited_that_another_client_has_meanwhile(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="bombus")
+    settings = SessionSettings(connect_s=PATIENCE_S)
+    async with served() as (server, url), AsyncEnvPool(url, 1, group_size=1, settings=settings) as pool:
+        pool.session(0).cut()
+        await until(lambda: len(server.table.free) == 1)
+        async with await EnvSession.open(url):
+            taking = asyncio.create_task(pool.take())
+            await until(lambda: "no environment yet in the place of one that was lost" in caplog.text)
+        assert not (await taking).session.is_dead
+
+
+async def test_p1_a_take_that_fails_takes_no_environment_along() -> None:
+    settings = SessionSettings(connect_s=2)
+    async with served() as (server, url), AsyncEnvPool(url, 1, group_size=1, settings=settings) as pool:
+        pool.session(0).cut()
+        await until(lambda: len(server.table.free) == 1)
+        async with await EnvSession.open(url):
+            with pytest.raises(EnvironmentsBusy, match="all 1 slots are taken"):
+                await pool.take()
+        assert not (await pool.take(wait_s=0.05)).session.is_dead
+
+
+async def test_p5_one_that_is_opened_while_its_pool_is_closed_keeps_no_slot() -> None:
+    settings = SessionSettings(wait_s=PATIENCE_S)
+    async with served() as (server, url):
+        pool = await AsyncEnvPool(url, 1, group_size=1, settings=settings).connect()
+        pool.session(0).cut()
+        await until(lambda: len(server.table.free) == 1)
+        async with await EnvSession.open(url):
+            taking = asyncio.create_task(pool.take())
+            await until(lambda: server.counts()["waiting"] == 1)
+            await pool.close()
+        with pytest.raises(EnvironmentLost):
+            await taking
+        await until(lambda: len(server.table.free) == 1)
+
+
 # ---- P3: a session is bound for its life, and its release is idempotent ----------------------------------------
 
 

@@ -13,7 +13,7 @@ from websockets.http11 import Request, Response
 
 from bombus.environments.kinds import ToolCall, ToolOutcome, Transcript
 from bombus.environments.pools.remote import RemoteEnvironment, arguments_of
-from bombus.environments.pools.session import EnvSession, StepRefused
+from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.sdk.types import Task
 
 MOVE = {"$defs": {"Way": {"enum": ["up", "down"]}}, "type": "object", "required": ["way"], "title": "Move"}
@@ -28,12 +28,12 @@ REFUSED = {
 
 @asynccontextmanager
 async def openenv(step: dict[str, Any], schema: str, tools: list[Any]) -> AsyncIterator[RemoteEnvironment]:
-    """Play a server that speaks OpenEnv's wire, and answers each step alike. Without `tools` there is no MCP."""
+    """Play a server with a key that speaks OpenEnv's wire, and answers each step alike. No `tools` means no MCP."""
 
     async def page(connection: ServerConnection, request: Request) -> Response | None:
-        if request.path != "/schema":
-            return None
-        return connection.respond(HTTPStatus.OK, schema)
+        if request.headers.get("Authorization") != "Bearer sesame":
+            return connection.respond(HTTPStatus.UNAUTHORIZED, "")
+        return connection.respond(HTTPStatus.OK, schema) if request.path == "/schema" else None
 
     async def answer(connection: ServerConnection) -> None:
         async for text in connection:
@@ -51,7 +51,8 @@ async def openenv(step: dict[str, Any], schema: str, tools: list[Any]) -> AsyncI
 
     async with serve(answer, "127.0.0.1", 0, process_request=page) as server:
         port = server.sockets[0].getsockname()[1]
-        async with await EnvSession.open(f"http://127.0.0.1:{port}/ws") as session:
+        settings = SessionSettings(key="sesame")
+        async with await EnvSession.open(f"http://127.0.0.1:{port}/ws", settings) as session:
             yield RemoteEnvironment(session)
 
 

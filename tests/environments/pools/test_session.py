@@ -85,3 +85,10 @@ async def test_an_answer_that_is_too_large_is_infra_and_says_so() -> None:
         session = await EnvSession.open(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         with pytest.raises(EnvironmentLost, match=f"code 1009, .* exceeds limit of {MESSAGE_BYTES_MAX} bytes"):
             await session.step({})
+
+
+async def test_a_session_does_without_the_proxies_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "ws_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with served() as (_, url), await EnvSession.open(url) as session:
+        assert session.is_ours
