@@ -15,7 +15,7 @@ from bombus.environments.backends.pool import START_TRIES, BackendPool
 from bombus.environments.backends.process import SimulatorProcess, free_port
 from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy
 from bombus.environments.serving.server import HANDSHAKE_S
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 PROGRAM = Path(__file__).parent.parent / "serving/programs/simulator.py"
 
@@ -195,6 +195,29 @@ async def test_a_backend_that_could_not_be_started_is_tried_again() -> None:
             await pool.take("b")
         await until(lambda: pool.counts()["ready"] == 1)
         assert await pool.take("c") is made[2 * START_TRIES + 1]
+
+
+async def test_a_pool_is_closed_while_backends_are_being_replaced_and_those_that_wait_for_one_are_told() -> None:
+    class Endless(Odd):
+        async def start(self) -> None:
+            await asyncio.Event().wait()
+
+    made: list[Odd] = []
+
+    def make(number: int) -> Odd:
+        made.append(Endless() if made else Odd())
+        return made[-1]
+
+    pool = await BackendPool(make, 1).__aenter__()
+    await pool.take("a")
+    await pool.give_back("a", in_use=True)
+    waiting = asyncio.create_task(pool.take("b"))
+    await until(lambda: len(made) == 2)
+    async with asyncio.timeout(PATIENCE_S):
+        await pool.close()
+        with pytest.raises(EnvironmentLost, match="none of 1 backends works"):
+            await waiting
+    assert all(each.stopped for each in made)
 
 
 async def test_a_session_keeps_its_backend_when_it_is_made_new() -> None:
