@@ -1,9 +1,12 @@
 """What a model is asked, and how often: fields of a program's own, limits of tokens, answers that cannot be read."""
 
+import json
+
 import httpx
 import pytest
 
 from bombus import Rollout, RolloutBudgets, Task
+from bombus.environments.chat_model import NoModelAnswer, answer_of
 from tests.environments.scripted import CREDENTIALS, ScriptedModel
 from tests.environments.worlds import Counter
 
@@ -24,3 +27,40 @@ async def test_an_answer_that_cannot_be_unpacked_is_asked_for_again() -> None:
     result = await Rollout(Counter, transport=model)(Task(main_query="three", metadata={"goal": 3}), CREDENTIALS)
     assert len(model.requests) == 2
     assert result.reward is not None
+
+
+PARTS = [{"type": "thinking", "thinking": [{"type": "text", "text": "4?"}]}, {"type": "text", "text": "<answer>4"}]
+
+
+def answered(**body: object) -> bytes:
+    whole = {"choices": [{"message": {"role": "assistant", "content": "4"}}], **body}
+    return json.dumps({"usage": {"prompt_tokens": 1, "completion_tokens": 1}, **whole}).encode()
+
+
+def test_an_answer_in_parts_is_the_text_of_those_that_are_text() -> None:
+    parts = [*PARTS, {"type": "text", "text": "</answer>"}, {"type": "image_url"}, "odd"]
+    answer = answer_of(answered(choices=[{"message": {"role": "assistant", "content": parts}}]))
+    assert answer.text == "<answer>4</answer>"
+    assert answer.message == {"role": "assistant", "content": "<answer>4</answer>"}
+
+
+@pytest.mark.parametrize("odd", [None, 7, ["x"]])
+def test_an_answer_needs_neither_an_id_nor_a_fingerprint_of_any_form(odd: object) -> None:
+    answer = answer_of(answered(id=odd, system_fingerprint=odd))
+    assert (answer.text, answer.call, answer.versions) == ("4", "", ())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ({"message": "the provider is\noverloaded", "code": 502}, ": the provider is overloaded"),
+        ("overloaded", ": overloaded"),
+        ({"code": 7}, ": {'code': 7}"),
+        (None, ""),
+    ],
+)
+def test_an_error_that_comes_as_an_answer_is_told(error: object, said: str) -> None:
+    for body in ({"error": error}, {"error": error, "choices": []}, {"error": error, "choices": None}):
+        with pytest.raises(NoModelAnswer) as raised:
+            answer_of(json.dumps(body).encode())
+        assert str(raised.value) == f"the server's answer has no choice{said}"

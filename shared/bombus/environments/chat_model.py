@@ -203,10 +203,11 @@ class _Choice(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    choices: list[_Choice]
-    id: str = ""
+    choices: list[_Choice] | None = None
+    id: object = None  # what only a hive is asked for may be anything elsewhere
     usage: _Usage | None = None
-    system_fingerprint: str | None = None
+    system_fingerprint: object = None
+    error: object = None
 
 
 def answer_of(body: bytes) -> ChatAnswer:
@@ -216,7 +217,7 @@ def answer_of(body: bytes) -> ChatAnswer:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise NoModelAnswer(f"the server's answer is not a chat completion: {in_one_line(error)}") from error
     if not found.choices:
-        raise NoModelAnswer("the server's answer has no choice")
+        raise NoModelAnswer(f"the server's answer has no choice{_said(found.error)}")
     if found.usage is None:
         raise NoModelAnswer("the server's answer has no `usage`, without which no budget of tokens can be kept")
     choice = found.choices[0]
@@ -226,6 +227,8 @@ def answer_of(body: bytes) -> ChatAnswer:
     if not calls:
         message.pop("tool_calls", None)
         message.setdefault("content", "")
+    if isinstance(message.get("content"), list):
+        message["content"] = _text_of_parts(message["content"])
     content = message.get("content", "")
     return ChatAnswer(
         message=message,
@@ -234,14 +237,20 @@ def answer_of(body: bytes) -> ChatAnswer:
         finish=choice.finish_reason or "",
         prompt_tokens=found.usage.prompt_tokens,
         completion_tokens=found.usage.completion_tokens,
-        call=found.id.removeprefix("chatcmpl-"),
-        versions=_versions(found.system_fingerprint or ""),
+        call=found.id.removeprefix("chatcmpl-") if isinstance(found.id, str) else "",
+        versions=_versions(found.system_fingerprint),
     )
 
 
-def _versions(fingerprint: str) -> tuple[int, ...]:
+def _text_of_parts(parts: list[Any]) -> str:
+    """Return the text of a content in parts, in which some servers answer; thoughts are parts of other types."""
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _versions(fingerprint: object) -> tuple[int, ...]:
     """Return the policy versions that a hive names, none for what other servers say of themselves."""
-    named = POLICY_VERSIONS.fullmatch(fingerprint)
+    named = POLICY_VERSIONS.fullmatch(fingerprint) if isinstance(fingerprint, str) else None
     return tuple(int(number) for number in named.groups() if number) if named else ()
 
 
@@ -263,6 +272,12 @@ def _tool_calls(message: MessageDict) -> tuple[ToolCall, ...]:
 def _text(arguments: object) -> str:
     """Return the arguments of a call as JSON text; some servers send the object itself."""
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
+
+
+def _said(error: object) -> str:
+    """Return what an answer without a choice says of its error, after a colon, "" for nothing."""
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return f": {' '.join(str(message).split())[:FOREIGN_TEXT_MAX]}" if message else ""
 
 
 def _refusal(response: httpx.Response) -> ModelRefused:
