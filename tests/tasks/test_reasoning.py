@@ -6,8 +6,9 @@ from bombus.environments.kinds import RolloutScores, Transcript
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.errors import Refused
 from bombus.sdk.types import Task
+from bombus.tasks.entries import entry_of
 from bombus.tasks.kinds import TaskDraw, TaskSplit
-from bombus.tasks.reasoning import FAMILY, GOLD_SCORES_NOTHING, ReasoningPuzzle, answer_in
+from bombus.tasks.reasoning import FAMILY, FLAWS, GOLD_SCORES_NOTHING, ReasoningPuzzle, answer_in, score_of
 from bombus.tasks.registry import open_tasks
 
 GENERATORS = [name.name for name in FAMILY.names()]
@@ -55,6 +56,9 @@ async def test_a_reply_is_scored_by_the_verifier() -> None:
         ("<answer> 42 </answer>", "42"),
         ("<answer>1</answer> no: <answer>2</answer>.", "2"),
         ("<answer>cut", "cut"),
+        ("It goes into <answer> tags: <answer>5</answer>", "5"),
+        ("<answer>5</answer>, which I put into <answer> tags.", "5"),
+        ("First <answer> and then <answer>cut", "cut"),
         ("", ""),
     ],
 )
@@ -90,6 +94,26 @@ async def test_a_reply_that_only_repeats_the_question_is_worth_nothing() -> None
             scores = await world.score(Transcript(messages=[{"role": "assistant", "content": reply}]))
             assert scores.reward == 0.0
         await world.close()
+
+
+@pytest.mark.parametrize("answer", ["nan", "(NaN)", "n a n", "nan+nanj", "1+nani"])
+def test_an_answer_that_is_not_a_number_is_not_taken_for_any_number(answer: str) -> None:
+    # The verifier of complex_arithmetic gives 1 for each of them, whatever the question.
+    assert score_of("complex_arithmetic", answer, entry_of("complex_arithmetic", 0, 0)) == 0.0
+
+
+def test_an_answer_that_has_nan_in_a_word_is_read() -> None:
+    entry = {**entry_of("caesar_cipher", 0, 0), "answer": "NAN FINANCE"}
+    for answer, worth in (("NAN FINANCE", 1.0), ("FINANCE", 0.0)):
+        assert (score_of("caesar_cipher", answer, entry) == 1.0) == bool(worth)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_no_answer_is_right_for_each_question_but_of_generators_that_are_marked(name: str) -> None:
+    entries = [entry_of(name, 7, index) for index in range(4)]
+    for answer in ("0", "1", "nan", "[]", "True", "6+6+6+6"):
+        others = {str(entry["answer"]) for entry in entries if score_of(name, answer, entry) == 1.0} - {answer}
+        assert len(others) <= 1 or name in FLAWS, (answer, others)
 
 
 def test_names_and_draws_that_there_are_not_are_refused() -> None:

@@ -1,7 +1,6 @@
 """The task generators of reasoning-gym, each with its own verifier: `reasoning_gym:<name>`."""
 
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ from bombus.environments.kinds import Transcript
 from bombus.environments.plain.marks import metric, reward, success
 from bombus.errors import Code, Refused, in_one_line
 from bombus.sdk.types import Task
-from bombus.tasks.entries import dataset_of, entry_of
+from bombus.tasks import verifying
+from bombus.tasks.entries import entry_of
 from bombus.tasks.kinds import NoOptions, TaskDraw, TaskFamily, TaskName, TasksNotInstalled, options_of
 
 INSTRUCTION = (
@@ -24,11 +24,14 @@ GOLD_SCORES_NOTHING = frozenset({"boxnet", "graph_color", "propositional_logic",
 FLAWS = {
     **dict.fromkeys(GOLD_SCORES_NOTHING, "its own gold answers score 0"),
     "game_of_life_halting": "its verifier takes any answer for True",
+    "coin_flip": "its verifier takes 0 for any probability that begins with 0",
+    "puzzle24": "its verifier takes any four numbers that make 24",
 }
 NOT_A_GENERATOR = frozenset({"composite"})  # it mixes others, and has no tasks of its own
 
-_ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
-_verifying = threading.Lock()  # generators of some kinds read files that others write when they are made
+_CLOSED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_OPEN = re.compile(r"<answer>((?:(?!<answer>).)*)\Z", re.DOTALL)
+_NOT_A_NUMBER = re.compile(r"(?<![^\W\d_])nan[ij]?(?![^\W\d_])", re.IGNORECASE)
 
 
 class ReasoningTasks:
@@ -70,6 +73,7 @@ class ReasoningPuzzle:
         self._scores: dict[str, float] = {}
 
     def reset(self, task: Task) -> list[dict[str, str]]:
+        verifying.judge.start()
         known = task.metadata
         self._generator = known["generator"]
         self._entry = entry_of(self._generator, known["generator_seed"], known["index"])
@@ -93,7 +97,7 @@ class ReasoningPuzzle:
     @metric
     def has_answer(self, transcript: Transcript) -> float:
         """Return whether the reply has an answer in tags."""
-        return float(_ANSWER.search(_last_text(transcript)) is not None)
+        return float(_tagged_answer(_last_text(transcript)) is not None)
 
     @success
     def is_solved(self, transcript: Transcript) -> bool:
@@ -103,24 +107,33 @@ class ReasoningPuzzle:
 
 def answer_in(text: str) -> str:
     """Return the last answer in tags; without any, all of the text."""
-    found = _ANSWER.findall(text)
-    return (found[-1] if found else text).strip()
+    found = _tagged_answer(text)
+    return (text if found is None else found).strip()
 
 
 def score_of(generator: str, answer: str, entry: dict[str, Any]) -> float:
-    """Return the verifier's score, from 0 to 1.
+    """Return the verifier's score, from 0 to 1; 0 for an answer that it cannot read, or with which it does not end.
 
-    An answer that has the whole question in it is wrong: some verifiers find what they look for in the question.
+    An answer that has the whole question in it is wrong: some verifiers find what they look for in the question. So is
+    one that has "nan" for a number, unless the right one has it, too: some verifiers take it for any number.
     """
-    if entry["question"].strip() in answer:
+    if entry["question"].strip() in answer or (_has_nan(answer) and not _has_nan(str(entry["answer"]))):
         return 0.0
-    with _verifying:
-        verifier = dataset_of(generator, seed=0, size=1)  # it does not depend on either
-    try:
-        score = float(verifier.score_answer(answer, entry))
-    except Exception:  # the verifier's own code: an answer that it cannot read is wrong
-        return 0.0
-    return min(1.0, max(0.0, score))
+    score = verifying.judge.score(generator, answer, entry)
+    return 0.0 if score is None else min(1.0, max(0.0, score))
+
+
+def _tagged_answer(text: str) -> str | None:
+    """Return the last answer in tags. A tag that is not closed is a mention of it where there is a closed one."""
+    if closed := _CLOSED.findall(text):
+        return str(closed[-1])
+    found = _OPEN.search(text)
+    return None if found is None else found[1]
+
+
+def _has_nan(answer: str) -> bool:
+    """Return whether an answer has NaN in it, perhaps with spaces between the letters, which some verifiers remove."""
+    return any(_NOT_A_NUMBER.search(each) for each in (answer, "".join(answer.split())))
 
 
 def _last_text(transcript: Transcript) -> str:

@@ -9,8 +9,9 @@ import msgspec
 
 from bombus.environments.kinds import EnvironmentLost
 from bombus.host.process import die_with_this_process, kill
-from bombus.tasks.aws.isolation import LINE_BYTES_MAX, WORKER, IsolatedWorker, import_path
+from bombus.tasks.aws.isolation import LINE_BYTES_MAX, PACKAGES, WORKER, IsolatedWorker
 from bombus.tasks.aws.worker import WorkerRequest
+from bombus.tasks.isolation import import_path
 
 COMMAND_S = 45.0
 # A value that is an address is that value: it is not fetched.
@@ -131,7 +132,7 @@ def _variables(home: str, config: str) -> dict[str, str]:
     """Return all variables of the process: nothing of this one's, which may have keys."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "PYTHONPATH": import_path(),
+        "PYTHONPATH": import_path(PACKAGES),
         "LANG": "C.UTF-8",
         "HOME": home,
         "TMPDIR": home,

@@ -8,24 +8,20 @@ import asyncio
 import contextlib
 import functools
 import logging
-import shutil
 import socket
-import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bombus.environments.backends.shell import NAMESPACES
 from bombus.host.process import die_with_this_process, kill
+from bombus.tasks.isolation import CONFIG, HOME, isolated, why_no_isolation
 
-SETUP = Path(__file__).with_name("isolation.sh")
 LOOPBACK = Path(__file__).with_name("loopback.py")
 START_S = 20.0
 CHUNK_BYTES = 64 * 1024
 LINE_BYTES_MAX = 16 << 20
 WORKER = ("-P", "-s", "-m", "bombus.tasks.aws.worker")
-HOME, CONFIG = "/bombus/home", "/bombus/config"  # inside
+PACKAGES = ("awscli", "botocore", "msgspec")
 
 log = logging.getLogger("bombus")
 
@@ -41,8 +37,8 @@ class IsolatedWorker:
 
     async def start(self, config: Path, variables: Mapping[str, str]) -> bool:
         """Start the process. Return whether that worked; a line in the log says why it did not, once."""
-        if sys.platform != "linux" or shutil.which("unshare") is None or shutil.which("setpriv") is None:
-            _warn("that needs Linux, with `unshare` and `setpriv` (package util-linux)")
+        if why := why_no_isolation():
+            _warn(why)
             return False
         root, errors = self._folder / "root", self._folder / "errors"
         root.mkdir(exist_ok=True)
@@ -50,15 +46,9 @@ class IsolatedWorker:
         with outside:
             outside.settimeout(START_S)
             with inside, errors.open("wb") as said:
+                loopback = ["-I", "-S", *map(str, (LOOPBACK, self._port, inside.fileno()))]
                 self.process = await asyncio.create_subprocess_exec(
-                    "unshare",
-                    *NAMESPACES,
-                    "/bin/sh",
-                    "-c",
-                    SETUP.read_text(),
-                    "isolation",
-                    *map(str, (root, config, sys.executable, LOOPBACK, self._port, inside.fileno())),
-                    *_folders(),
+                    *isolated(root, config, WORKER, PACKAGES, before=loopback),
                     env={**variables, "HOME": HOME, "TMPDIR": HOME, "AWS_CONFIG_FILE": CONFIG},
                     cwd="/",
                     stdin=asyncio.subprocess.PIPE,
@@ -104,24 +94,6 @@ class IsolatedWorker:
                     to_simulator.close()
             finally:
                 writer.close()
-
-
-def import_path() -> str:
-    """Return where the process finds what it imports."""
-    return ":".join(map(str, _sites()))
-
-
-def _sites() -> list[Path]:
-    """Return the folder that holds our package, and those of what it needs, whichever way they were installed."""
-    found = [find_spec(name) for name in ("awscli", "botocore", "msgspec")]
-    sites = [Path(spec.origin).parent.parent for spec in found if spec is not None and spec.origin is not None]
-    return list(dict.fromkeys([Path(__file__).parents[3], *sites]))
-
-
-def _folders() -> list[str]:
-    """Return the folders that the process reads, parents before what is in them. Of our own tree only the package."""
-    shown = {str(Path(__file__).parents[2]), sys.prefix, sys.base_prefix, *map(str, _sites()[1:])}
-    return sorted(shown)
 
 
 def _received(outside: socket.socket) -> socket.socket | None:

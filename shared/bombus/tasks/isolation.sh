@@ -1,11 +1,10 @@
-# Runs the process of the AWS command line in new namespaces (see isolation.py):
-# isolation.sh ROOT CONFIG PYTHON LOOPBACK PORT SOCKET FOLDER...
+# Runs a line of shell in new namespaces (see isolation.py): isolation.sh ROOT CONFIG COMMAND FOLDER...
 # ROOT becomes a small file system in memory with the programs of this machine and the given folders, all read-only,
-# and /bombus, which has CONFIG and an empty home. Of a network there is only PORT, which LOOPBACK opens.
+# and /bombus, which has CONFIG and an empty home. There is no network.
 set -e
 PATH=/usr/sbin:/sbin:/usr/bin:/bin
-root=$1 config=$2 python=$3 loopback=$4 port=$5 socket=$6
-shift 6
+root=$1 config=$2 command=$3
+shift 3
 mount -t tmpfs -o size=1m,mode=755 tmpfs "$root"
 show() {
     if [ -e "$root$1" ]; then return; fi # it is in a folder that is shown already
@@ -33,6 +32,4 @@ pivot_root . bombus/old
 umount -l /bombus/old
 mount -o remount,ro /
 cd /bombus/home
-"$python" -I -S "$loopback" "$port" "$socket"
-exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --ambient-caps=-all \
-    "$python" -P -s -m bombus.tasks.aws.worker
+eval "$command"

@@ -1,0 +1,55 @@
+"""Programs of ours in namespaces of their own, where the kernel allows it, for what models have written.
+
+They see the programs of this machine, read-only, a home in memory, no other process, and no network.
+"""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from bombus.environments.backends.shell import NAMESPACES
+
+SETUP = Path(__file__).with_name("isolation.sh")
+HOME, CONFIG = "/bombus/home", "/bombus/config"  # inside
+WITHOUT_CAPABILITIES = "setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --ambient-caps=-all"
+
+
+def why_no_isolation() -> str:
+    """Return what this machine lacks, "" for nothing; its kernel may still refuse."""
+    if sys.platform != "linux" or shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        return "that needs Linux, with `unshare` and `setpriv` (package util-linux)"
+    return ""
+
+
+def isolated(
+    root: Path, config: Path, program: Sequence[str], packages: Sequence[str], before: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that runs `before` and then `program`, which has no capabilities, in new namespaces.
+
+    Both are words after that of Python. `root` is an empty folder, and `config` a file that is shown at `CONFIG`.
+    """
+    lines = [shlex.join([sys.executable, *before])] if before else []
+    lines.append(f"exec {WITHOUT_CAPABILITIES} {shlex.join([sys.executable, *program])}")
+    setup = [SETUP.read_text(), "isolation", str(root), str(config), "; ".join(lines)]
+    return ["unshare", *NAMESPACES, "/bin/sh", "-c", *setup, *_folders(packages)]
+
+
+def import_path(packages: Sequence[str]) -> str:
+    """Return where a program finds our own package, and these."""
+    return ":".join(map(str, _sites(packages)))
+
+
+def _sites(packages: Sequence[str]) -> list[Path]:
+    """Return the folder that holds our package, and those of what it needs, whichever way they were installed."""
+    found = [find_spec(name) for name in packages]
+    sites = [Path(spec.origin).parent.parent for spec in found if spec is not None and spec.origin is not None]
+    return list(dict.fromkeys([Path(__file__).parents[2], *sites]))
+
+
+def _folders(packages: Sequence[str]) -> list[str]:
+    """Return the folders that a program reads, parents before what is in them. Of our own tree only the package."""
+    shown = {str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, *map(str, _sites(packages)[1:])}
+    return sorted(shown)

@@ -1,0 +1,312 @@
+"""Answers to reasoning-gym's questions, judged in a process of their own.
+
+Some verifiers evaluate an answer as Python, with `eval` or by way of SymPy: it can call anything, and never end. So
+each is judged in a child of that process, which is in namespaces where the kernel allows it, and is killed in time.
+"""
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bombus.environments.kinds import EnvironmentLost
+from bombus.errors import in_one_line
+from bombus.tasks.entries import HASH_SEED, dataset_of
+from bombus.tasks.isolation import HOME, import_path, isolated, why_no_isolation
+
+START_S = 45.0  # to import reasoning-gym, which takes some seconds
+VERIFY_S = 10.0  # the slowest verifier takes less than a second
+AT_ONCE = 16
+NAME_BYTES = 64
+LOOK_S = 1.0
+MEMORY_BYTES_MAX = 2 << 30
+FILE_BYTES_MAX = 1 << 20
+PROGRAM = ("-P", "-s", "-m", "bombus.tasks.verifying")
+PACKAGES = ("reasoning_gym", "sympy", "numpy", "msgspec", "pydantic", "httpx")
+_BEGUN, _NOTHING = b"b", b"-"
+
+log = logging.getLogger("bombus")
+
+
+class AnswerJudge:
+    """Has answers judged in a process that is started with the first of them, and ends with this one.
+
+    Threads may share it. `verify_s` is the time of one answer.
+    """
+
+    def __init__(self, verify_s: float = VERIFY_S) -> None:
+        self._verify_s = verify_s
+        self._one = threading.Lock()
+        self._slots = threading.BoundedSemaphore(AT_ONCE)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._door: socket.socket | None = None
+        self._is_ready = False
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def score(self, generator: str, answer: str, entry: Mapping[str, Any]) -> float | None:
+        """Return what the verifier gives an answer, None where it gives nothing that is a number, or not in time.
+
+        Raises `EnvironmentLost` where there is no process that judges.
+        """
+        request = pickle.dumps((answer, dict(entry)))
+        why = ""
+        with self._slots:
+            for _ in range(2):  # a process that ends costs nobody an answer, but for one that ends each
+                ours, theirs = socket.socketpair()
+                with ours:
+                    with theirs:
+                        self._hand_over(generator, theirs)
+                    try:
+                        return _judged(ours, request, self._verify_s)
+                    except OSError as error:
+                        why = in_one_line(error)
+        raise EnvironmentLost(f"an answer was not judged: {why}")
+
+    def start(self) -> None:
+        """Start the process without waiting for it, so that the first answer need not wait for its imports."""
+        with self._one:
+            self._running()
+
+    def close(self) -> None:
+        """End the process. Another answer starts a new one."""
+        with self._one:
+            self._end()
+
+    def _hand_over(self, generator: str, theirs: socket.socket) -> None:
+        """Give one end of a connection to the process. Raises `EnvironmentLost`."""
+        name = generator.encode().ljust(NAME_BYTES)
+        with self._one:
+            try:
+                for _ in range(2):  # the first one may have ended since the last answer
+                    door = self._ready()
+                    try:
+                        socket.send_fds(door, [name], [theirs.fileno()])
+                        return
+                    except OSError:
+                        self._end()
+            except OSError as error:
+                self._end()
+                raise EnvironmentLost(f"answers cannot be judged: {error}") from error
+        raise EnvironmentLost("answers cannot be judged: the process that judges them ends at once")
+
+    def _ready(self) -> socket.socket:
+        """Return the door of a process that has begun to listen."""
+        door = self._running()
+        if self._is_ready:
+            return door
+        if not _has_begun(door):
+            if self._folder is None:
+                raise ConnectionError("the process that judges them did not start")
+            self._end()
+            _warn("the kernel allows none")
+            door = self._started(isolate=False)
+            if not _has_begun(door):
+                raise ConnectionError("the process that judges them did not start")
+        self._is_ready = True
+        return door
+
+    def _running(self) -> socket.socket:
+        if self._door is None:
+            why = why_no_isolation()
+            if why:
+                _warn(why)
+            return self._started(isolate=not why)
+        return self._door
+
+    def _started(self, *, isolate: bool) -> socket.socket:
+        self._door, theirs = socket.socketpair()
+        with theirs:
+            words = (*PROGRAM, str(theirs.fileno()), str(self._verify_s))
+            command, home = [sys.executable, *words], tempfile.gettempdir()
+            if isolate:
+                self._folder = tempfile.TemporaryDirectory(prefix="bombus-judge-", ignore_cleanup_errors=True)
+                root = Path(self._folder.name) / "root"
+                root.mkdir()
+                command, home = isolated(root, Path(os.devnull), words, PACKAGES), HOME
+            self._process = subprocess.Popen(
+                command,
+                env=_variables(home),
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the program, which ends this process
+            )
+        return self._door
+
+    def _end(self) -> None:
+        door, self._door = self._door, None
+        process, self._process = self._process, None
+        folder, self._folder = self._folder, None
+        self._is_ready = False
+        if door is not None:
+            door.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+        if folder is not None:
+            folder.cleanup()
+
+
+def _has_begun(door: socket.socket) -> bool:
+    door.settimeout(START_S)
+    try:
+        return door.recv(1) == _BEGUN
+    except OSError:  # nothing came in time, or it has ended
+        return False
+
+
+def _judged(connection: socket.socket, request: bytes, verify_s: float) -> float | None:
+    """Return what comes through the connection of one answer. Raises `OSError` where nothing does."""
+    connection.settimeout(START_S)
+    connection.sendall(len(request).to_bytes(8) + request)
+    if connection.recv(1) != _BEGUN:
+        raise ConnectionError("its verifier could not be made")
+    connection.settimeout(verify_s + START_S)  # it is killed before
+    said = connection.recv(64)
+    if not said:
+        raise ConnectionError("the process that judges has ended")
+    try:
+        return float(said)  # what came of text that a model has written: not unpickled
+    except ValueError:
+        return None
+
+
+def _variables(home: str) -> dict[str, str]:
+    """Return all variables of the process: nothing of this one's, which may have keys."""
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "PYTHONPATH": import_path(PACKAGES),
+        "PYTHONHASHSEED": HASH_SEED,
+        "LANG": "C.UTF-8",
+        "HOME": home,
+        "TMPDIR": home,
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+@functools.cache
+def _warn(why: str) -> None:
+    log.warning(
+        "answers to reasoning-gym's questions are judged without namespaces (%s): some verifiers evaluate them as "
+        "Python, and what a model writes could then reach this machine's files and network",
+        why,
+    )
+
+
+# ---- in the process ----
+
+
+class _Child(NamedTuple):
+    """The process of one answer. What it has not said by its end is said for it, so that whoever waits knows."""
+
+    connection: socket.socket
+    until: float
+
+
+def serve(descriptor: int, verify_s: float) -> None:
+    """Judge what comes through the door, each answer in a child of this process, until it is closed."""
+    import reasoning_gym  # noqa: F401 - each child has it then
+
+    door = socket.socket(fileno=descriptor)
+    door.sendall(_BEGUN)
+    door.settimeout(LOOK_S)
+    children: dict[int, _Child] = {}
+    try:
+        while True:
+            try:
+                name, given, _, _ = socket.recv_fds(door, NAME_BYTES, 1)
+            except TimeoutError:
+                _end_late(children)
+                continue
+            if not name:
+                return
+            _end_late(children)
+            for each in given:
+                connection = socket.socket(fileno=each)
+                if child := _begun(name.strip().decode(), connection):
+                    children[child] = _Child(connection, time.monotonic() + verify_s)
+                else:
+                    connection.close()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def _begun(generator: str, connection: socket.socket) -> int:
+    """Return the child that judges what comes through a connection, 0 where there is no verifier."""
+    try:
+        verifier = dataset_of(generator, seed=0, size=1)  # it does not depend on either
+    except Exception:  # the generator's own code: whoever asks is told by the end of the connection
+        return 0
+    if child := os.fork():
+        return child
+    try:
+        os.closerange(3, connection.fileno())  # such as the connections of other answers
+        os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        _judge(verifier, connection)
+    finally:
+        os._exit(0)
+
+
+def _judge(verifier: Any, connection: socket.socket) -> None:
+    connection.settimeout(None)
+    with connection.makefile("rb") as asked:
+        answer, entry = pickle.loads(asked.read(int.from_bytes(asked.read(8))))  # from the program that asks
+    _limit()
+    connection.sendall(_BEGUN)
+    try:
+        said = repr(float(verifier.score_answer(answer, entry))).encode()
+    except Exception:  # the verifier's own code: it cannot read the answer
+        said = _NOTHING
+    connection.sendall(said)
+
+
+def _limit() -> None:
+    """Set limits to the process of one answer. An ordinary user's starts no other one."""
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES_MAX, FILE_BYTES_MAX))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _end_late(children: dict[int, _Child]) -> None:
+    """Note which children have ended, and kill those whose time is over."""
+    for pid, child in list(children.items()):
+        if not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() < child.until:
+                continue
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        del children[pid]
+        with child.connection, contextlib.suppress(OSError):  # whoever asked has its answer, and is gone
+            child.connection.sendall(_NOTHING)
+
+
+def _make_anew() -> None:
+    """Let a forked program start a process of its own."""
+    global judge
+    judge = AnswerJudge()
+
+
+judge = AnswerJudge()
+atexit.register(lambda: judge.close())  # whichever it is then
+os.register_at_fork(after_in_child=_make_anew)
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), float(sys.argv[2]))
