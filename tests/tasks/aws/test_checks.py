@@ -69,6 +69,7 @@ READS = (attached("reporter"), f"iam detach-role-policy --role-name reporter --p
 PROTECTED = (blocked("contracts"), versioned("contracts"))
 HOST = "ssm put-parameter --name /prod/db/host --value db7.prod.internal --overwrite --type "
 FAN_OUT = ("sns create-topic --name orders", "sqs create-queue --queue-name billing")
+TAG_PARAMETER = "ssm add-tags-to-resource --resource-type Parameter"
 CORS = '{"CORSRules":[{"AllowedMethods":["GET"],"AllowedOrigins":["*"]}]}'
 AES = '{"Rules":[{"ApplyServerSideEncryptionByDefault":{"SSEAlgorithm":"AES256"}}]}'
 DELETED = (
@@ -77,10 +78,16 @@ DELETED = (
 )
 WEBSITE = '{"IndexDocument":{"Suffix":"index.html"}}'
 OWNED = '{"Rules":[{"ObjectOwnership":"ObjectWriter"}]}'
+LOGGED = '{"LoggingEnabled":{"TargetBucket":"invoices","TargetPrefix":"x"}}'
+TAGGED = "s3api put-bucket-tagging --bucket payroll --tagging TagSet=[{Key=team,Value=finance}]"
 REPORTS = "sns create-topic --name reports"
 NIGHTLY = "events put-rule --name nightly --schedule-expression"
 WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
-    "bucket": (("s3 mb s3://team-logs-1",), ("s3 mb s3://team-logs", "s3 mb s3://team-log")),
+    "bucket": (
+        ("s3 mb s3://team-logs-1",),
+        ("s3 mb s3://team-logs", "s3 mb s3://team-log"),
+        ("s3 mb s3://team-logs --region eu-west-1",),
+    ),
     "queue": (
         ("sqs create-queue --queue-name jobs", "sqs create-queue --queue-name other"),
         ("sqs create-queue --queue-name my-jobs",),
@@ -91,16 +98,25 @@ WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ssm put-parameter --name /app/color --value blue --type SecureString",),
         ("ssm put-parameter --name /app/color --value Blue --type String",),
         ("ssm put-parameter --name /app/colour --value blue --type String",),
+        (
+            "ssm put-parameter --name /app/color --value blue --type String",
+            "ssm put-parameter --name /app/colour --value blue --type String",
+        ),
     ),
     "log-group": (("logs create-log-group --log-group-name app/web",),),
     "table": (
         (table("users", "user_id", "N"),),
         (table("users", "user_id", billed=PROVISIONED),),
         (table("users", "id"),),
+        (table("users", "user_id"), table("user", "user_id")),
     ),
     "secret": (
         ("secretsmanager create-secret --name db-password --secret-string S3same",),
         ("secretsmanager create-secret --name db_password --secret-string s3same",),
+        tuple(
+            f"secretsmanager create-secret --name {name} --secret-string s3same"
+            for name in ("db-password", "db_password")
+        ),
     ),
     "retention": (
         ("logs create-log-group --log-group-name /app/api",),
@@ -109,12 +125,17 @@ WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
             "logs put-retention-policy --log-group-name /app/api --retention-in-days 14",
         ),
     ),
-    "versioning": (("s3 mb s3://documents",), ("s3 mb s3://documents", versioned("documents", "Suspended"))),
+    "versioning": (
+        ("s3 mb s3://documents",),
+        ("s3 mb s3://documents", versioned("documents", "Suspended")),
+        ("s3 mb s3://documents --region eu-west-1", versioned("documents")),
+    ),
     "role": (
         (role("worker", DENIED),),
         (role("worker", ALLOWED, ANYBODY),),
         (role("worker", EC2_TOO),),
         (role("worker", ANYBODY),),
+        (role("worker", ALLOWED), role("workers", ALLOWED)),
     ),
     "item": (
         (table("stock", "sku", billed=PROVISIONED), f"dynamodb put-item --table-name stock --item {ITEM}"),
@@ -123,10 +144,12 @@ WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
             table("stock", "sku"),
             'dynamodb put-item --table-name stock --item \'{"sku":{"S":"A1"},"name":{"S":"bolt"},"x":{"N":"1"}}\'',
         ),
+        (table("stock", "sku"), f"dynamodb put-item --table-name stock --item {ITEM}", table("stocks", "sku")),
     ),
     "role-with-policy": (
         (role("auditor", ALLOWED, ANYBODY), attached("auditor")),
         (role("auditor", DENIED), attached("auditor")),
+        (role("auditor", ALLOWED), attached("auditor"), role("auditors", ALLOWED)),
         (role("auditor", ALLOWED), attached("auditor"), attached("auditor", ADMIN)),
         (
             role("auditor", ALLOWED),
@@ -153,7 +176,7 @@ WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
             "s3 mb s3://payroll",
             blocked("payroll", "BlockPublicAcls=true,IgnorePublicAcls=true,BlockPublicPolicy=true"),
             versioned("payroll"),
-            "s3api put-bucket-tagging --bucket payroll --tagging TagSet=[{Key=team,Value=finance}]",
+            TAGGED,
         ),
         (
             "s3 mb s3://payroll",
@@ -161,11 +184,16 @@ WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
             versioned("payroll"),
             "s3api put-bucket-tagging --bucket payroll --tagging TagSet=[{Key=Team,Value=finance}]",
         ),
+        *(
+            (*made, blocked("payroll"), versioned("payroll"), TAGGED)
+            for made in (("s3 mb s3://payroll --region eu-west-1",), ("s3 mb s3://payroll", "s3 mb s3://payrolls"))
+        ),
     ),
     "expiry": (
         (table("sessions", "id", "N"), expiring("expires_at")),
         (table("sessions", "id", billed=PROVISIONED), expiring("expires_at")),
         (table("sessions", "id"), expiring("expires")),
+        (table("sessions", "id"), expiring("expires_at"), table("session", "id")),
     ),
     "clean-up": (
         ("s3 rb s3://tmp-a", "s3 rb s3://tmp-b", "s3 rb s3://archive-tmp", "s3 mb s3://archive-tmp"),
@@ -188,6 +216,13 @@ WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
         (*PROTECTED, DELETED),
         (*PROTECTED, f"s3api put-bucket-website --bucket web-assets --website-configuration '{WEBSITE}'"),
         (*PROTECTED, f"s3api put-bucket-ownership-controls --bucket invoices --ownership-controls '{OWNED}'"),
+        (*PROTECTED, f"s3api put-bucket-logging --bucket web-assets --bucket-logging-status '{LOGGED}'"),
+        (
+            *PROTECTED,
+            f"s3api put-bucket-ownership-controls --bucket invoices --ownership-controls '{OWNED}'",
+            "s3api put-bucket-acl --bucket invoices --acl public-read-write",
+            "s3api delete-bucket-ownership-controls --bucket invoices",
+        ),
         (blocked("invoices"), versioned("invoices")),
     ),
     "lost-messages": (
@@ -205,6 +240,16 @@ WRONG: dict[str, tuple[tuple[str, ...], ...]] = {
         (f"{HOST} String", f"{HOST.replace('/prod', '/staging')} String"),
         (f"{HOST} String", "secretsmanager put-secret-value --secret-id prod-database --secret-string x"),
         (f"{HOST} String", "ssm put-parameter --name /prod/db/host2 --value x --type String"),
+        (f"{HOST} String", "secretsmanager tag-resource --secret-id prod-database --tags Key=a,Value=b"),
+        (f"{HOST} String", "secretsmanager update-secret --secret-id prod-database --description x"),
+        (
+            f"{HOST} String",
+            f"secretsmanager put-resource-policy --secret-id prod-database --resource-policy {ALL_POWER}",
+        ),
+        *(
+            (f"{HOST} String", f"{TAG_PARAMETER} --resource-id /{stage}/db/host --tags Key=a,Value=b")
+            for stage in ("prod", "staging")
+        ),
     ),
 }
 

@@ -9,10 +9,14 @@ ENDPOINT = "{endpoint}"  # in commands: the simulator's address
 
 
 class StateCheck(msgspec.Struct, frozen=True):
-    """A command that only reads, and what it must give, as JSON. `None`: nothing."""
+    """A command that only reads, and what it must give, as JSON. `None`: nothing.
+
+    `alone` is a check that must hold, too, and is no achievement of its own.
+    """
 
     command: str
     expected: Any
+    alone: "StateCheck | None" = None
 
 
 class AwsTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +35,7 @@ class AwsTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _table(name: str, key: str) -> StateCheck:
-    """Return the check for a table with a string as its only key, billed on demand."""
+    """Return the check for the only table, which has a string as its only key, and is billed on demand."""
     return StateCheck(
         f"dynamodb describe-table --table-name {name} --query "
         "Table.[KeySchema,AttributeDefinitions,BillingModeSummary.BillingMode]",
@@ -40,16 +44,34 @@ def _table(name: str, key: str) -> StateCheck:
             [{"AttributeName": key, "AttributeType": "S"}],
             "PAY_PER_REQUEST",
         ],
+        alone=StateCheck("dynamodb list-tables --query TableNames", [name]),
     )
 
 
 def _assumed_by_lambda(role: str) -> StateCheck:
-    """Return the check for a role that Lambda may assume, and nobody else."""
+    """Return the check for the only role, which Lambda may assume, and nobody else."""
     return StateCheck(
         f'iam get-role --role-name {role} --query "to_array(Role.AssumeRolePolicyDocument.Statement)[].'
         '[Effect,keys(Principal),to_array(Principal.Service),to_array(Action),Condition]"',
         [["Allow", ["Service"], ["lambda.amazonaws.com"], ["sts:AssumeRole"], None]],
+        alone=StateCheck("iam list-roles --query Roles[].RoleName", [role]),
     )
+
+
+# What is asked for is there once, and nothing else of its kind: who makes many of them has not understood which one.
+
+
+def _only_bucket(name: str) -> StateCheck:
+    """Return the check for one bucket, which is in the account's region; any region lists those of all."""
+    return StateCheck("s3api list-buckets --query Buckets[].[Name,BucketRegion]", [[name, "us-east-1"]])
+
+
+def _only_parameter(name: str) -> StateCheck:
+    return StateCheck("ssm describe-parameters --query Parameters[].Name", [name])
+
+
+def _only_secret(name: str) -> StateCheck:
+    return StateCheck("secretsmanager list-secrets --query SecretList[].Name", [name])
 
 
 def _only_queue(name: str) -> StateCheck:
@@ -58,7 +80,6 @@ def _only_queue(name: str) -> StateCheck:
     )
 
 
-_BUCKETS = "s3api list-buckets --query sort(Buckets[].Name)"
 _TABLE = (
     "dynamodb create-table --table-name {0} --attribute-definitions AttributeName={1},AttributeType=S "
     "--key-schema AttributeName={1},KeyType=HASH --billing-mode PAY_PER_REQUEST"
@@ -92,7 +113,7 @@ TASKS = (
         tier="warmup",
         prompt="Create an S3 bucket named team-logs.",
         gold=("s3 mb s3://team-logs",),
-        checks=(StateCheck(_BUCKETS, ["team-logs"]),),
+        checks=(_only_bucket("team-logs"),),
     ),
     AwsTask(
         name="queue",
@@ -113,7 +134,13 @@ TASKS = (
         tier="warmup",
         prompt="Store the text blue in a parameter of SSM named /app/color, of type String.",
         gold=("ssm put-parameter --name /app/color --value blue --type String",),
-        checks=(StateCheck("ssm get-parameter --name /app/color --query Parameter.[Type,Value]", ["String", "blue"]),),
+        checks=(
+            StateCheck(
+                "ssm get-parameter --name /app/color --query Parameter.[Type,Value]",
+                ["String", "blue"],
+                alone=_only_parameter("/app/color"),
+            ),
+        ),
     ),
     AwsTask(
         name="log-group",
@@ -134,7 +161,13 @@ TASKS = (
         tier="beginner",
         prompt="Store the text s3same in Secrets Manager as the secret db-password.",
         gold=("secretsmanager create-secret --name db-password --secret-string s3same",),
-        checks=(StateCheck("secretsmanager get-secret-value --secret-id db-password --query SecretString", "s3same"),),
+        checks=(
+            StateCheck(
+                "secretsmanager get-secret-value --secret-id db-password --query SecretString",
+                "s3same",
+                alone=_only_secret("db-password"),
+            ),
+        ),
     ),
     AwsTask(
         name="retention",
@@ -158,7 +191,7 @@ TASKS = (
             "s3api put-bucket-versioning --bucket documents --versioning-configuration Status=Enabled",
         ),
         checks=(
-            StateCheck(_BUCKETS, ["documents"]),
+            _only_bucket("documents"),
             StateCheck("s3api get-bucket-versioning --bucket documents --query Status", "Enabled"),
         ),
     ),
@@ -264,7 +297,7 @@ TASKS = (
             "s3api put-bucket-tagging --bucket payroll --tagging TagSet=[{Key=team,Value=finance}]",
         ),
         checks=(
-            StateCheck(_BLOCKED.format("payroll"), _ALL_BLOCKED),
+            StateCheck(_BLOCKED.format("payroll"), _ALL_BLOCKED, alone=_only_bucket("payroll")),
             StateCheck("s3api get-bucket-versioning --bucket payroll --query Status", "Enabled"),
             StateCheck(
                 "s3api get-bucket-tagging --bucket payroll --query TagSet", [{"Key": "team", "Value": "finance"}]
@@ -370,6 +403,8 @@ TASKS = (
                     "bucket-lifecycle-configuration",
                     "bucket-website",
                     "bucket-ownership-controls",
+                    "bucket-acl",
+                    "bucket-logging",
                 )
             ),
             *(f"s3api list-objects-v2 --bucket {name} --query Contents[].Key" for name in ("web-assets", "invoices")),
@@ -427,7 +462,12 @@ TASKS = (
             "ssm describe-parameters --query sort(Parameters[].Name)",
             "ssm get-parameter --name /staging/db/host",
             "secretsmanager get-secret-value --secret-id prod-database",
-            "secretsmanager list-secrets --query SecretList[].Name",
+            "secretsmanager list-secrets --query SecretList[].[Name,Description,KmsKeyId,Tags]",
+            "secretsmanager get-resource-policy --secret-id prod-database",
+            *(
+                f"ssm list-tags-for-resource --resource-type Parameter --resource-id /{stage}/db/host"
+                for stage in ("prod", "staging")
+            ),
         ),
     ),
 )

@@ -147,7 +147,7 @@ class AwsWorld:
             found = msgspec.json.decode(text) if text else None
         except msgspec.MsgspecError:
             return False
-        return bool(found == check.expected)
+        return found == check.expected and (check.alone is None or await self._is_so(check.alone))
 
     def _words(self, command: str) -> list[str]:
         return words_of_command(f"aws {self._filled(command)}")
