@@ -138,10 +138,23 @@ def test_three_successes_are_the_fast_track_and_two_are_not() -> None:
     assert followed == [TierReached(tier="beginner", fast=True)]
 
 
+def test_a_tier_that_is_mastered_by_the_ordinary_rule_too_is_not_reached_fast() -> None:
+    rules = TierRules(results_min=3, rate_min=0.6)
+    tiers = (CurriculumTier(name="one", tasks=("a",), rules=rules), CurriculumTier(name="two", tasks=("b",)))
+    _, followed = after(CurriculumPlan(tiers=tiers), *[("a", True)] * 3)
+    assert followed[-1] == TierReached(tier="two", fast=False)
+
+
 def test_results_of_other_tiers_do_not_count_for_the_current_one() -> None:
     progress, followed = after(TWO_TIERS, *[("c", True)] * 9)
     assert progress.tier.name == "warmup"
     assert followed[0] == TaskGraduated(task="c", interval=3, due=6)
+
+
+def test_a_result_of_an_earlier_tier_does_not_master_the_current_one() -> None:
+    tiers = tuple(CurriculumTier(name=name, tasks=(name,)) for name in ("one", "two", "three"))
+    _, followed = after(CurriculumPlan(tiers=tiers), *[("one", True)] * 3, ("two", True), ("two", True), ("one", True))
+    assert [event for event in followed if isinstance(event, TierReached)] == [TierReached(tier="two", fast=True)]
 
 
 def test_nothing_comes_after_the_last_tier() -> None:

@@ -153,6 +153,20 @@ def test_threads_that_share_a_sampler_are_given_different_tasks() -> None:
     assert len(set(given)) == 2
 
 
+def test_a_tier_that_another_thread_reaches_while_all_tasks_run_does_not_end_the_tasks() -> None:
+    class Interrupted(Curriculum):
+        def open_tasks(self) -> list[str]:
+            if self.progress.tier_index == 0:
+                for _ in range(3):
+                    self.record_result("warmup0", True, 1.0)  # as a thread beside this one does
+            return super().open_tasks()
+
+    shared = CurriculumSampler(Interrupted(plan_of(TASKS)), TASKS)
+    given = [next(shared).task_id for _ in range(5)]
+    assert sorted(given[:4]) == ["warmup0", "warmup1", "warmup2", "warmup3"]
+    assert not given[4].startswith("warmup")
+
+
 def test_tasks_have_to_be_those_of_the_curriculum() -> None:
     with pytest.raises(ValueError, match="the curriculum has the task 'expert0', which is not among"):
         CurriculumSampler(Curriculum(plan_of(TASKS)), TASKS[:4])

@@ -71,14 +71,18 @@ class CurriculumSampler:
 
     def __next__(self) -> Task:
         with self._lock:
-            chosen = self.curriculum.choose(self._seed, self._draws, self._running)
-            if chosen is None:  # all of them run: the one that was given longest ago
-                free = set(self.curriculum.open_tasks())
-                chosen = next(task for task in self._running if task in free)
+            chosen = None
+            while chosen is None:  # another thread's result may change what may come between the two questions
+                chosen = self.curriculum.choose(self._seed, self._draws, self._running) or self._given_longest_ago()
             self._draws += 1
             self._running.pop(chosen, None)
             self._running[chosen] = None
         return self._tasks[chosen]
+
+    def _given_longest_ago(self) -> str | None:
+        """Return which task of those that run may come again, None if none of them may."""
+        free = set(self.curriculum.open_tasks())
+        return next((task for task in self._running if task in free), None)
 
     def record(self, task: Task, outputs: Sequence[WorkflowOutput | None], *, group: str = "") -> None:
         """Record a group's result. A group of which no episode was scored says nothing of its task."""
