@@ -7,6 +7,7 @@ each is judged in a child of that process, which is in namespaces where the kern
 import atexit
 import contextlib
 import functools
+import gc
 import logging
 import os
 import pickle
@@ -222,6 +223,7 @@ def serve(descriptor: int, verify_s: float) -> None:
     """Judge what comes through the door, each answer in a child of this process, until it is closed."""
     import reasoning_gym  # noqa: F401 - each child has it then
 
+    gc.freeze()  # so that children do not copy what they only collect
     door = socket.socket(fileno=descriptor)
     door.sendall(_BEGUN)
     door.settimeout(LOOK_S)
