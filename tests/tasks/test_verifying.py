@@ -65,6 +65,7 @@ def test_an_answer_sees_no_variable_and_no_connection_of_another_one(
         fresh.close()
     hung = threading.Thread(target=lambda: judge.score("countdown", HANGS, ENTRY))
     hung.start()
+    assert judge.score("countdown", GOLD, ENTRY) == 1.0  # by now the other one is being judged
     # The three standard streams, its own connection, and the folder that is listed.
     assert judge.score("puzzle24", "len(__import__('os').listdir('/proc/self/fd')) + 10 + 7 + 1 + 1", entry) == 1.0
     hung.join(PATIENCE_S)

@@ -64,6 +64,21 @@ def test_a_reply_that_is_no_action_gets_a_hint_and_costs_a_turn(words: list[str]
     assert seen[1] == HINT
 
 
+def test_an_episode_ends_after_the_turns_that_the_command_line_allows(words: list[str], tmp_path: Path) -> None:
+    with model_server(reads) as url:
+        assert main([*words, "--engine", url, "-n", "1", "--turns-max", "1"]) == 0
+    (score,) = records(tmp_path)
+    assert (score["turns"], str(score["status"]), score["reward"]) == (1, "truncated", 0.0)
+
+
+def test_a_search_after_which_there_is_no_reply_is_not_made(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with model_server(lambda messages: f"<search>bees {len(messages)}</search>") as url:
+        assert main([*words, "--engine", url, "-n", "1"]) == 0
+    assert "search: searches 1, cache_hit_rate 0, batches 1" in capsys.readouterr().out
+
+
 def test_an_option_is_for_the_tasks_that_have_it(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
