@@ -78,6 +78,8 @@ def test_a_base_without_steps_needs_no_image(tmp_path: Path, dockerfile: str, wo
         ("FROM a\nWORKDIR /root\n", "", "", "its working directory is /root, which is not a folder of its own"),
         ("FROM a\nWORKDIR /app/../etc\n", "", "", "its working directory is /app/../etc"),
         ("FROM a\nCOPY . .\nWORKDIR /data\n", "", "", "environment/Dockerfile line 3 is WORKDIR /data"),
+        ("FROM a\nWORKDIR bees\n", "", "", "environment/Dockerfile line 2 is WORKDIR bees"),
+        ('FROM a\nWORKDIR "/app"\n', "", "", 'environment/Dockerfile line 2 is WORKDIR "/app"'),
         (
             "FROM a\nCOPY . .\n",
             "[environment]\nworkdir = '/data'",
@@ -108,6 +110,44 @@ def test_what_needs_an_image_is_refused_by_name(
     assert f"1 of 2 tasks need an image, and `bombus rollout` plays on this machine's own programs: rich ({why}" in str(
         refused.value
     )
+
+
+@pytest.mark.parametrize("name", [".dockerignore", "Dockerfile.dockerignore"])
+def test_files_that_are_kept_out_of_an_image_are_not_shown_to_an_agent(tmp_path: Path, name: str) -> None:
+    folder = task_folder(tmp_path / "one", dockerfile="FROM a\nCOPY . .\n")
+    (folder / "environment" / name).write_text("answers.json\n")
+    with pytest.raises(Refused, match=rf"one \(environment/{name} keeps files out of the image"):
+        read_task_folders(tmp_path)
+    (folder / "environment/Dockerfile").write_text("FROM a\n")
+    assert read_task_folders(tmp_path), "where nothing is copied nothing is left out"
+
+
+def test_what_an_agent_is_said_to_have_done_before_is_not_left_out_silently(tmp_path: Path) -> None:
+    (task_folder(tmp_path / "one") / "trajectory.json").write_text("{}")
+    with pytest.raises(Refused, match=r"one \(its trajectory\.json is what an agent has done before"):
+        read_task_folders(tmp_path)
+
+
+def test_a_task_of_several_steps_is_refused_for_them_and_not_for_its_missing_instruction(tmp_path: Path) -> None:
+    folder = task_folder(tmp_path / "one", "[[steps]]\nname = 'a'")
+    (folder / "instruction.md").unlink()
+    with pytest.raises(Refused, match=r"one \(task\.toml sets steps\)"):
+        read_task_folders(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("<!-- harbor-canary GUID 1 -->\n# Canary 2\n\nCount.\n", "Count.\n"),
+        ("Count.\n<!-- harbor-canary GUID 1 -->\n", "Count.\n<!-- harbor-canary GUID 1 -->\n"),
+        ("# Bees\n\nCount.\n", "# Bees\n\nCount.\n"),
+    ],
+)
+def test_the_marks_of_a_benchmark_above_an_instruction_are_not_shown_to_agents(
+    tmp_path: Path, written: str, shown: str
+) -> None:
+    task_folder(tmp_path / "one", instruction=written)
+    assert read_task_folders(tmp_path)[0].prompt == shown
 
 
 def test_services_need_an_image(tmp_path: Path) -> None:
@@ -169,6 +209,16 @@ def test_a_part_of_a_task_that_is_a_link_to_elsewhere_is_refused(tmp_path: Path,
     with pytest.raises(Refused) as refused:
         read_task_folders(tmp_path / "tasks")
     assert f"its {name} is a link that leads out of it, to {tmp_path / 'elsewhere'}: put a copy" in str(refused.value)
+
+
+def test_a_task_that_is_a_link_to_elsewhere_is_refused_for_agents_could_read_its_tests_there(tmp_path: Path) -> None:
+    folder = task_folder(tmp_path / "elsewhere")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/one").symlink_to(folder)
+    with pytest.raises(Refused) as refused:
+        read_task_folders(tmp_path / "tasks")
+    assert f"it is a link that leads out of {tmp_path / 'tasks'}, to {folder}, which agents could" in str(refused.value)
+    assert read_task_folders(tmp_path / "tasks/one"), "given by itself it is hidden where it is"
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:

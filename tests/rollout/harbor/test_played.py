@@ -17,7 +17,7 @@ from bombus import AsyncSwarmClient
 from bombus.bus import Bus
 from bombus.errors import Refused
 from bombus.rollout.harbor.folders import read_task_folders
-from bombus.rollout.harbor.sandbox import agent_prefix, check_sandbox, hides, judge_words
+from bombus.rollout.harbor.sandbox import agent_prefix, check_sandbox, hides, judge_words, verifier_folder
 from bombus.rollout.plan import RolloutOptions, plan_of
 from bombus.rollout.process import StopReason
 from bombus.rollout.records import LostEpisode, PlayedEpisode
@@ -231,6 +231,60 @@ def test_a_link_to_tests_of_another_task_keeps_its_mode(tmp_path: Path) -> None:
     assert shared.stat().st_mode & 0o777 == 0o640
     copy = episode.outputs / "tests/test.sh"
     assert (copy.is_symlink(), copy.stat().st_mode & 0o777) == (False, 0o755)
+
+
+def judged(folder: Path, data_set: Path, script: str) -> tuple[int, str]:
+    """Run a script as the agent of a task, then its tests. Return their exit code and the reward."""
+    (task,) = read_task_folders(data_set)
+    assert task.package is not None
+    episode = EpisodeFolder(folder / "run/0", folder / "run/0/copy/environment")
+    for each in (episode.workspace, episode.home, episode.temporary, episode.outputs):
+        each.mkdir(parents=True)
+    agent = [*agent_prefix(task.package, episode, episode.outputs), "sh", "-c", script]
+    subprocess.run(agent, check=True, timeout=60)
+    ended = subprocess.run(judge_words(task.package, episode), check=False, timeout=60)
+    reward = verifier_folder(episode) / "reward.txt"
+    return ended.returncode, reward.read_text() if reward.exists() else ""
+
+
+def test_tests_that_name_no_interpreter_are_run_by_bash_as_harbor_runs_them(tmp_path: Path) -> None:
+    folder = task_folder(tmp_path / "tasks/one")
+    (folder / "tests/test.sh").write_text("if [[ 1 == 1 ]]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n")
+    assert judged(tmp_path, tmp_path / "tasks", "true") == (0, "1\n")
+
+
+def test_a_link_of_an_agents_in_its_tmp_decides_nothing_about_the_sandbox_of_its_tests() -> None:
+    """The data set is in /tmp, of which an agent has its own: it may make a link where the data set would be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as tasks, tempfile.TemporaryDirectory(dir="/var/tmp") as made:
+        task_folder(Path(tasks) / "one")
+        inside = Path(made, "run/0.outputs", "root", "usr")
+        script = (
+            f"rmdir {tasks} 2>/dev/null; ln -s {inside} {tasks}; ln -s {inside} /tmp/.git; echo ok > /app/answer.txt"
+        )
+        assert judged(Path(made), Path(tasks), script) == (0, "0.75\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
+def test_a_file_system_with_no_options_but_rw_cannot_be_written_either(tmp_path: Path) -> None:
+    words = sandboxed(tmp_path, "", "sh", "-c", "touch /mnt/x; ls -A /mnt")
+    outside = 'mount -t tmpfs -o strictatime tmpfs /mnt && exec "$@"'
+    said = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", outside, "sh", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert (said.stdout, "Read-only file system" in said.stderr) == ("", True)
+
+
+def test_the_log_of_a_hive_beside_which_it_is_played_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
+        kept = Path(made, ".bombus")
+        kept.mkdir()
+        (kept / "nats-url").write_text("nats://somewhere\n")
+        monkeypatch.chdir(made)
+        assert in_sandbox(Path(made, "sets"), "", f'ls -A "{kept}"; cat "{kept}/nats-url"; true') == ""
 
 
 def test_its_folders_are_its_own_and_it_has_no_powers_over_the_machine(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from bombus.sdk.errors import InfraError
     ("files", "reward"),
     [
         ({"reward.txt": "0.5\n"}, 0.5),
-        ({"reward.txt": "1", "reward.json": '{"reward": 0}'}, 1.0),
+        ({"reward.txt": "1", "reward.json": '{"reward": 0.5}'}, 0.5),
         ({"reward.json": '{"reward": 0.25, "style": 1}'}, 0.25),
         ({"reward.json": '{"passed": 1}'}, 1.0),
     ],

@@ -9,6 +9,7 @@ from bombus.errors import BombusError
 
 BYTES_MAX = 1 << 20
 IGNORED = frozenset({"LABEL", "MAINTAINER", "CMD"})  # Harbor starts a shell of its own in place of the command
+LEAVES_OUT = (".dockerignore", "Dockerfile.dockerignore")
 SERVICES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 
 
@@ -38,6 +39,9 @@ def read_dockerfile(environment: Path, workdir: object, default: str) -> PlainBa
         return PlainBase(workdir or default, environment.is_dir())
     with path.open(encoding="utf-8", errors="replace") as file:
         base = _base_of(file.read(BYTES_MAX), default)
+    for name in LEAVES_OUT:
+        if base.copies_files and (environment / name).exists():
+            raise CannotDoWithout(f"environment/{name} keeps files out of the image")
     if base.copies_files and workdir and PurePosixPath(workdir) != PurePosixPath(base.workdir):
         raise CannotDoWithout(
             f"environment/Dockerfile copies files to {base.workdir}, and environment.workdir is {workdir}"
@@ -48,12 +52,13 @@ def read_dockerfile(environment: Path, workdir: object, default: str) -> PlainBa
 def _base_of(text: str, default: str) -> PlainBase:
     """Return what a Dockerfile without steps makes. Raises `CannotDoWithout`."""
     inside, copies, bases = default, False, 0
+    is_known = False  # where a relative WORKDIR would start, which the base says
     for number, words in _instructions(text):
         match words:
             case ["FROM", *_] if not bases:
                 bases += 1
-            case ["WORKDIR", where] if "$" not in where and not copies:
-                inside = str(PurePosixPath(inside, where))
+            case ["WORKDIR", where] if "$" not in where and not copies and (is_known or where.startswith("/")):
+                inside, is_known = str(PurePosixPath(inside, where)), True
             case ["COPY" | "ADD", "." | "./", target] if PurePosixPath(inside, target) == PurePosixPath(inside):
                 copies = True
             case [word, *_] if word in IGNORED:

@@ -20,6 +20,7 @@ NAMED_MAX = 8
 WORKDIR = "/app"
 PARTS = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "tests/test.sh")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", re.IGNORECASE)
 # Without them tests would fail, and take a good answer for a bad one.
 _INSTALLS = re.compile(r"\b(apt|apt-get|apk|dnf|yum|pip|pip3|npm|conda)\s+(-\S+\s+)*(install|add|update|i)\b")
 # Names below / that a task cannot have for its folder: this machine's own, and Harbor's.
@@ -81,15 +82,8 @@ def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
 
     Raises `ValueError` with what is wrong, and `CannotDoWithout` with what it needs.
     """
-    for name in PARTS:
-        _check_inside(folder, name, data_set)
+    _check_inside(folder, data_set)
     settings = _settings(_text(folder / "task.toml"))
-    prompt = _text(folder / "instruction.md")
-    if not prompt.strip():
-        raise ValueError("its instruction.md is empty")
-    if not (folder / "tests/test.sh").is_file():
-        raise ValueError("it has no tests/test.sh, which judges it")
-    _check_installs(_text(folder / "tests/test.sh"))
     agent, verifier, environment = (_table(settings, name) for name in ("agent", "verifier", "environment"))
     for name, table, known in (
         ("", settings, _TOP),
@@ -98,6 +92,14 @@ def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
         ("environment.", environment, _ENVIRONMENT),
     ):
         _check_keys(name, table, known)
+    prompt = without_canary(_text(folder / "instruction.md"))
+    if not prompt.strip():
+        raise ValueError("its instruction.md is empty")
+    if not (folder / "tests/test.sh").is_file():
+        raise ValueError("it has no tests/test.sh, which judges it")
+    _check_installs(_text(folder / "tests/test.sh"))
+    if (folder / "trajectory.json").exists():
+        raise CannotDoWithout("its trajectory.json is what an agent has done before, which is not shown to agents here")
     if environment.get("allow_internet", True) is not True:
         raise CannotDoWithout("environment.allow_internet is false, and agents have this machine's network")
     dockerfile = read_dockerfile(folder / "environment", environment.get("workdir"), WORKDIR)
@@ -123,11 +125,24 @@ def _sub_folders(path: Path) -> Iterator[Path]:
             raise Refused(Code.BAD_CONFIG, f"--task {folder} has an instruction.md and no task.toml")
 
 
-def _check_inside(folder: Path, name: str, data_set: Path) -> None:
-    """Raise `ValueError` for a part of a task that is a link to somewhere else, such as to a file of the user's."""
-    found = (folder / name).resolve()
-    if not any(found.is_relative_to(whole.resolve()) for whole in (folder, data_set)):
-        raise ValueError(f"its {name} is a link that leads out of it, to {found}: put a copy there")
+def without_canary(text: str) -> str:
+    """Return an instruction without the lines above it that mark a benchmark's files: no agent is shown them."""
+    return _CANARY.sub("", text, count=1)
+
+
+def _check_inside(folder: Path, data_set: Path) -> None:
+    """Raise `ValueError` for a task, or a part of one, that is a link to somewhere else.
+
+    That may be a file of the user's, or a folder with tests and solutions that is not hidden from agents.
+    """
+    whole = data_set.resolve()
+    if not (found := folder.resolve()).is_relative_to(whole):
+        raise ValueError(
+            f"it is a link that leads out of {data_set}, to {found}, which agents could read: put a copy there"
+        )
+    for name in PARTS:
+        if not (found := (folder / name).resolve()).is_relative_to(whole):
+            raise ValueError(f"its {name} is a link that leads out of it, to {found}: put a copy there")
 
 
 def _text(path: Path) -> str:

@@ -16,6 +16,8 @@ SETUP = Path(__file__).with_name("sandbox.sh")
 NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child")
 CHECK_S = 30.0
 TEST = "/tests/test.sh"
+SHELL = "/bin/bash"  # of tests that name no interpreter, as in Harbor
+HIVE = ".bombus"  # where `bombus up` keeps its log, in the folder in which both are usually started
 OWN = frozenset({"HOME", "TMPDIR"})  # variables that the sandbox itself sets, whatever the task says of them
 
 
@@ -44,7 +46,8 @@ def judge_words(package: TaskPackage, folder: EpisodeFolder) -> list[str]:
     shutil.copyfile(package.folder / "tests/test.sh", script)
     script.chmod(0o755)
     verifier_folder(folder).mkdir()
-    return [*_words(package, folder, str(folder.outputs), "", package.judge_variables), TEST]
+    command = [TEST] if script.read_bytes().startswith(b"#!") else [SHELL, TEST]
+    return [*_words(package, folder, str(folder.outputs), "", package.judge_variables), *command]
 
 
 def verifier_folder(folder: EpisodeFolder) -> Path:
@@ -65,7 +68,7 @@ def _words(
     package: TaskPackage, folder: EpisodeFolder, judged: str, printed: str, variables: Mapping[str, str]
 ) -> list[str]:
     episode = (folder.path, folder.outputs, folder.workspace, package.workdir)
-    places = (*episode, package.hidden, printed, judged, Path.home())
+    places = (*episode, package.hidden, printed, judged, Path.home(), Path(HIVE).resolve())
     inside = [f"{name}={value}" for name, value in variables.items() if name not in OWN]
     return [_unshare() or "unshare", *NAMESPACES, "/bin/sh", str(SETUP), *map(str, places), "env", *inside]
 

@@ -1,14 +1,14 @@
 # Runs a command in a task's sandbox, inside new namespaces (see sandbox.py):
-# sandbox.sh FOLDER OUTPUTS WORKSPACE WORKDIR HIDDEN PRINTED JUDGED USER_HOME COMMAND...
+# sandbox.sh FOLDER OUTPUTS WORKSPACE WORKDIR HIDDEN PRINTED JUDGED USER_HOME HIVE COMMAND...
 # It sees this machine's files, which it cannot change, WORKSPACE as WORKDIR, and folders of the episode as /tmp, /logs
-# and $HOME. HIDDEN is empty, and so are each `.git` above it and PRINTED, where other episodes have their output.
+# and $HOME. HIDDEN is empty, and so are each `.git` above it, PRINTED, where other episodes have their output, and HIVE.
 # JUDGED is empty for an agent; for tests it is the folder with `tests` and `verifier`, and PRINTED is empty.
 # Where programs keep keys in USER_HOME, nothing is seen.
 # No agent sees OUTPUTS, nor the folders of FOLDER themselves: so that it cannot put links in their places.
 set -e
 PATH=/usr/sbin:/sbin:/usr/bin:/bin:$PATH
-folder=$1 outputs=$2 workspace=$3 workdir=$4 hidden=$5 printed=$6 judged=$7 user_home=$8
-shift 8
+folder=$1 outputs=$2 workspace=$3 workdir=$4 hidden=$5 printed=$6 judged=$7 user_home=$8 hive=$9
+shift 9
 root=$outputs/root
 run=${folder%/*}
 first=${workdir#/}
@@ -32,7 +32,7 @@ fi
 while read -r _ _ _ _ point options _; do
     case $point in *\\*) point=$(printf %b "$(printf %s "$point" | sed 's/\\\([0-7]\{3\}\)/\\0\1/g')") ;; esac
     case $point in
-    "$root"/*) mount -o "remount,bind,ro,${options#r[ow],}" "$point" ;;
+    "$root"/*) mount -o "remount,bind,ro${options#r[ow]}" "$point" ;;
     esac
 done < /proc/self/mountinfo
 if [ -w "$root/usr" ]; then
@@ -77,15 +77,17 @@ case $run in /tmp/*)
     rm -rf -- "$folder/tmp/${below%%/*}" # which an agent may have made
     ;;
 esac
-own "$folder/tmp" /tmp
-for each in "$hidden" "$run" "$printed"; do
-    if [ -n "$each" ] && [ -d "$root$each" ]; then mount -t tmpfs -o size=1m tmpfs "$root$each"; fi
-done
+hide() { # hide FOLDER
+    if [ -d "$root$1" ]; then mount -t tmpfs -o size=1m tmpfs "$root$1"; fi
+}
+for each in "$hidden" "$run" "$printed" "$hive"; do [ -z "$each" ] || hide "$each"; done
 above=$hidden # what is hidden may be in the history of a repository, too
 while [ -n "$above" ]; do
     above=${above%/*}
-    if [ -d "$root$above/.git" ]; then mount -t tmpfs -o size=1m tmpfs "$root$above/.git"; fi
+    hide "$above/.git"
 done
+# After all that is hidden: in this folder an agent may have put links where something would be.
+own "$folder/tmp" /tmp
 mkdir -p "$root$folder/home" "$root$folder/tmp" "$root$workspace"
 own "$folder/home" "$folder/home"
 own "$folder/tmp" "$folder/tmp"

@@ -16,7 +16,7 @@ BYTES_MAX = 64 << 10
 
 
 def verdict_of(exit_code: int, verifier: Path, errors: str) -> Judgement:
-    """Return the reward in `reward.txt`, or else the one in `reward.json`: the exit code does not count.
+    """Return the reward in `reward.json`, or else the one in `reward.txt`: the exit code does not count.
 
     Raises `InfraError` when the tests did not judge: a signal ended them, or there is no number.
     """
@@ -24,10 +24,10 @@ def verdict_of(exit_code: int, verifier: Path, errors: str) -> Judgement:
     lines = errors.strip().splitlines()
     said = lines[-1] if lines else ""
     try:
-        if (text := _read(verifier / TEXT)) is not None:
-            reward = _number(text, TEXT)
-        elif (text := _read(verifier / OBJECT)) is not None:
+        if (text := _read(verifier / OBJECT)) is not None:
             reward = _of_object(text)
+        elif (text := _read(verifier / TEXT)) is not None:
+            reward = _number(text, TEXT)
         else:
             raise InfraError(f"the tests ended with exit code {exit_code} and wrote neither {TEXT} nor {OBJECT}")
     except InfraError as error:
