@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from bombus.bus import Bus
 from bombus.cli import main
@@ -14,6 +15,7 @@ from bombus.commands.slime import job_of
 from bombus.config.flags import Parser, add_settings_arguments, settings_from
 from bombus.errors import Refused
 from bombus.slime.functions import make_slime_importable
+from bombus.slime.generation import load_tokenizer
 from bombus.slime.prompts import PromptSource, read_prompts
 from bombus.slime.settings import SlimeOptions
 from tests.gateway.openai_hive import FILES, GatewayHive, gateway_hive, says
@@ -98,6 +100,13 @@ def test_corrections_and_sizes_become_settings_of_the_job(tmp_path: Path) -> Non
     args = options.namespace()
     assert (args.use_tis, args.tis_clip, args.rollout_batch_size, args.n_samples_per_prompt) == (True, 2.5, 32, 4)
     assert (args.rollout_max_response_len, args.rollout_temperature, args.partial_rollout) == (8192, 1.0, False)
+
+
+def test_a_hook_file_loads_the_tokenizer_of_a_model_that_comes_with_bombus_by_what_args_has() -> None:
+    load_tokenizer("tiny")
+    args = typed("--prompt-data", "train.jsonl", "--hf-checkpoint", "tiny").namespace()
+    assert AutoTokenizer.from_pretrained(args.hf_checkpoint).encode("a") == load_tokenizer("tiny").encode("a")
+    assert typed(*PLAYABLE).namespace().hf_checkpoint == "model"
 
 
 def test_prompts_come_in_the_order_of_the_file_and_again(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from bombus.errors import Refused
 from bombus.slime.functions import load_function, make_slime_importable
+from bombus.slime.types import SlimeSample
 
 WRAPPED = """
 try:
@@ -72,6 +73,14 @@ def test_a_file_that_cannot_be_imported_is_refused_with_what_it_lacks(code: str,
     (tmp_path / "hook.py").write_text(f"{code}\n\n\ndef generate(args, sample, params): ...\n")
     with pytest.raises(Refused, match=why):
         load_function(f"{tmp_path}/hook.py:generate")
+
+
+def test_a_checkout_of_slime_beside_a_hook_file_is_not_what_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "slime/utils").mkdir(parents=True)
+    for name in ("slime/__init__.py", "slime/utils/__init__.py", "slime/utils/types.py"):
+        (tmp_path / name).write_text("import ray\n")
+    (tmp_path / "hook.py").write_text("from slime.utils.types import Sample\n")
+    assert load_function(f"{tmp_path}/hook.py:Sample") is SlimeSample
 
 
 def test_what_slime_scores_boxed_answers_with_is_there(tmp_path: Path) -> None:

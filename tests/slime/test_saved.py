@@ -116,6 +116,10 @@ def test_a_group_is_pushed_with_what_its_samples_say_is_trained() -> None:
     broken.loss_mask = [1]
     with pytest.raises(Refused, match="does not fit its tokens"):
         scored_group([broken], ARGS)
+    broken = sample_of(1.0)
+    broken.rollout_log_probs = [-0.5, -0.25]
+    with pytest.raises(Refused, match="has 2 rollout_log_probs for 3 tokens of a response"):
+        scored_group([broken], ARGS)
 
 
 def test_a_file_of_slimes_with_numbers_of_numpy_and_counters_of_another_release_is_read(tmp_path: Path) -> None:

@@ -29,6 +29,28 @@ def test_tokens_of_the_model_and_others_are_told_apart_by_the_mask() -> None:
     assert (sample.effective_response_length, sample.prefix_cache_info.prefix_cache_hit_rate) == (2, 0.25)
 
 
+def test_a_hook_may_keep_the_lists_that_tokens_are_appended_to_as_retool_does() -> None:
+    sample = SlimeSample(tokens=[1, 2], loss_mask=[], rollout_log_probs=[])
+    tokens, mask, scores = sample.tokens, sample.loss_mask, sample.rollout_log_probs
+    sample.append_response_tokens(tokens=[3], log_probs=[-0.5])
+    sample.append_response_tokens(tokens=[4], trainable=False)
+    assert (tokens, mask, scores) == ([1, 2, 3, 4], [1, 0], [-0.5, 0.0])
+
+
+def test_masks_and_logprobs_begin_with_what_was_there_without_them() -> None:
+    sample = SlimeSample(tokens=[1, 2], response_length=1)
+    sample.append_response_tokens(tokens=[3], trainable=False)
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 0], [0.0, 0.0])
+    with pytest.raises(ValueError, match="has tokens without rollout_log_probs"):
+        SlimeSample(tokens=[1, 2], response_length=1).append_response_tokens(tokens=[3], log_probs=[0.0])
+
+
+def test_the_end_of_an_answer_is_taken_by_the_name_that_it_had_in_slime_before() -> None:
+    sample = SlimeSample()
+    sample.update_from_meta_info(ONE, {"finish_reason": {"type": "length"}, "weight_version": 3})
+    assert (sample.status, sample.weight_versions) == (SlimeSample.Status.TRUNCATED, ["3"])
+
+
 @pytest.mark.parametrize(
     ("reason", "status"),
     [("length", "truncated"), ("abort", "aborted"), ("stop", "completed"), ("unheard of", "pending")],

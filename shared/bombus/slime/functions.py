@@ -38,6 +38,7 @@ def make_slime_importable() -> bool:
     if PathFinder.find_spec("slime", [place for place in elsewhere if place != str(STAND_IN)]) or _is_distributed():
         return False
     sys.path[:] = [str(STAND_IN), here, *(place for place in elsewhere if place != str(STAND_IN))]
+    importlib.import_module("slime")  # before a hook file puts the folder of a checkout first
     return True
 
 

@@ -79,6 +79,9 @@ def _mask(sample: SlimeSample) -> list[int]:
 
 def _logprobs(sample: SlimeSample, mask: Sequence[int]) -> list[float]:
     given = sample.rollout_log_probs or []
+    if len(given) != sample.response_length:
+        counts = f"{len(given)} rollout_log_probs for {sample.response_length} tokens of a response"
+        raise Refused(Code.BAD_CONFIG, f"sample {sample.index} has {counts}: which belongs to which is not known")
     before = len(mask) - len(given)
     scored = [NO_LOGPROB] * before + list(given)
     return [value if train != NOT_TRAINED else NO_LOGPROB for value, train in zip(scored, mask, strict=True)]

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from bombus.config.flags import Flag
 from bombus.slime.rewards import refusal_of
+from bombus.weights.models import SMOLLM2, TINY, loadable_name
 
 # What hook files read of slime's other arguments, with the values that say that nothing of it is used.
 OTHERS: dict[str, object] = {
@@ -190,6 +191,8 @@ class SlimeOptions(BaseModel):
     def namespace(self) -> Namespace:
         """Return `args` as hook files read them: the options, and what they may ask for of slime's others."""
         own = self.model_dump()
+        if self.hf_checkpoint in (TINY, SMOLLM2):  # hook files load its tokenizer themselves, by what they find here
+            own["hf_checkpoint"] = loadable_name(self.hf_checkpoint, "bfloat16", 0)
         own |= {"prompt_data": str(self.prompt_data), "rollout_stop": list(self.rollout_stop) or None}
         own |= {"apply_chat_template_kwargs": self.chat_template_arguments}
         if self.max_tokens_per_gpu is None:

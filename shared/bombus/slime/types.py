@@ -144,16 +144,18 @@ class SlimeSample:
             scores = [0.0] * len(added)
         self.response += text or ""
         before = self.response_length
-        if added:
+        if added:  # to the lists that are there, which a hook may hold too
             self.tokens += added
             self.response_length += len(added)
-            self.loss_mask = (self.loss_mask or [1] * before) + [int(trainable)] * len(added)
+            self.loss_mask = [1] * before if self.loss_mask is None else self.loss_mask
+            self.loss_mask += [int(trainable)] * len(added)
         if scores is not None:
             if self.rollout_log_probs is None and trainable and before:
                 raise ValueError("the response has tokens without rollout_log_probs: append them with theirs first")
-            self.rollout_log_probs = (self.rollout_log_probs or [0.0] * before) + scores
+            self.rollout_log_probs = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
+            self.rollout_log_probs += scores
         if meta_info is not None and update_terminal_info:
-            self._finish(meta_info)
+            self.update_from_meta_info(args, meta_info)
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -161,7 +163,8 @@ class SlimeSample:
             if values is not None and len(values) != self.response_length:
                 raise ValueError(f"{name} has {len(values)} values for a response of {self.response_length} tokens")
 
-    def _finish(self, meta_info: Mapping[str, Any]) -> None:
+    def update_from_meta_info(self, args: Namespace | None, meta_info: Mapping[str, Any]) -> None:
+        """Take the status and the counters of an answer, as hook files for slime's earlier releases ask for it."""
         if "finish_reason" not in meta_info:
             return
         self.prefix_cache_info.add(meta_info)
