@@ -40,6 +40,14 @@ def test_a_task_has_its_instruction_its_files_and_its_own_limits(tmp_path: Path)
     assert package.judge_variables == {"HIVE": "one", "LEVEL": "2"}
 
 
+def test_tests_may_have_a_key_and_what_they_say_of_a_variable_counts_for_them(tmp_path: Path) -> None:
+    toml = '[environment.env]\nLEVEL = "1"\n[verifier.env]\nLEVEL = "2"\nOPENAI_API_KEY = "k"\n'
+    (task,) = read_task_folders(task_folder(tmp_path / "one", toml))
+    assert task.package is not None
+    assert task.package.variables == {"LEVEL": "1"}
+    assert task.package.judge_variables == {"LEVEL": "2", "OPENAI_API_KEY": "k"}
+
+
 def test_without_a_word_about_them_limits_are_harbors_and_the_name_is_the_folders(tmp_path: Path) -> None:
     for name in ("b", "a"):
         task_folder(tmp_path / name)
@@ -77,6 +85,7 @@ def test_a_base_without_steps_needs_no_image(tmp_path: Path, dockerfile: str, wo
         ("FROM a\nCOPY data /data\n", "", "", "environment/Dockerfile line 2 is COPY data /data"),
         ("FROM a\nWORKDIR /root\n", "", "", "its working directory is /root, which is not a folder of its own"),
         ("FROM a\nWORKDIR /app/../etc\n", "", "", "its working directory is /app/../etc"),
+        ("FROM a\nWORKDIR /bees:wax\n", "", "", "its working directory is /bees:wax, which is not a folder of its own"),
         ("FROM a\nCOPY . .\nWORKDIR /data\n", "", "", "environment/Dockerfile line 3 is WORKDIR /data"),
         ("FROM a\nWORKDIR bees\n", "", "", "environment/Dockerfile line 2 is WORKDIR bees"),
         ('FROM a\nWORKDIR "/app"\n', "", "", 'environment/Dockerfile line 2 is WORKDIR "/app"'),
@@ -148,6 +157,15 @@ def test_the_marks_of_a_benchmark_above_an_instruction_are_not_shown_to_agents(
 ) -> None:
     task_folder(tmp_path / "one", instruction=written)
     assert read_task_folders(tmp_path)[0].prompt == shown
+
+
+def test_a_script_beside_test_sh_installs_nothing_either_but_a_comment_may_say_so(tmp_path: Path) -> None:
+    folder = task_folder(tmp_path / "one", test="  # pip install pytest\nsh /tests/lib/run.sh")
+    assert read_task_folders(tmp_path)
+    (folder / "tests/lib").mkdir()
+    (folder / "tests/lib/run.sh").write_text("set -e\npip3 install -q pytest\n")
+    with pytest.raises(Refused, match=r"one \(tests/lib/run\.sh line 2 installs packages with 'pip3 install'\)"):
+        read_task_folders(tmp_path)
 
 
 def test_services_need_an_image(tmp_path: Path) -> None:

@@ -68,3 +68,4 @@ def test_what_is_not_a_file_is_not_followed_and_not_waited_for(tmp_path: Path) -
 def test_what_failing_tests_complain_of_is_kept(tmp_path: Path) -> None:
     (tmp_path / "reward.txt").write_text("0")
     assert verdict_of(1, tmp_path, "first\nassert 1 == 2\n").complaint == "assert 1 == 2"
+    assert not verdict_of(0, tmp_path, "a warning\n").complaint, "tests that went as they should complain of nothing"

@@ -97,7 +97,7 @@ def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
         raise ValueError("its instruction.md is empty")
     if not (folder / "tests/test.sh").is_file():
         raise ValueError("it has no tests/test.sh, which judges it")
-    _check_installs(_text(folder / "tests/test.sh"))
+    _check_installs(folder)
     if (folder / "trajectory.json").exists():
         raise CannotDoWithout("its trajectory.json is what an agent has done before, which is not shown to agents here")
     if environment.get("allow_internet", True) is not True:
@@ -176,10 +176,13 @@ def _check_keys(prefix: str, table: Table, known: Set[str]) -> None:
             raise CannotDoWithout(f"task.toml sets {prefix}{key}")
 
 
-def _check_installs(script: str) -> None:
-    for number, line in enumerate(script.split("\n"), 1):
-        if not line.lstrip().startswith("#") and (found := _INSTALLS.search(line)):
-            raise CannotDoWithout(f"tests/test.sh line {number} installs packages with {found[0]!r}")
+def _check_installs(folder: Path) -> None:
+    """Raise `CannotDoWithout` where `test.sh`, or a script that it may call, installs packages."""
+    for script in sorted(path for path in (folder / "tests").rglob("*.sh") if path.is_file()):
+        for number, line in enumerate(_text(script).split("\n"), 1):
+            if not line.lstrip().startswith("#") and (found := _INSTALLS.search(line)):
+                name = script.relative_to(folder)
+                raise CannotDoWithout(f"{name} line {number} installs packages with {found[0]!r}")
 
 
 def _seconds(table: Table, name: str) -> float:
