@@ -301,6 +301,18 @@ def test_its_folders_are_its_own_and_it_has_no_powers_over_the_machine(tmp_path:
     assert all(path.exists() for path in (run / "copy/environment/here", run / "home/b", run / "tmp/c"))
 
 
+def test_no_program_and_no_device_in_a_folder_of_its_own_has_powers_there(tmp_path: Path) -> None:
+    said = in_sandbox(
+        tmp_path,
+        "",
+        'while read -r _ _ _ _ at options _; do case $at in /app | /tmp | /logs/* | "$HOME") echo $options ;; esac; '
+        "done < /proc/self/mountinfo",
+    )
+    options = [line.split(",") for line in said.splitlines()]
+    assert len(options) == 5
+    assert all({"nosuid", "nodev"} <= {*each} for each in options)
+
+
 def test_no_setting_of_the_kernel_can_be_written_not_even_where_root_makes_the_sandbox(tmp_path: Path) -> None:
     settings = "/proc/sys/kernel/core_pattern /proc/sys/net/ipv4/ip_forward /proc/sys/vm/drop_caches /proc/irq/*/*"
     said = in_sandbox(
