@@ -11,7 +11,7 @@ from bombus import AsyncSwarmClient
 from bombus.bus import Bus
 from bombus.hive.records import unpack_tokens
 from bombus.sdk.types import Credentials
-from bombus.slime.relay import SampleRelay
+from bombus.slime.relay import RETIRED_MAX, SampleRelay
 from bombus_gateway.text.rendering import TextModel, TextOptions
 from tests.gateway.openai_hive import FILES, MODEL, TEXT, GatewayHive, gateway_hive, says
 
@@ -167,6 +167,21 @@ async def test_of_several_texts_that_are_known_the_longest_is_gone_on_from(
     assert third.prompt == second.prompt + split + TEXT.tokenizer.encode(" fox")
 
 
+async def test_the_longest_text_is_the_one_with_most_characters_and_not_with_most_tokens(
+    served: GatewayHive, relay: SampleRelay, claimed: Credentials, http: httpx.AsyncClient
+) -> None:
+    encode = TEXT.tokenizer.encode
+    two, one = encode("t") + encode("h"), encode("the")
+    assert (len(two), len(one)) == (2, 1)
+    served.replica.scripts.extend([says(two, finish="length"), says(one, finish="length")])
+    address = await relay.open(claimed)
+    params = {"max_new_tokens": 8, "no_stop_trim": True, "skip_special_tokens": False}
+    for text in ("what is ", "what is ", "what is the fox"):
+        await ask(http, address.port, {"text": text, "sampling_params": params})
+    first, _, third = address.calls
+    assert third.prompt == first.prompt + one + encode(" fox")
+
+
 @pytest.mark.parametrize("params", [{}, {"no_stop_trim": True}])
 async def test_the_space_that_an_answer_begins_with_is_shown_and_keeps_its_token(
     params: dict[str, Any], bus: Bus, http: httpx.AsyncClient
@@ -233,6 +248,19 @@ async def test_late_requests_are_aborted_as_sglang_aborts_them(
     assert (chat.status_code, "this sample is over" in chat.text) == (403, True)
     assert not served.engine.open[claimed.episode].calls
     assert not served.replica.requests
+
+
+async def test_ports_of_samples_that_are_over_are_kept_for_a_while_and_not_for_ever(
+    relay: SampleRelay, http: httpx.AsyncClient
+) -> None:
+    ports: list[int] = []
+    for _ in range(RETIRED_MAX + 1):
+        address = await relay.open(None)
+        ports.append(address.port)
+        await relay.retire(address)
+    assert (await http.get(f"http://127.0.0.1:{ports[1]}/health")).status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        await http.get(f"http://127.0.0.1:{ports[0]}/health")
 
 
 async def test_an_episode_that_is_over_aborts_the_sample(
