@@ -4,6 +4,7 @@ import os
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,16 @@ def test_what_no_file_can_hold_is_left_out_and_named(ending: str, tmp_path: Path
     assert list(again.metadata.pop("by_place").values()) == [6]
     assert again.metadata == {"seen": [1, {}], "array": [0, 1, 2], "kind": "aborted", "pair": [1, 0.5]}
     assert (again.tokens, again.reward, hasattr(again, "agent")) == ([1, 2, 3, 4], 1.0, False)
+
+
+def test_what_is_nested_too_deeply_is_left_out(tmp_path: Path) -> None:
+    sample = sample_of(1.0)
+    deep: list[Any] = []
+    for _ in range(40):
+        deep = [deep]
+    sample.metadata = {"deep": deep, "flat": [[1]]}
+    assert save_rollout(tmp_path / "r.jsonl", 0, [sample]) == ["metadata.deep (list)"]
+    assert load_rollout(tmp_path / "r.jsonl")[0].metadata == {"flat": [[1]]}
 
 
 @pytest.mark.parametrize("ending", ["pt", "jsonl"])

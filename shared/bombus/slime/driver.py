@@ -283,9 +283,7 @@ class SlimeDriver:
             return self._functions[option](self.args, *given)
         except Exception as error:  # the user's code: whatever it raises is said with its name
             flag = f"--{option.replace('_', '-')} {getattr(self._options, option)}"
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{frame.filename}, line {frame.lineno}"
-            why = f"the function of {flag} raised {in_one_line(error)} at {place}"
+            why = f"the function of {flag} raised {in_one_line(error)} at {_place(error)}"
             raise BombusError(f"{why}: mend it and start again. Episodes that had not ended are aborted") from error
 
     # ---- a group ----------------------------------------------------------------------------------------------
@@ -311,7 +309,7 @@ class SlimeDriver:
             raise
         except Exception as error:  # the hook's code: whatever it raises must not stop the other groups
             await self._abort(sorted(mine & self._open), repr(error))
-            raise GroupLost(f"the group of prompt {number} is lost: {error!r}") from error
+            raise GroupLost(f"the group of prompt {number} is lost: {_said(error)}") from error
         return found
 
     async def _claim(self, task: Task, count: int, mine: set[str]) -> list[Credentials]:
@@ -329,7 +327,7 @@ class SlimeDriver:
             except Refused:  # by us, with what is to be done about it: another attempt would go no better
                 raise
             except Exception as error:  # the hook's code: another attempt may go well
-                log.warning("sample %s, attempt %d of %d: %r", prompt.index, attempt, ATTEMPTS, error)
+                log.warning("sample %s, attempt %d of %d: %s", prompt.index, attempt, ATTEMPTS, _said(error))
                 if attempt == ATTEMPTS:
                     raise
                 infra = isinstance(error, InfraError)
@@ -438,6 +436,16 @@ class SlimeDriver:
                     await self._client.touch_episodes(episodes[start : start + TOUCHED_MAX])
                 except SwarmError as error:
                     log.warning("could not keep the episodes alive: %s", error)
+
+
+def _said(error: Exception) -> str:
+    """Return what was raised, and where, unless it is an error of ours, which says what to do."""
+    return repr(error) if isinstance(error, BombusError) else f"{error!r} at {_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}, line {frame.lineno}"
 
 
 async def _all(playing: Sequence[Awaitable[PlayedSample]]) -> list[PlayedSample]:

@@ -94,6 +94,10 @@ def removes_the_first(args, groups):
     groups[0][0].remove_sample = True
 
 
+async def generate_and_raise(args, sample: Sample, sampling_params):
+    raise KeyError("document")
+
+
 def keeps_nothing_for_it_raises(args, groups, *rest):
     raise KeyError("score")
 
