@@ -382,6 +382,16 @@ async def test_samples_that_a_hook_has_made_are_saved_with_their_group(
     assert [(one.group_index, one.index) for one in (first, second)] == [(0, 0), (0, 1)]
 
 
+async def test_a_reward_that_a_generate_function_has_given_is_kept(
+    served: GatewayHive, model: str, tmp_path: Path
+) -> None:
+    served.replica.otherwise = says(ANSWER)
+    (report,) = await played(
+        options_of(served, model, tmp_path, custom_generate_function_path=f"{HOOKS}:generate_and_score")
+    )
+    assert report.rewards == [0.75, 0.75]
+
+
 async def test_where_a_generate_function_raised_is_said(served: GatewayHive, model: str, tmp_path: Path) -> None:
     options = options_of(served, model, tmp_path, custom_generate_function_path=f"{HOOKS}:generate_and_raise")
     with pytest.raises(BombusError, match=rf"is lost: KeyError\('document'\) at {HOOKS}, line \d+"):

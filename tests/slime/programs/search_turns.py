@@ -94,6 +94,12 @@ def removes_the_first(args, groups):
     groups[0][0].remove_sample = True
 
 
+async def generate_and_score(args, sample: Sample, sampling_params):
+    sample = await generate_once(args, sample, sampling_params)
+    sample.reward = {"score": 0.75}
+    return sample
+
+
 async def generate_and_raise(args, sample: Sample, sampling_params):
     raise KeyError("document")
 
