@@ -116,8 +116,8 @@ def hint_at_bus(arguments: argparse.Namespace) -> tuple[str, ...]:
     if arguments.nats != DEFAULT_NATS:
         return ()
     return (
-        "No hive runs in this folder: go to the folder where `bombus up` was started, or pass --nats with the "
-        f"address that it printed, which is also in `{URL_FILE.name}` in its data folder",
+        "No hive runs in this folder: go to the folder where `bombus up` was started, or set "
+        f"${VARIABLE} to the address of its bus, which is in the file `{URL_FILE.name}` in its data folder",
     )
 
 

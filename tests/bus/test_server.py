@@ -11,6 +11,7 @@ import pytest
 
 from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.server import HOST, find_server
+from bombus.bus_address import without_login
 from bombus.errors import BusUnavailable
 from tests.conftest import SMALL_STREAMS, kill
 
@@ -48,6 +49,28 @@ def test_a_stopped_server_leaves_no_process_behind(server: EmbeddedServer) -> No
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     server.stop()
+
+
+async def test_a_process_that_does_not_know_the_password_of_a_server_has_no_part_in_it(server: EmbeddedServer) -> None:
+    password = server.url.partition("@")[0].rpartition(":")[2]
+    for stranger in (without_login(server.url), server.url.replace(password, password[:-1])):
+        with pytest.raises(BusUnavailable, match="are user and password right"):
+            await Bus.connect(stranger, "main", timeout_s=1)
+    kept = [path for path in server.data_dir.rglob("*") if path.is_file() and password in path.read_text("latin-1")]
+    assert {path.name: path.stat().st_mode & 0o777 for path in kept} == {"password": 0o600, "nats-server.conf": 0o600}
+
+
+async def test_the_password_of_a_server_stays_when_it_is_started_again(server: EmbeddedServer) -> None:
+    before = server.url
+    kill(server)
+    again = EmbeddedServer(server.data_dir, server.port)
+    again.start()
+    try:
+        assert again.url == before
+        async with await Bus.connect(before, "main"):
+            pass
+    finally:
+        again.stop()
 
 
 def test_two_servers_cannot_use_one_folder(server: EmbeddedServer) -> None:

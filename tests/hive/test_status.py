@@ -212,8 +212,7 @@ def test_the_status_needs_no_terminal_library() -> None:
 def test_without_a_bus_the_error_says_where_its_address_is() -> None:
     assert hint_at_bus(argparse.Namespace(nats="nats://elsewhere:4222")) == ()
     (hint,) = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
-    assert "pass --nats" in hint
-    assert "`nats-url` in its data folder" in hint
+    assert "set $BOMBUS_NATS to the address of its bus, which is in the file `nats-url` in its data folder" in hint
 
 
 def test_a_run_of_operations_shows_its_models_and_what_waits() -> None:

@@ -211,12 +211,14 @@ async def run(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespac
 
 async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
     """Print the commands for other machines, and report when the trainer is there."""
-    nats = layout.cluster.nats or await _own_bus(layout.data_dir / URL_FILE.name)
+    url_file = layout.data_dir / URL_FILE.name
+    nats = layout.cluster.nats or await _own_bus(url_file)
     elsewhere = range(1, arguments.nnodes) if arguments.mode == AUTO else range(arguments.nnodes)
     if elsewhere:
         say("in verl's environment (`bombus install verl`) of each machine, type:", flush=True)
         if has_login(nats):
-            say(f"(with the address of the bus in {VARIABLE}, as it has a password)", flush=True)
+            where = "" if layout.cluster.nats else f": it is in {url_file}"
+            say(f"(with the address of the bus in {VARIABLE}, as it has a password{where})", flush=True)
     for node in elsewhere:
         say(worker_line(layout, trainer, arguments.engine, nats, node), flush=True)
     if arguments.mode == CONNECT and not layout.cluster.nats:

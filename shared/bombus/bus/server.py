@@ -19,6 +19,7 @@ from bombus.errors import BusUnavailable
 from bombus.private import private_folder, write_private
 
 HOST = "127.0.0.1"
+USER = "bombus"
 MAX_PENDING_BYTES = 64 << 20
 _POLL_S = 0.02
 # A stream that could not write stays broken until the server is restarted, even when there is room again.
@@ -38,6 +39,9 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 class EmbeddedServer:
     """A nats-server: call `start`, then use `url`.
+
+    Clients need the password in `url`, which is made with the folder and stays the same: the port is open to every
+    process of this machine, such as an agent in a sandbox that shares its network.
 
     A supervisor calls `wait` and, when that returns, `start` again: the port and the data stay the same. With `port` 0
     it takes a free one and keeps it. `store_bytes_max` bounds the sum of all streams' limits; by default the server
@@ -60,6 +64,7 @@ class EmbeddedServer:
         self._store_bytes_max = store_bytes_max
         self._memory_limit = memory_limit
         self._monitor_port = monitor_port
+        self._password = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._exited = threading.Event()
         self._was_full = False
@@ -68,7 +73,7 @@ class EmbeddedServer:
     def url(self) -> str:
         if self.port == 0:
             raise RuntimeError("the server has no port before it is started")
-        return f"nats://{HOST}:{self.port}"
+        return f"nats://{USER}:{self._password}@{HOST}:{self.port}"
 
     @property
     def pid(self) -> int | None:
@@ -88,6 +93,7 @@ class EmbeddedServer:
         self._was_full = False
         private_folder(self.data_dir)
         lock = _lock(self.data_dir)
+        self._password = _password_in(self.data_dir)
         config = self.data_dir / "nats-server.conf"
         write_private(config, self._config())
         for stale in self.data_dir.glob("nats-server_*.ports"):  # of a server that was killed
@@ -182,6 +188,7 @@ class EmbeddedServer:
 host: "{HOST}"
 port: {self.port or -1}
 {monitor}server_name: {self._name}
+authorization {{ user: {USER}, password: "{self._password}" }}
 ports_file_dir: {json.dumps(str(self.data_dir))}
 log_file: {json.dumps(str(self.log_path))}
 logfile_size_limit: {16 << 20}
@@ -203,7 +210,7 @@ jetstream {{
             if port is None:
                 return False
             self.port = port
-        return _jetstream_answers(self.port, self._name, max(_POLL_S, deadline - time.monotonic()))
+        return _jetstream_answers(self.port, self._name, self._password, max(_POLL_S, deadline - time.monotonic()))
 
     def _read_port(self) -> int | None:
         process = self._process
@@ -249,14 +256,22 @@ def find_server() -> Path:
     return Path(found)
 
 
-def _jetstream_answers(port: int, name: str, timeout_s: float) -> bool:
+def _password_in(folder: Path) -> str:
+    """Return the password of a folder's server, which is made with the folder. Call it with the folder's lock."""
+    path = folder / "password"
+    if not path.exists():
+        write_private(path, secrets.token_urlsafe(24))
+    return path.read_text()
+
+
+def _jetstream_answers(port: int, name: str, password: str, timeout_s: float) -> bool:
     """Return whether JetStream of the server of this name answers, over a bare socket without a client."""
     try:
         with socket.create_connection((HOST, port), timeout=min(1.0, timeout_s)) as connection:
-            connection.sendall(
-                b'CONNECT {"verbose":false,"headers":true,"no_responders":true,"name":"bombus-ready"}\r\n'
-                b"SUB bombus.ready 1\r\nPUB $JS.API.INFO bombus.ready 0\r\n\r\nPING\r\n"
-            )
+            who = {"user": USER, "pass": password, "name": "bombus-ready"}
+            options = json.dumps({"verbose": False, "headers": True, "no_responders": True, **who})
+            asked = "SUB bombus.ready 1\r\nPUB $JS.API.INFO bombus.ready 0\r\n\r\nPING\r\n"
+            connection.sendall(f"CONNECT {options}\r\n{asked}".encode())
             received = b""
             while b"}" not in received.partition(b"MSG ")[2]:
                 chunk = connection.recv(65536)

@@ -186,7 +186,7 @@ class Supervisor:
             try:
                 async with asyncio.timeout(READY_S):
                     await self._all_services_ready(follower)
-                own = f" (NATS at {nats})" if self._server is not None else ""
+                own = f" (NATS at {without_login(nats)})" if self._server is not None else ""
                 say(
                     f"ready {self.url}{own}" if self.cluster.gateway.count else f"ready {without_login(nats)}",
                     flush=True,
