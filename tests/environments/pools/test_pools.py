@@ -27,6 +27,7 @@ from bombus.environments.pools.blocking import AcrossLoops, BlockingEnvironment,
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.errors import Refused
 from bombus.sdk.types import Task
+from tests.ctrl_c import heed_the_terminal
 from tests.environments.pools.both import POOLS, MakePool, opened
 from tests.environments.serving.served import served
 from tests.environments.serving.worlds import Counter
@@ -573,7 +574,12 @@ async def test_an_environment_of_another_loop_is_closed_after_what_was_cancelled
 async def test_an_interrupted_program_does_not_wait_for_a_plain_function() -> None:
     async with served() as (server, url):
         program = await asyncio.create_subprocess_exec(
-            sys.executable, str(PROGRAM), url, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+            sys.executable,
+            str(PROGRAM),
+            url,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            preexec_fn=heed_the_terminal,
         )
         assert program.stdout is not None
         try:
