@@ -5,8 +5,8 @@ import json
 import httpx
 import pytest
 
-from bombus import Rollout, RolloutBudgets, Task
-from bombus.environments.chat_model import NoModelAnswer, answer_of
+from bombus import InfraError, Rollout, RolloutBudgets, Task
+from bombus.environments.chat_model import NoModelAnswer, OutageWarnings, answer_of
 from tests.environments.scripted import CREDENTIALS, ScriptedModel
 from tests.environments.worlds import Counter
 
@@ -64,3 +64,25 @@ def test_an_error_that_comes_as_an_answer_is_told(error: object, said: str) -> N
         with pytest.raises(NoModelAnswer) as raised:
             answer_of(json.dumps(body).encode())
         assert str(raised.value) == f"the server's answer has no choice{said}"
+
+
+async def test_a_server_that_does_not_answer_is_warned_of_while_it_is_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = ScriptedModel(otherwise=httpx.ConnectError("refused"))
+    budgets = RolloutBudgets(tool_s=4, turn_s=4, episode_s=4)
+    with pytest.raises(InfraError):
+        await Rollout(Counter, budgets, transport=model)(Task(metadata={"goal": 3}), CREDENTIALS)
+    (warning,) = caplog.messages
+    assert warning.startswith("the model's server does not answer, and is asked again: http://model.test/v1/: ")
+
+
+def test_a_server_is_warned_of_once_until_it_answers(caplog: pytest.LogCaptureFixture) -> None:
+    warnings = OutageWarnings(clock=iter([0.0, 0.5, 1.0, 2.0, 10.0, 10.5, 11.0]).__next__)
+    for _ in range(4):
+        warnings.asked_again("refused")
+    assert len(caplog.messages) == 1
+    warnings.answered()
+    for _ in range(3):
+        warnings.asked_again("refused")
+    assert len(caplog.messages) == 2

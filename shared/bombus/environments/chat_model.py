@@ -1,10 +1,12 @@
 """A model behind an OpenAI-compatible server, asked for one answer at a time over httpx."""
 
 import asyncio
+import logging
 import random
 import re
 import ssl
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -16,7 +18,10 @@ from bombus.errors import FOREIGN_TEXT_MAX, Code, in_one_line
 from bombus.sdk.errors import InfraError
 from bombus.sdk.transport import is_loopback
 
+log = logging.getLogger("bombus")
+
 CONNECT_S = 10.0
+QUIET_S = 1.0  # without an answer, after which a person is told
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 8.0
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 TOO_LONG_CODES = frozenset({"context_length_exceeded", "prompt_too_long"})
@@ -86,6 +91,31 @@ class CallWatch(Protocol):
     def asked_again(self, why: str) -> None:
         """Take note that a call failed and will be asked again. Raises `NoModelAnswer` to give it up."""
         ...
+
+
+class OutageWarnings:
+    """A `CallWatch` that warns when calls have failed for a second, so that waiting is not mistaken for work.
+
+    It warns once, and again only after an answer has come.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failing_since: float | None = None
+        self._is_told = False
+
+    def answered(self) -> None:
+        """Forget the failures so far."""
+        self._failing_since, self._is_told = None, False
+
+    def asked_again(self, why: str) -> None:
+        """Warn if calls have failed for a second, and no warning has been given."""
+        now = self._clock()
+        if self._failing_since is None:
+            self._failing_since = now
+        if not self._is_told and now - self._failing_since >= QUIET_S:
+            self._is_told = True
+            log.warning("the model's server does not answer, and is asked again: %s", why)
 
 
 class ChatModel:

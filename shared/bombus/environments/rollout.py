@@ -16,6 +16,7 @@ from bombus.environments.chat_model import (
     ChatAnswer,
     ChatModel,
     ModelRefused,
+    OutageWarnings,
     beginning_refused,
     never_answered,
 )
@@ -120,7 +121,8 @@ class Rollout:
 
     `environment` is a plain class, or a function (perhaps `async`) that makes an instance of one or any other
     `AgentEnvironment`: each episode has one of its own. `sampling` are fields of every request, such as `temperature`.
-    `watch` hears of all calls. Raises `WrongClass` for a class that is not an environment. `transport` is for tests.
+    `watch` hears of all calls; without one, a warning says when the server does not answer. Raises `WrongClass` for a
+    class that is not an environment. `transport` is for tests.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Rollout:
         self.budgets = budgets or RolloutBudgets()
         self._make = environment
         self._sampling = sampling
-        self._watch = watch
+        self._watch = watch or OutageWarnings()
         self._transport = transport
 
     async def __call__(self, task: Task, credentials: Credentials) -> WorkflowOutput:

@@ -91,8 +91,11 @@ class Sleep(msgspec.Struct, frozen=True):
 
 
 class ServerReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server answered. `url` is what was asked, with the prefix of an engine."""
+
     status: int
     body: bytes
+    url: str = ""
     retry_after_s: float = 0.0
 
 
@@ -720,6 +723,6 @@ def _error_of(reply: ServerReply | NoReply, path: str) -> SwarmError:
         body = {"detail": reply.body[:300].decode(errors="replace")}
     why, code = body.get("detail", body), str(body.get("code", ""))
     if reply.status == 404 and not code:
-        asked = path.partition("?")[0]
+        asked = (reply.url or path).partition("?")[0]
         why = f"The server has no {asked} ({why}): is this the address of a hive, and the engine one of its engines?"
     return error_for(reply.status, code, why if isinstance(why, str) else str(why))

@@ -77,4 +77,6 @@ def reply_of(response: httpx.Response) -> ServerReply:
     except ValueError:
         retry_after_s = 0.0  # a date, which our own server never sends
     retry_after_s = max(0.0, min(retry_after_s, 60.0))
-    return ServerReply(status=response.status_code, body=response.content, retry_after_s=retry_after_s)
+    return ServerReply(
+        status=response.status_code, body=response.content, url=str(response.url), retry_after_s=retry_after_s
+    )

@@ -98,8 +98,11 @@ async def test_p1_a_pool_shares_its_environments_among_more_rollouts(make: MakeP
 
 async def test_p2_a_pool_that_finds_too_few_slots_is_told_when_it_connects(make: MakePool) -> None:
     async with served(slots=2) as (_, url):
-        with pytest.raises(EnvironmentsBusy, match="all 2 slots are taken"):
+        with pytest.raises(EnvironmentsBusy, match=r"^a pool of 3 needs 3 free slots at once.*all 2 slots are taken"):
             await make(url, 3, group_size=3).connect()
+        patient = SessionSettings(wait_s=0.2)
+        with pytest.raises(EnvironmentsBusy, match=r"did not get them within 0\.2 s"):
+            await make(url, 3, group_size=3, settings=patient).connect()
 
 
 async def test_p2_a_pool_may_wait_for_slots(make: MakePool) -> None:

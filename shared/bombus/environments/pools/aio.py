@@ -149,10 +149,15 @@ class AsyncEnvPool:
                 return await self._open(self.size, self.settings.model_copy(update={"wait_s": patience_s}))
             except EnvironmentsBusy as error:
                 if left_s <= patience_s:
-                    raise
+                    raise EnvironmentsBusy(self._needs(error)) from error
                 log.info("not all %d slots of this pool are free yet: %s", self.size, in_one_line(error))
             await asyncio.sleep(min(left_s, random.uniform(0, attempt_s)))
             attempt_s = min(2 * attempt_s, ATTEMPT_S_MAX)
+
+    def _needs(self, error: EnvironmentsBusy) -> str:
+        waited_s = self.settings.wait_s
+        waited = f" within {waited_s:g} s" if waited_s else "; SessionSettings(wait_s=...) waits for them"
+        return f"a pool of {self.size} needs {self.size} free slots at once, and did not get them{waited} ({error})"
 
     async def _open(self, count: int, settings: SessionSettings) -> list[EnvSession]:
         """Open sessions, all or none. Raises the error that came first."""
