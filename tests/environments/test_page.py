@@ -63,6 +63,11 @@ async def test_the_agents_of_the_page_are_rewarded_by_role() -> None:
     assert output.reward == {"1": 0.0, "2": 1.0, "3": 1.0}
 
 
+async def test_the_agents_of_the_page_are_scored_where_a_budget_ends_their_play() -> None:
+    rollout = Rollout(run(DEBATE)["Debate"], RolloutBudgets(turns_max=2), transport=ScriptedModel("Tea.", "Coffee."))
+    assert (await rollout(TASK, CREDENTIALS)).reward == 0.0
+
+
 def test_the_class_of_the_page_passes_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
