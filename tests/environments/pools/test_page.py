@@ -1,8 +1,6 @@
 """The programs of docs/pools.md run, against a server of the class that the page serves."""
 
-import ast
 import asyncio
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,12 @@ ROOT = Path(__file__).parents[3]
 PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pools.md").read_text(), re.DOTALL)
 
 
-async def run_awaiting(program: str, names: dict[str, Any]) -> None:
-    """Run a program that awaits outside of functions, as one that is typed into `python -m asyncio`."""
-    result = eval(compile(program, "docs/pools.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
-    if inspect.iscoroutine(result):
-        await result
-
-
 async def test_the_programs_of_the_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT / "examples")
     names: dict[str, Any] = {}
     async with served(load_class("guess_number:GuessNumber"), slots=8) as (server, url):
         together, alone = (program.replace("http://127.0.0.1:8000", url) for program in PROGRAMS)
-        await run_awaiting(together, names)
+        await asyncio.to_thread(exec, together, names)
         assert len({step.observation["text"] for step in names["steps"]}) == 1, "one task for all"
         async with asyncio.timeout(60):
             while len(server.table.free) < 8:
