@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import shlex
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from bombus.cli import main
 from bombus.commands.slime import job_of
 from bombus.config.flags import Parser, add_settings_arguments, settings_from
 from bombus.errors import Refused
-from bombus.slime.functions import make_slime_importable
+from bombus.slime.functions import load_function, make_slime_importable
 from bombus.slime.generation import load_tokenizer
 from bombus.slime.prompts import PromptSource, read_prompts
 from bombus.slime.settings import SlimeOptions
@@ -118,6 +120,21 @@ def test_prompts_come_in_the_order_of_the_file_and_again(tmp_path: Path) -> None
     assert [[sample.prompt for sample in group] for group in groups] == [["a", "a"], ["b", "b"], ["a", "a"]]
     assert [[sample.index for sample in group] for group in groups] == [[0, 1], [2, 3], [4, 5]]
     assert (groups[0][0].metadata, groups[1][0].metadata, groups[2][0].group_index) == ({"k": 1}, {"tools": []}, 2)
+
+
+async def test_the_first_run_of_the_page_is_read_as_it_is_printed(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/slime.md").read_text()
+    hooks, prompts, command = re.findall(r"```(?:python|json|sh)\n(.*?)```", page, re.DOTALL)[:3]
+    (tmp_path / "hooks.py").write_text(hooks)
+    (tmp_path / "prompts.jsonl").write_text(prompts)
+    options = typed(*shlex.split(command)[2:])
+    assert options.prompt_data is not None
+    assert options.custom_rm_path is not None
+    samples = read_prompts(tmp_path / options.prompt_data, options, None)
+    reward = load_function(f"{tmp_path}/{options.custom_rm_path.replace('.', '.py:')}")
+    samples[0].response = "2 ok"
+    assert await reward(options.namespace(), samples[0]) == 0.25
+    assert len(samples) == options.rollout_batch_size
 
 
 def test_a_shuffled_file_comes_in_another_order_each_time_and_in_the_same_ones_for_a_seed(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class SlimeOptions(BaseModel):
         default=None, description="start the engine with this job, and with the sizes and corrections given here"
     )
     hf_checkpoint: Annotated[str, Flag(metavar="MODEL")] = Field(
-        default="", description="the model's folder, whose tokenizer hook files use"
+        default="", description="the model's folder, or tiny or smollm2: hook files use its tokenizer"
     )
     prompt_data: Annotated[Path | None, Flag(metavar="FILE")] = Field(
         default=None, description="the prompts, a JSON object in each line"
