@@ -132,7 +132,7 @@ def test_a_broken_line_in_the_middle_is_told_and_nothing_is_thrown_away(tmp_path
     path = tmp_path / "c.jsonl"
     good = msgspec.json.encode([ResultRecorded(task="a", achieved=True, reward=1.0)]) + b"\n"
     path.write_bytes(good + line + good)
-    with pytest.raises(LogCorrupted, match=r"line 2 of .*c\.jsonl is not of a curriculum"):
+    with pytest.raises(LogCorrupted, match=r"line 2 of .*c\.jsonl is not an event of a curriculum"):
         CurriculumJournal(path)
     assert path.read_bytes() == good + line + good
 

@@ -224,15 +224,16 @@ def test_everything_that_is_wrong_with_a_class_is_said_in_sentences() -> None:
         describe(Wrong)
     assert wrong.value.problems == (
         "The tool `untyped`: its argument `a` has no type hint. A method that is not a tool begins with an underscore.",
-        "The tool `silent`: it has no docstring, which is what tells the model what it does. A method that is not a "
-        "tool begins with an underscore.",
-        "The tool `many`: its argument `all` cannot be given by name: give it arguments with names. A method that is "
-        "not a tool begins with an underscore.",
-        "The metric `length` takes `answer`, which is not there: it can take task, transcript and state, by these "
+        "The tool `silent`: it has no docstring: write one, which tells the model what the tool does. A method "
+        "that is not a tool begins with an underscore.",
+        "The tool `many`: its argument `all` is positional-only or variadic: the model gives arguments by name. A "
+        "method that is not a tool begins with an underscore.",
+        "The metric `length` takes `answer`, which does not exist: it can take task, transcript and state, by these "
         "names.",
-        "The reward `right` takes `tusk`, which is not there: it can take task, transcript and state, by these names.",
-        "The reward `right` lies from 1 to 0: give a low and a higher high.",
-        "The reward `right` is for the role 'solver', and only a class with `play` has roles.",
+        "The reward `right` takes `tusk`, which does not exist: it can take task, transcript and state, by these "
+        "names.",
+        "The reward `right` has low=1 and high=0: low must be less than high.",
+        "The reward `right` has the role 'solver', but only a class with `play` has roles.",
         "`reset` cannot be called as `reset(self, task)`: give it these arguments, by these names.",
         "It cannot be made without arguments: give them defaults, or give `lambda: Wrong(...)` in its place, which "
         "makes one.",
@@ -303,10 +304,9 @@ def test_what_would_be_left_out_without_a_word_is_said() -> None:
         "its name with an underscore.",
         "`always` is a method behind a partialmethod, which is not seen as a tool: take that away, or begin its name "
         "with an underscore.",
-        "The tool `each`: it yields, and a tool returns what the model is shown: return a list or a text. A method "
+        "The tool `each`: it is a generator: return a list or a text, which the model is shown. A method "
         "that is not a tool begins with an underscore.",
-        "The tool `alone`: it does not take `self`, with which it is called. A method that is not a tool begins with "
-        "an underscore.",
+        "The tool `alone`: it has no parameter `self`. A method that is not a tool begins with an underscore.",
     )
     with pytest.raises(WrongClass) as wrong:
         describe(Stateful)
@@ -321,7 +321,7 @@ def test_a_class_that_cannot_be_made_yet_is_refused() -> None:
         @abstractmethod
         def _board(self) -> str: ...
 
-    with pytest.raises(WrongClass, match="is abstract, and cannot be made before it has _board"):
+    with pytest.raises(WrongClass, match="is abstract, and cannot be instantiated: it lacks _board"):
         describe(Abstract)
 
 
@@ -392,7 +392,7 @@ def test_decorators_take_empty_parentheses_and_a_reward_its_weight_alone() -> No
     assert [(each.name, each.mark.weight) for each in found.rewards] == [("half", 0.5), ("whole", 1.0)]
     assert (found.metrics[0].name, found.stops[0].name) == ("length", "over")
     assert found.success is not None
-    with pytest.raises(TypeError, match="@reward stands before a property: it marks a plain method"):
+    with pytest.raises(TypeError, match="@reward decorates a property: it must decorate a plain method"):
         reward(property(lambda self: 1.0))  # type: ignore[call-overload]
 
 
@@ -654,8 +654,12 @@ class Unshown:
         ("give_up_too", "RuntimeError: it raised Quit('there')", True),
         ("speechless", "Speechless: its text cannot be made (KeyError)", True),
         ("unshown", "KeyError: 'name'", True),
-        ("several", "TypeError: it returned count, which has nothing to show: return a list or a text", True),
-        ("pages", "TypeError: it returned async_generator, which has nothing to show: return a list or a text", True),
+        ("several", "TypeError: it returned count, which cannot be shown to the model: return a list or a text", True),
+        (
+            "pages",
+            "TypeError: it returned async_generator, which cannot be shown to the model: return a list or a text",
+            True,
+        ),
     ],
 )
 async def test_whatever_a_tool_returns_or_raises_is_text_that_a_model_can_be_shown(

@@ -119,7 +119,7 @@ async def test_a_prompt_that_has_become_too_long_cuts_the_episode_and_the_first_
     # 2 x its length for a speaker and 0.5 for everybody: what was said before is scored
     assert result.output().reward == {"1": 2.0 * 1 + 0.5, "2": 2.0 * 3 + 0.5}
     with pytest.raises(
-        InfraError, match=r"first prompt.* too long .*tokens_max, which is 77 here.* 400: 9 tokens at most$"
+        InfraError, match=r"first prompt.* too long .*tokens_max \(77 for prompt.* 400: 9 tokens at most$"
     ):
         (await played(ScriptedModel(refusal), tokens_max=77)).output()
 

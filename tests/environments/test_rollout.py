@@ -580,7 +580,7 @@ async def test_a_function_that_hangs_while_it_makes_an_environment_is_given_up()
 
 
 def test_a_class_that_is_no_environment_and_an_instance_are_refused_at_once() -> None:
-    with pytest.raises(WrongClass, match="is not an environment yet"):
+    with pytest.raises(WrongClass, match="cannot be used as an environment"):
         Rollout(int)
     with pytest.raises(TypeError, match=r"an instance of Counter.*give the class"):
         Rollout(Counter())

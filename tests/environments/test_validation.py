@@ -33,7 +33,7 @@ async def test_a_sound_class_passes_every_check() -> None:
     assert await problems(Counter, needs_gold=True) == {}
     checked = await ClassValidation(Counter, describe(Counter)).check(TASK)
     assert [one.check for one in checked] == ["plays", "gold", "range", "determinism", "isolation", "leaks"]
-    assert [one.detail for one in checked[:2]] == ["reward -0.5 for nothing", "reward 1.5"]
+    assert [one.detail for one in checked[:2]] == ["reward -0.5 for doing nothing", "reward 1.5"]
 
 
 class Shared(Counter):
@@ -205,8 +205,8 @@ def test_the_command_prints_a_table_and_fails_with_a_sentence_for_each_problem(
     name = f"{__name__}:Unsolved"
     assert main(["env", "validate", f"{Counter.__module__}:Counter", "--task", str(tasks), "--gold"]) == 0
     assert capsys.readouterr().out.splitlines()[:3] == [
-        "tests.environments.worlds:Counter: 3 tools, 2 rewards, 1 metrics; 2 of 2 tasks",
-        "  plays        ok      reward -0.5 for nothing",
+        "tests.environments.worlds:Counter: tools 3, rewards 2, metrics 1, tasks 2 of 2",
+        "  plays        ok      reward -0.5 for doing nothing",
         "  gold         ok      reward 1.5",
     ]
     assert main(["env", "validate", name, "--task", str(tasks)]) == 1
@@ -220,7 +220,7 @@ def test_the_command_prints_a_table_and_fails_with_a_sentence_for_each_problem(
     assert "  plays        FAILED  for 1 of 2 tasks" in printed.out
     assert "one (task 1 of the file): It cannot be played: " in printed.err
     assert main(["env", "validate", f"{__name__}:Path"]) == 1
-    assert "Path is not an environment yet:" in capsys.readouterr().err
+    assert "Path cannot be used as an environment:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,7 @@ async def test_samples_that_are_given_up_each_time_end_the_run_with_the_reason(
     served: GatewayHive, model: str, tmp_path: Path
 ) -> None:
     path = f"{HOOKS}:generate_and_give_up"
-    with pytest.raises(BombusError, match=r"8 groups in a row were lost.*gave the sample up"):
+    with pytest.raises(BombusError, match=r"8 groups in a row were lost.*returned an aborted sample"):
         await played(options_of(served, model, tmp_path, custom_generate_function_path=path))
     await served.until(lambda engine: not engine.open)
     assert not served.engine.pool

@@ -110,6 +110,6 @@ def _figures(progress: CurriculumProgress) -> CurriculumFigures:
 def _tier_is_missing(progress: CurriculumProgress, path: Path) -> str:
     names = ", ".join(tier.name for tier in progress.plan.tiers)
     return (
-        f"{path} is at the tier {progress.unknown_tier!r}, and the plan has only {names}: give the tier its name "
-        "again, or begin another file"
+        f"{path} is at the tier {progress.unknown_tier!r}, and the plan has only {names}: rename the tier "
+        "back, or begin another file"
     )

@@ -51,7 +51,7 @@ class CurriculumJournal:
             )
         line = msgspec.json.encode(events) + b"\n"
         if self._bytes + len(line) > JOURNAL_BYTES_MAX:
-            raise JournalFull(f"{self.path} has {self._bytes} bytes, and no more than 1 GiB is read: begin another one")
+            raise JournalFull(f"{self.path} has {self._bytes} bytes, and 1 GiB is the limit: begin another one")
         try:
             if os.write(self._file, line) < len(line):
                 raise JournalFull(f"the disk of {self.path} is full: make room, and record the result again")
@@ -79,7 +79,7 @@ class CurriculumJournal:
         """Return the events, and how many bytes their lines have. What comes after the last line break was cut off."""
         found = os.fstat(self._file)
         if not stat.S_ISREG(found.st_mode):
-            raise Refused(Code.BAD_CONFIG, f"{self.path} is not a regular file, which a curriculum is kept in")
+            raise Refused(Code.BAD_CONFIG, f"{self.path} is not a regular file: a curriculum needs one")
         size = found.st_size
         if size > JOURNAL_BYTES_MAX:
             raise Refused(Code.TOO_LARGE, f"{self.path} has {size} bytes: a curriculum's file has at most 1 GiB")
@@ -93,8 +93,8 @@ class CurriculumJournal:
                     events += _decoder.decode(line)
                 except msgspec.MsgspecError as error:
                     raise LogCorrupted(
-                        f"line {number} of {self.path} is not of a curriculum ({error}): restore the file, or name "
-                        "another one"
+                        f"line {number} of {self.path} is not an event of a curriculum ({error}): restore the file, or "
+                        "name another one"
                     ) from error
                 whole += len(line)
         return events, whole

@@ -56,7 +56,7 @@ class MasteryRules(msgspec.Struct, frozen=True, kw_only=True):
             _check_range(name, getattr(self, name), -1e6, 1e6)
         _check_range("recent", self.recent, 0, 10_000)
         if self.decay == 0.0:
-            raise ValueError("decay is 0, so no result would count after the next one: it must be above 0")
+            raise ValueError("decay is 0, so that only the newest result would count: it must be above 0")
         if self.review_longest < self.review_first:
             raise ValueError(f"review_longest is {self.review_longest}: it must be at least review_first")
 

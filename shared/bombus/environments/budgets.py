@@ -51,7 +51,7 @@ class RolloutBudgets(BaseModel):
     def _nested(self) -> "RolloutBudgets":
         if not self.tool_s <= self.turn_s <= self.episode_s:
             raise ValueError(
-                f"tool_s is {self.tool_s:g}, turn_s {self.turn_s:g} and episode_s {self.episode_s:g}: a tool is a part "
-                "of a turn, and a turn of the episode, so give numbers that do not fall"
+                f"tool_s is {self.tool_s:g}, turn_s {self.turn_s:g} and episode_s {self.episode_s:g}: a tool is part "
+                "of a turn, and a turn is part of the episode: give tool_s <= turn_s <= episode_s"
             )
         return self

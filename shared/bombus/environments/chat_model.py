@@ -52,8 +52,8 @@ class ModelRefused(InfraError):
 def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
     """Return the error for a first prompt that is too long. It ends with what the server has said of its limit."""
     why = (
-        f"the first prompt of the episode, with its tools, is too long for the job, the model or tokens_max, which is "
-        f"{tokens_max} here and for the answer too: {error}"
+        f"the first prompt of the episode, with its tools, is too long for the job, the model or tokens_max "
+        f"({tokens_max} for prompt and answer together): {error}"
     )
     return ModelRefused(why, is_too_long=True)
 

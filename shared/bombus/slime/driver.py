@@ -264,7 +264,7 @@ class SlimeDriver:
         self._in_a_row[stage] += 1
         log.warning("%s", why)
         if self._in_a_row[stage] >= LOST_MAX:
-            raise BombusError(f"{LOST_MAX} groups in a row were lost, the last one thus: {why}")
+            raise BombusError(f"{LOST_MAX} groups in a row were lost, the last one because: {why}")
 
     async def _passes(self, group: PlayedGroup, report: RolloutReport, available: int) -> bool:
         """Ask the filter. A group that it drops is aborted, so that it is no part of a batch."""
@@ -351,7 +351,7 @@ class SlimeDriver:
             one.group_index = group_index
             one.index = index if one.index is None else one.index
         if not found.samples or any(is_aborted(one) for one in found.samples):
-            raise SampleAborted("the generate function gave the sample up")
+            raise SampleAborted("the generate function returned an aborted sample")
         if not self._options.group_rm:
             await self._reward([returned])
         return found

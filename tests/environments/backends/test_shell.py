@@ -224,7 +224,7 @@ async def test_a_sandbox_that_is_stopped_runs_nothing(box: ShellSandbox) -> None
     await box.stop()
     await box.stop()
     assert not await box.is_healthy()
-    with pytest.raises(EnvironmentLost, match="is not there any more"):
+    with pytest.raises(EnvironmentLost, match="has been closed"):
         await box.run("true")
 
 

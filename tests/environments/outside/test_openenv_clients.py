@@ -162,7 +162,7 @@ async def test_a_client_of_tools_that_vanishes_gives_its_slot_back_and_never_fin
         await client.reset(task={"metadata": {"goal": 3}})
         client._ws.transport.abort()
         await until(lambda: len(server.table.free) == 1)
-        with pytest.raises(RuntimeError, match="is over, or never was"):
+        with pytest.raises(RuntimeError, match="has ended, or does not exist"):
             await client.call_tool("add", amount=1)
         with pytest.raises(ConnectionError, match="410"):
             await client.reset()

@@ -129,7 +129,7 @@ async def test_a_rollout_that_would_wait_for_its_own_loop_is_refused() -> None:
     async with served(slots=1) as (_, url):
         pool = await asyncio.to_thread(EnvPool(url, 1, group_size=1).connect)
         for rollout in (plays_another, closes):
-            with pytest.raises(Refused, match="would wait for itself"):
+            with pytest.raises(Refused, match="would wait for themselves"):
                 await asyncio.to_thread(pool.run_group, TASK, rollout)
         await asyncio.to_thread(pool.close)
 

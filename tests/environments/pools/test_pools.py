@@ -542,7 +542,7 @@ async def test_a_plain_function_that_was_cancelled_cannot_use_its_environment_an
         await asyncio.to_thread(thread.run, pool.close())
         may_end.set()
         await until(lambda: seen)
-        assert seen == ["this rollout was cancelled, and its environment is another's now"]
+        assert seen == ["this rollout was cancelled, and another one has its environment now"]
     await asyncio.to_thread(thread.stop)
 
 

@@ -161,7 +161,7 @@ def test_a_class_that_cannot_be_served_is_refused(kind: type, why: str) -> None:
 
 
 def test_a_class_that_needs_a_backend_is_not_served_without_one() -> None:
-    with pytest.raises(Refused, match="Store needs a backend: say which with --backend"):
+    with pytest.raises(Refused, match="Store needs a backend: choose one with --backend"):
         ClassSource(Store)
 
 
@@ -217,7 +217,7 @@ async def test_a_tool_that_says_too_much_is_cut_and_the_session_goes_on() -> Non
 
 async def test_a_reset_that_says_too_much_fails_and_the_session_goes_on() -> None:
     async with served(Wordy) as (_, url), await EnvSession.open(url) as session:
-        with pytest.raises(ResetFailed, match="and a message up to 16777216: say less at once"):
+        with pytest.raises(ResetFailed, match="and a message has at most 16777216: send less at once"):
             await session.reset({"task": {"metadata": {"goal": 3, "characters": 17 << 20}}})
         await session.reset({"task": TASK.model_dump()})
 

@@ -68,7 +68,7 @@ async def test_a_session_that_was_posted_is_held_by_the_connection_to_it_and_end
             await socket.send('{"type": "step", "data": {"tool": "add"}}')
             assert ':2"' in str(await socket.recv())
         await until(lambda: server.counts()["leased"] == 0)
-        assert "is over, or never was" in await poster.why("tools/call", name="add", session_id=session)
+        assert "has ended, or does not exist" in await poster.why("tools/call", name="add", session_id=session)
         with pytest.raises(InvalidStatus, match="410"):
             await poster.held(session)
 
@@ -103,7 +103,7 @@ async def test_one_that_nobody_holds_lives_from_call_to_call_and_lapses_without_
         while clock() < over_at:
             await poster.ask("tools/list", session_id=session)
         await until(lambda: server.counts()["leased"] == 0)
-        assert "is over, or never was" in await poster.why("tools/list", session_id=session)
+        assert "has ended, or does not exist" in await poster.why("tools/list", session_id=session)
 
 
 async def test_one_that_nobody_holds_does_not_lapse_in_the_middle_of_a_call() -> None:
@@ -236,7 +236,7 @@ async def test_a_session_has_so_many_calls_under_way_and_no_more() -> None:
         (b"[]", RpcError.INVALID_REQUEST, "the body is one request"),
         (b'{"method": "tools/list", "params": 3}', RpcError.INVALID_REQUEST, "`$.params`"),
         (b'{"method": "tools/list"}', RpcError.INVALID_PARAMS, "params has no session_id"),
-        (b'{"method": "tools/list", "params": {"session_id": "x"}}', RpcError.SERVER, "session 'x' is over"),
+        (b'{"method": "tools/list", "params": {"session_id": "x"}}', RpcError.SERVER, "session 'x' has ended"),
     ],
 )
 async def test_a_request_that_makes_no_sense_is_answered_in_a_sentence(body: bytes, code: int, why: str) -> None:

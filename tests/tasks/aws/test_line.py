@@ -47,7 +47,7 @@ def test_quotes_backslashes_comments_and_lines_that_go_on_are_read_as_a_shell_re
 def test_what_a_shell_would_do_is_refused_and_named(line: str, what: str) -> None:
     with pytest.raises(CommandRefused) as refused:
         words_of_line(line)
-    assert f"there is no shell, so nothing is done for {what}:" in str(refused.value)
+    assert f"there is no shell here to carry out {what}:" in str(refused.value)
 
 
 @pytest.mark.parametrize("line", ["a; b", "a;b", "a\nb", "a \n b", "a # c\nb", "a;\nb;", "a\n\\\nb"])

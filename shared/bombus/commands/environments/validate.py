@@ -15,10 +15,10 @@ from bombus.terminal import complain, say
 TASKS_MAX = 20
 CHECKS = ("plays", "gold", "range", "determinism", "isolation", "leaks")
 EPILOG = """\
-Each task is played without a model: once nothing is done, and once the calls of `gold(self, task)` are carried out,
-where the class has it: a list of ("tool", {"argument": value}), and the answer as text at its end. For a class with
-`play` it is a list of the model's answers. That is repeated with another instance beside it, and what is left behind
-after `close` is looked for.
+Each task is played without a model: once with no calls at all, and once with the calls of `gold(self, task)`, if the
+class has it. `gold` returns a list of ("tool", {"argument": value}), with the answer as text at its end. For a class
+with `play` it returns a list of the model's answers. The task is then played again, also with another instance beside
+it, and what is left behind after `close` is reported.
 
 example:
   bombus env validate worlds:Counter --task tasks.jsonl --gold
@@ -28,14 +28,16 @@ example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("name", metavar="module:Class", help="the class; modules of this folder are found too")
+    parser.add_argument(
+        "name", metavar="module:Class", help="the class, such as worlds:Counter for worlds.py in this folder"
+    )
     parser.add_argument(
         "--task",
         type=Path,
         metavar="FILE",
-        help=f"tasks, a JSON object in each line, of which the first {TASKS_MAX} are played (default: an empty task)",
+        help=f"tasks, a JSON object in each line; the first {TASKS_MAX} are played (default: one empty task)",
     )
-    parser.add_argument("--gold", action="store_true", help="a class without a gold solution does not pass")
+    parser.add_argument("--gold", action="store_true", help="fail a class without a gold solution")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,11 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         description = describe(kind)
     except WrongClass as error:
-        complain(f"{arguments.name} is not an environment yet:", *(f"  {problem}" for problem in error.problems))
+        complain(f"{arguments.name} cannot be used as an environment:", *(f"  {problem}" for problem in error.problems))
         return 1
     say(
-        f"{arguments.name}: {len(description.tools)} tools, {len(description.rewards)} rewards, "
-        f"{len(description.metrics)} metrics; {min(len(tasks), TASKS_MAX)} of {len(tasks)} tasks"
+        f"{arguments.name}: tools {len(description.tools)}, rewards {len(description.rewards)}, metrics "
+        f"{len(description.metrics)}, tasks {min(len(tasks), TASKS_MAX)} of {len(tasks)}"
     )
     validation = ClassValidation(kind, description, needs_gold=arguments.gold)
     found = asyncio.run(_checked(validation, tasks[:TASKS_MAX]))

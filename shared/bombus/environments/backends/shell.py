@@ -68,9 +68,9 @@ class ShellSandbox:
     async def run(self, command: str, timeout_s: float = COMMAND_S) -> ShellResult:
         """Run a line of shell. After `timeout_s` seconds it is killed, with all that it started."""
         if not 0 < timeout_s <= COMMAND_S_MAX:
-            raise ValueError(f"a command has up to {COMMAND_S_MAX:.0f} s, and not {timeout_s:g}")
+            raise ValueError(f"timeout_s is {timeout_s:g}: a command has at most {COMMAND_S_MAX:.0f} s")
         if self._folder is None:
-            raise EnvironmentLost("the sandbox is not there any more")
+            raise EnvironmentLost("the sandbox has been closed")
         process = await asyncio.create_subprocess_exec(
             *(AS_NOBODY if os.geteuid() == 0 else ()),
             "unshare",

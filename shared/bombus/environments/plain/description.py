@@ -22,7 +22,7 @@ class WrongClass(BombusError):
     """A class cannot be an environment. `problems` says in sentences what is wrong with it."""
 
     def __init__(self, name: str, problems: tuple[str, ...]) -> None:
-        super().__init__(f"{name} is not an environment yet. " + " ".join(problems))
+        super().__init__(f"{name} cannot be used as an environment. " + " ".join(problems))
         self.problems = problems
 
 
@@ -109,7 +109,7 @@ class _Reading:
     def check_making(self) -> None:
         """Note it where the class cannot be made, or not without arguments."""
         if missing := sorted(getattr(self._kind, "__abstractmethods__", ())):
-            self._say(f"It is abstract, and cannot be made before it has {', '.join(missing)}.")
+            self._say(f"It is abstract, and cannot be instantiated: it lacks {', '.join(missing)}.")
         try:
             inspect.signature(self._kind).bind()
         except (TypeError, ValueError):
@@ -164,7 +164,7 @@ class _Reading:
         for each in names:
             if each not in known:
                 self._say(
-                    f"The {mark.kind} `{name}` takes `{each}`, which is not there: it can take {_listed(known)}, by "
+                    f"The {mark.kind} `{name}` takes `{each}`, which does not exist: it can take {_listed(known)}, by "
                     "these names."
                 )
         if mark.kind == MethodKind.REWARD:
@@ -173,11 +173,11 @@ class _Reading:
 
     def _check_reward(self, name: str, mark: MethodMark, plays: bool) -> None:
         if not (math.isfinite(mark.low) and math.isfinite(mark.high) and mark.low < mark.high):
-            self._say(f"The reward `{name}` lies from {mark.low:g} to {mark.high:g}: give a low and a higher high.")
+            self._say(f"The reward `{name}` has low={mark.low:g} and high={mark.high:g}: low must be less than high.")
         if not math.isfinite(mark.weight):
             self._say(f"The reward `{name}` has the weight {mark.weight:g}: give a number that is finite.")
         if mark.role and not plays:
-            self._say(f"The reward `{name}` is for the role {mark.role!r}, and only a class with `play` has roles.")
+            self._say(f"The reward `{name}` has the role {mark.role!r}, but only a class with `play` has roles.")
 
     def _check_shape(
         self,

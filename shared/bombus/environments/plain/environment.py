@@ -120,7 +120,7 @@ class PlainWorld:
     def check_alive(self) -> None:
         """Raise `EnvironmentLost` for a world that is lost or closed."""
         if self._lost or self._closed:
-            raise EnvironmentLost(self._lost or "the environment was closed, and is used again")
+            raise EnvironmentLost(self._lost or "the environment was closed already")
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, together: bool = False) -> Any:
         """Call a method by its name, and return what it returns, or raise what it raises."""
@@ -385,6 +385,6 @@ def _readable(message: Mapping[str, Any]) -> MessageDict:
 
 def _no_tool(name: str, tools: list[str]) -> str:
     if not tools:
-        return f"there is no tool {name!r}, nor any other"
+        return f"there is no tool {name!r}: there are no tools"
     more = f", and {len(tools) - TOOLS_NAMED} more" if len(tools) > TOOLS_NAMED else ""
     return f"there is no tool {name!r}: there is {', '.join(tools[:TOOLS_NAMED])}{more}"

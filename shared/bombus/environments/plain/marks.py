@@ -101,5 +101,5 @@ def _marked(method: MethodT, mark: MethodMark) -> MethodT:
     try:
         setattr(method, _ATTRIBUTE, mark)
     except AttributeError as error:
-        raise TypeError(f"@{mark.kind} stands before a {type(method).__name__}: it marks a plain method") from error
+        raise TypeError(f"@{mark.kind} decorates a {type(method).__name__}: it must decorate a plain method") from error
     return method

@@ -150,7 +150,9 @@ class Play:
     ) -> ChatAnswer:
         """Ask in a task of its own, which can be given up. Raises `BudgetSpent`, `InfraError`."""
         if self._asked >= self._budgets.turns_max:
-            raise BudgetSpent(f"the agents have made {self._asked} calls, which is turns_max: end the episode")
+            raise BudgetSpent(
+                f"the agents have made {self._asked} calls, which is all that turns_max allows: end the episode"
+            )
         self._asked += 1
         asking = asyncio.create_task(self._answered(ask, role, messages, tools, max_tokens))
         self._under_way.add(asking)
@@ -164,7 +166,7 @@ class Play:
             answer = await ask(role, messages, tools, max_tokens)
         except ModelRefused as error:
             if error.is_too_long and self._answers:
-                raise BudgetSpent(f"what {role} is asked has become too long: {error}") from error
+                raise BudgetSpent(f"the prompt of {role} has become too long: {error}") from error
             raise
         self._answers.append(AgentCall(role=role, messages=messages, answer=answer))
         self._transcript.turns += 1

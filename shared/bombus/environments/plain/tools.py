@@ -53,19 +53,21 @@ def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
     The function's own `__name__` may be another one, such as that of a function that made it. Raises `NoTool`.
     """
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise NoTool("it yields, and a tool returns what the model is shown: return a list or a text")
+        raise NoTool("it is a generator: return a list or a text, which the model is shown")
     hints = _hints_of(method)
     documented = _read_docstring(inspect.getdoc(method) or "")
     if not documented.summary:
-        raise NoTool("it has no docstring, which is what tells the model what it does")
+        raise NoTool("it has no docstring: write one, which tells the model what the tool does")
     parameters = list(inspect.signature(method).parameters.values())
     if not parameters:
-        raise NoTool("it does not take `self`, with which it is called")
+        raise NoTool("it has no parameter `self`")
     fields: dict[str, Any] = {}
     names: list[str] = []
     for parameter in parameters[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise NoTool(f"its argument `{parameter.name}` cannot be given by name: give it arguments with names")
+            raise NoTool(
+                f"its argument `{parameter.name}` is positional-only or variadic: the model gives arguments by name"
+            )
         if parameter.name not in hints:
             raise NoTool(f"its argument `{parameter.name}` has no type hint")
         if hints[parameter.name] in (Task, Transcript):
@@ -107,7 +109,9 @@ def text_of(value: object) -> str:
     if isinstance(value, str):
         return without_surrogates(value)
     if isinstance(value, Iterator | AsyncIterator):
-        raise TypeError(f"it returned {type(value).__name__}, which has nothing to show: return a list or a text")
+        raise TypeError(
+            f"it returned {type(value).__name__}, which cannot be shown to the model: return a list or a text"
+        )
     try:
         return msgspec.json.encode(value, enc_hook=_plain).decode()
     except (TypeError, ValueError, RecursionError):

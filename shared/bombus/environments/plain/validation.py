@@ -47,7 +47,7 @@ class ClassValidation:
         except Exception as error:  # the class's own code: whatever it raises is what is wrong with it
             return [CheckedTask(check="plays", problems=(f"It cannot be played: {_said(error)}.",))]
         return [
-            CheckedTask(check="plays", detail=f"reward {nothing.scores.reward:g} for nothing"),
+            CheckedTask(check="plays", detail=f"reward {nothing.scores.reward:g} for doing nothing"),
             self._gold(nothing, best),
             CheckedTask(check="range", problems=tuple(dict.fromkeys([*self._outside(nothing), *self._outside(best)]))),
             await self._again("determinism", self._determinism(task, best)),
@@ -117,7 +117,7 @@ class ClassValidation:
             for each in _differences(nothing, noticed):
                 yield f"While another instance was played, {each}."
             for each in _differences(best, await tried(other, task, gold=self._has_gold)):
-                yield f"Made new after another instance was played, {each}."
+                yield f"Reset after another instance was played, {each}."
 
     async def _leaks(self, task: Task) -> AsyncIterator[str]:
         with _temporary_folder() as folder:

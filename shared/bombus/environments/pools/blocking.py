@@ -93,8 +93,8 @@ class LoopThread:
     def check_caller(self) -> None:
         """Raise `Refused` in the loop's own thread, which must not wait for itself."""
         if threading.current_thread() is self._thread:
-            why = "a coroutine that this pool runs would wait for itself: let it use the environment that it is given"
-            raise Refused(Code.WRONG_PHASE, f"{why}, or an AsyncEnvPool")
+            why = "this pool cannot be used in its own coroutines, which would wait for themselves"
+            raise Refused(Code.WRONG_PHASE, f"{why}: use the environment that they are given, or an AsyncEnvPool")
 
     def stop(self) -> None:
         """End the loop, and whatever still waits in it. A coroutine that blocks it is not waited for."""
@@ -151,7 +151,7 @@ class BlockingEnvironment:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if self._is_left:
             work.close()
-            raise EnvironmentLost("this rollout was cancelled, and its environment is another's now")
+            raise EnvironmentLost("this rollout was cancelled, and another one has its environment now")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 

@@ -51,7 +51,7 @@ class RemoteEnvironment:
         try:
             return msgspec.convert(result.observation, Opening)
         except msgspec.ValidationError as error:
-            raise ResetFailed(f"the server's answer to the reset has no opening: {error}") from error
+            raise ResetFailed(f"the server's answer to the reset has no first messages: {error}") from error
 
     async def call(self, call: ToolCall) -> ToolOutcome:
         """Carry out a call. What the server declines is an outcome that failed; raises `EnvironmentLost`."""

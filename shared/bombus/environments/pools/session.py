@@ -197,7 +197,7 @@ class EnvSession:
         try:
             return msgspec.convert(seen, StepResult, strict=False)
         except msgspec.ValidationError as error:
-            self._die(f"the answer to a {kind} is no observation: {error}")
+            self._die(f"the answer to a {kind} is not an observation: {error}")
             raise EnvironmentLost(self._sentence()) from error
 
     async def _ask(self, message: WireMessage) -> WireMessage:

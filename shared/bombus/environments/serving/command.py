@@ -29,29 +29,40 @@ SPARES_MAX = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="module:Class", help="the environment; modules of this folder are found")
-    parser.add_argument("--host", metavar="HOST", default=HOST, help="where it listens (default: %(default)s)")
     parser.add_argument(
-        "--port", type=int, metavar="PORT", default=PORT, help="its port, 0 for any that is free (default: %(default)s)"
+        "path", metavar="module:Class", help="the class, such as worlds:Counter for worlds.py in this folder"
     )
-    parser.add_argument("--host-name", action="append", metavar="NAME", help="a name by which clients reach it")
-    parser.add_argument("--slots", type=int, metavar="N", help=f"worlds at once (default: ${SLOTS_VARIABLE}, or 1)")
+    parser.add_argument("--host", metavar="HOST", default=HOST, help="the address to listen at (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, metavar="PORT", default=PORT, help="the port, 0 for any free one (default: %(default)s)"
+    )
+    parser.add_argument("--host-name", action="append", metavar="NAME", help="a name by which clients reach the server")
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help=f"how many worlds there are (default: ${SLOTS_VARIABLE}, or 1)"
+    )
     add_settings_arguments(parser, ServingSettings)
     parser.add_argument(
         "--backend",
         choices=[kind.value for kind in BackendKind],
         default=BackendKind.NONE.value,
-        help="what each world has of its own beside its instance: a simulator of AWS, or a sandbox for a shell "
-        "(default: %(default)s)",
+        help="what each world gets of its own: a simulator of AWS, or a sandbox for a shell (default: %(default)s)",
     )
-    parser.add_argument("--spares", type=int, metavar="N", default=0, help="backends that are kept warm (default: 0)")
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help=f"the server's key (default: ${KEY_VARIABLE})")
     parser.add_argument(
-        "--trusted-network", action="store_true", help="whoever reaches the port may use the worlds without a key"
+        "--spares", type=int, metavar="N", default=0, help="how many more backends are kept warm (default: 0)"
     )
-    parser.add_argument("--nats", metavar="URL", help="a hive's bus: `bombus status` shows the slots")
     parser.add_argument(
-        "--hive", type=name_of("hive"), metavar="NAME", default=os.environ.get("BOMBUS_HIVE", "main"), help="its hive"
+        "--key-file", type=Path, metavar="FILE", help=f"the file with the server's key (default: ${KEY_VARIABLE})"
+    )
+    parser.add_argument(
+        "--trusted-network", action="store_true", help="let everybody who reaches the port use the worlds without a key"
+    )
+    parser.add_argument("--nats", metavar="URL", help="a hive's bus, so that `bombus status` shows the slots")
+    parser.add_argument(
+        "--hive",
+        type=name_of("hive"),
+        metavar="NAME",
+        default=os.environ.get("BOMBUS_HIVE", "main"),
+        help="the hive on that bus",
     )
     add_log_argument(parser)
 

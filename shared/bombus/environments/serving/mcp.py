@@ -47,7 +47,7 @@ async def answer_post(sessions: PostedSessions, request: Request, body: bytes, g
     """
     url = url_of(request)
     if url.path != PATH:
-        why = f"there is nothing to post to here but {PATH}: sessions are at /ws"
+        why = f"only {PATH} takes a POST: sessions are at /ws"
         raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, why)
     wait_s = wait_s_of(url.query)
     answer = await _answer(sessions, body, wait_s, gone)
@@ -65,7 +65,7 @@ async def _answer(sessions: PostedSessions, body: bytes, wait_s: float, gone: Cl
             return rpc_result(number, {"session_id": await sessions.open_by_post(wait_s, gone)})
         session = params.get("session_id")
         if not isinstance(session, str):
-            why = f"params has no session_id: {SessionRpc.CREATE} gives one, and no call is carried out without"
+            why = f"params has no session_id: get one with {SessionRpc.CREATE}"
             return rpc_error(number, RpcError.INVALID_PARAMS, why)
         if method == SessionRpc.CLOSE:
             sessions.close_by_post(session)

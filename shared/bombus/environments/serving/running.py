@@ -63,8 +63,8 @@ def backends_of(deployment: Deployment, environment: Mapping[str, str]) -> Backe
         raise Refused(Code.BAD_CONFIG, f"{KIND_VARIABLE} is {wanted[:40]!r}: it is simulator or aws")
     if kind == BackendKind.MINISTACK and wanted == "aws":
         if slots > 1:
-            why = f"{KIND_VARIABLE}=aws is one account for all worlds, which would meet in it: serve it with --slots 1"
-            raise Refused(Code.BAD_CONFIG, why)
+            why = f"{KIND_VARIABLE}=aws gives all worlds the same account, where they would disturb each other"
+            raise Refused(Code.BAD_CONFIG, f"{why}: serve it with --slots 1")
         return REAL
     match kind:
         case BackendKind.MINISTACK:

@@ -188,7 +188,7 @@ class EnvironmentServer:
             why = f"the page to try a world by hand is for one slot alone, and this server has {slots}"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, f"{why}: serve the class with --slots 1")
         if url.path != "/ws":
-            why = "there is nothing to get here: sessions are at /ws, and there are /health, /schema and POST /mcp"
+            why = "this server has no such page: sessions are at /ws, and there are /health, /schema and POST /mcp"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, why)
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise NotLetIn(HTTPStatus.UPGRADE_REQUIRED, Code.MALFORMED, "/ws speaks WebSocket: connect to ws://")
@@ -223,7 +223,7 @@ class EnvironmentServer:
         """Return the seat of a session that has its slot and its world. Raises `NotLetIn`."""
         seat = self._seats.get(session)
         if seat is None or seat.worlds is None or session not in self.table.leases:
-            why = f"session {session[:64]!r} is over, or never was: open another one, and reset it"
+            why = f"session {session[:64]!r} has ended, or does not exist: open another one, and reset it"
             raise NotLetIn(HTTPStatus.GONE, WireError.SESSION_ERROR, why)
         return seat
 

@@ -17,10 +17,14 @@ class ServingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     slots: Annotated[int, NoFlag()] = Field(default=1, ge=1, le=SLOTS_MAX, description="worlds at once")
-    ttl_s: float = Field(default=20, ge=0.2, le=3600, description="a client silent for this long loses its slot")
-    idle_s: float = Field(default=1800, ge=0.2, le=86_400, description="as does one that uses its world no more")
-    step_s: float = Field(default=600, ge=0.1, le=86_400, description="for one reset, step or score")
-    close_s: float = Field(default=10, ge=0.1, le=600, description="for giving up a world, and for cleaning")
+    ttl_s: float = Field(
+        default=20, ge=0.2, le=3600, description="a client that is silent for so many seconds loses its slot"
+    )
+    idle_s: float = Field(
+        default=1800, ge=0.2, le=86_400, description="a client that does nothing for so many seconds loses its slot"
+    )
+    step_s: float = Field(default=600, ge=0.1, le=86_400, description="seconds for one reset, step or score")
+    close_s: float = Field(default=10, ge=0.1, le=600, description="seconds to close a world, and to clean its backend")
     queue_max: int = Field(default=256, ge=0, le=65_536, description="clients that may wait for a slot")
     key: Annotated[str, NoFlag()] = Field(default="", repr=False, description="what clients send as a bearer token")
 

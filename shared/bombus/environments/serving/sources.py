@@ -31,7 +31,7 @@ class ClassSource:
         self._kind = kind
         takes = inspect.signature(kind).parameters.get("backend")
         if takes is not None and takes.default is inspect.Parameter.empty and backends is None:
-            why = f"{getattr(kind, '__name__', kind)} needs a backend: say which with --backend"
+            why = f"{getattr(kind, '__name__', kind)} needs a backend: choose one with --backend"
             raise Refused(Code.BAD_CONFIG, why)
         self._real = backends if takes is not None and isinstance(backends, RealBackend) else None
         self._backends = backends if takes is not None and isinstance(backends, BackendPool) else None

@@ -32,7 +32,7 @@ def words_of_line(line: str) -> list[str]:
     if len(line) > LINE_CHARACTERS_MAX:
         raise CommandRefused(f"the command has over {LINE_CHARACTERS_MAX} characters")
     if any("\ud800" <= each <= "\udfff" or each == "\0" for each in line):
-        raise CommandRefused("the command has a character that is not text: write it without")
+        raise CommandRefused("the command has a character that is not text: leave it out")
     words: list[str] = []
     word: str | None = None
     is_over, position = False, 0
@@ -72,6 +72,6 @@ def _unescaped(found: re.Match[str]) -> str:
 
 def _no_shell(text: str) -> CommandRefused:
     return CommandRefused(
-        f"there is no shell, so nothing is done for {text[:40]}: give one command of aws, without pipes, redirections "
+        f"there is no shell here to carry out {text[:40]}: give one command of aws, without pipes, redirections "
         "and variables. In single quotes it is text"
     )
