@@ -20,7 +20,7 @@ def priority(task: str, progress: CurriculumProgress) -> float:
 def open_tasks(progress: CurriculumProgress) -> Iterator[str]:
     """Yield the tasks that may come next: the current tier's, and of earlier tiers what is due or has returned.
 
-    What was left behind by an earlier tier's promotion without ever graduating stays behind.
+    A task of an earlier tier that never graduated is not given again.
     """
     yield from progress.tier.tasks
     for tier in progress.plan.tiers[: progress.tier_index]:

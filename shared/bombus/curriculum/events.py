@@ -39,7 +39,7 @@ class TaskReturned(CurriculumEvent, frozen=True, kw_only=True, tag="task.returne
 
 
 class TierReached(CurriculumEvent, frozen=True, kw_only=True, tag="tier.reached"):
-    """The tier before this one is mastered; `fast` if by few results that were nearly all successes."""
+    """The tier before this one is mastered. `fast` means by few results, nearly all of them successes."""
 
     tier: str
     fast: bool = False

@@ -23,7 +23,7 @@ class TaskSampler(Protocol):
 
 
 class UniformSampler:
-    """Gives all tasks in an order of its own, then all of them again in another one. The seed says in which."""
+    """Gives all tasks in a random order, then all of them again in another one. The seed determines the orders."""
 
     def __init__(self, tasks: Sequence[Task], seed: int = 0) -> None:
         if not tasks:

@@ -1,4 +1,4 @@
-"""What a rollout may use: turns, tokens, seconds, and what fits into a turn. Checked when they are made."""
+"""The budgets of a rollout: turns, tokens, seconds, and what fits into a turn. They are checked when they are made."""
 
 import os
 from functools import partial
@@ -14,11 +14,11 @@ TOKENS_MAX = 10_000_000
 
 
 class RolloutBudgets(BaseModel):
-    """The limits of one episode. One that uses up its turns, its tokens or `episode_s` is truncated, and is scored.
+    """The limits of one episode. An episode that uses up its turns, its tokens or `episode_s` is truncated, and scored.
 
-    Where they are not given, `turns_max` and `tokens_max` are what `MAX_TURNS` and `MAX_TOTAL_TOKENS` say, if anything.
+    The variables `MAX_TURNS` and `MAX_TOTAL_TOKENS`, if set, are the defaults of `turns_max` and `tokens_max`.
 
-    An agent of the class's own (`play`) has `turns_max` for all of its calls together, and `tokens_max` for each.
+    In a class with `play`, `turns_max` counts the calls of all agents together, and `tokens_max` holds for each call.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -50,7 +50,7 @@ class ModelRefused(InfraError):
 
 
 def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
-    """Return the error for a first prompt that is too long. It ends with what the server has said of its limit."""
+    """Return the error for a first prompt that is too long. It ends with what the server said about its limit."""
     why = (
         f"the first prompt of the episode, with its tools, is too long for the job, the model or tokens_max "
         f"({tokens_max} for prompt and answer together): {error}"
@@ -59,7 +59,7 @@ def beginning_refused(error: ModelRefused, tokens_max: int) -> ModelRefused:
 
 
 def never_answered(episode_s: float) -> NoModelAnswer:
-    """Return the error for an episode whose time is over before its first answer: nothing in it is the model's."""
+    """Return the error for an episode whose time ended before the first answer. The model is not to blame."""
     return NoModelAnswer(f"the model gave no answer within {episode_s:g} s, which is all of the episode's time")
 
 
@@ -218,7 +218,7 @@ class ChatModel:
 
 @cache
 def _certificates(are_needed: bool) -> ssl.SSLContext:
-    """Return what all episodes share: reading all root certificates takes 60 ms, and making a context without 10 ms."""
+    """Return the TLS context that all episodes share: reading all root certificates takes 60 ms."""
     return httpx.create_ssl_context(verify=are_needed)
 
 
@@ -241,7 +241,7 @@ class _Body(msgspec.Struct):
 
 
 def answer_of(body: bytes) -> ChatAnswer:
-    """Return the answer that a chat completion has. Raises `NoModelAnswer` where it is none."""
+    """Return the answer in a chat completion. Raises `NoModelAnswer` if the body is not a chat completion."""
     try:
         found = msgspec.json.decode(body, type=_Body)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -279,13 +279,13 @@ def _text_of_parts(parts: list[Any]) -> str:
 
 
 def _versions(fingerprint: object) -> tuple[int, ...]:
-    """Return the policy versions that a hive names, none for what other servers say of themselves."""
+    """Return the policy versions that a hive names. Fingerprints of other servers give none."""
     named = POLICY_VERSIONS.fullmatch(fingerprint) if isinstance(fingerprint, str) else None
     return tuple(int(number) for number in named.groups() if number) if named else ()
 
 
 def _tool_calls(message: MessageDict) -> tuple[ToolCall, ...]:
-    """Return the calls of a message. Raises `NoModelAnswer` for what is none, which no server may send."""
+    """Return the tool calls of a message. Raises `NoModelAnswer` if one is malformed, which is the server's fault."""
     try:
         return tuple(
             ToolCall(

@@ -1,4 +1,4 @@
-"""What an environment is to whatever runs an agent in it: how it opens, the tools that it offers, and what it scores.
+"""The interface between an environment and the code that plays it: how it opens, its tools, and its scores.
 
 A plain class and a session at an environment server both become an `AgentEnvironment`, so one loop plays either.
 """
@@ -16,7 +16,7 @@ MessageDict = dict[str, Any]  # as in a chat completion: role, content, tool_cal
 
 
 class ToolSchema(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool as the model is told of it. `parameters` is a JSON schema of an object."""
+    """A tool as it is described to the model. `parameters` is the JSON schema of an object."""
 
     name: str
     description: str = ""
@@ -106,7 +106,7 @@ class AgentEnvironment(Protocol):
         ...
 
     async def call(self, call: ToolCall) -> ToolOutcome:
-        """Carry out a call. What goes wrong inside a tool is an outcome that failed, and not an exception.
+        """Carry out a call. A tool that fails gives an outcome with `failed`, and does not raise.
 
         A call that takes too long is cancelled. Where the world cannot be used after that, the next use of it raises
         `EnvironmentLost`.

@@ -109,7 +109,7 @@ def _aborted(transcript: Transcript, error: InfraError) -> RolloutResult:
 
 
 def _reward_of(calls: Sequence[RewardedCall], whole: float) -> float | dict[str, float]:
-    """Return one number where all calls have the same, and else the number of each by its id."""
+    """Return one number if all calls have the same reward, else each call's reward by its id."""
     given = {call.reward for call in calls}
     if len(given) > 1:
         return {call.call: call.reward for call in calls}
@@ -162,7 +162,7 @@ class Rollout:
     async def play(
         self, task: Task, credentials: Credentials, environment: AgentEnvironment | None = None
     ) -> RolloutResult:
-        """Play one episode, and return all that is known of it. An `environment` that is given is not closed."""
+        """Play one episode, and return everything about it. An `environment` that the caller passes is not closed."""
         model = self._model(credentials)
         result = await self._played(task, environment, model, {})
         return msgspec.structs.replace(result, versions=tuple(sorted(model.versions)))
@@ -248,7 +248,7 @@ class Rollout:
             await self._close(world)
 
     async def _made(self) -> AgentEnvironment:
-        """Return the environment of one episode, which is perhaps to be made yet. Raises `InfraError`, `WrongClass`."""
+        """Return the environment of one episode; its instance may not exist yet. Raises `InfraError`, `WrongClass`."""
         make: Any = self._make
         if inspect.isclass(make) and not is_environment(make):
             return PlainEnvironment(make)
@@ -349,7 +349,7 @@ class _ToolLoop:
     # ---- tools --------------------------------------------------------------------------------------------------
 
     async def _use_tools(self, calls: Sequence[ToolCall], over_at: float) -> None:
-        """Carry out the calls of one answer, so many at once, and show the model what they gave back, in order."""
+        """Carry out the calls of one answer, several at once, and show the model the results in order."""
         carried_out = calls[: self._budgets.calls_max]
         slots = asyncio.Semaphore(self._at_once)
 
@@ -373,7 +373,7 @@ class _ToolLoop:
 
     @property
     def _at_once(self) -> int:
-        """How many calls may run: where the world does one at a time, the others' time does not begin yet."""
+        """How many calls may run at once. In a world that does one at a time, the time of the others has not begun."""
         return self._budgets.tools_at_once if getattr(self._world, "tools_run_together", False) else 1
 
     async def _outcome(self, call: ToolCall, over_at: float) -> ToolOutcome:
@@ -431,12 +431,12 @@ def _now() -> float:
 
 
 def _tokens_guessed(messages: Sequence[MessageDict]) -> int:
-    """Return about how many tokens messages have, which the server has not counted yet. A hive counts exactly."""
+    """Estimate the tokens of messages that the server has not counted yet. A hive counts exactly."""
     return sum(_characters(message.get("content") or "") for message in messages) // CHARACTERS_FOR_A_TOKEN
 
 
 def _characters(content: object) -> int:
-    """Return how long the text of a message is. What its pictures are worth, their server alone knows."""
+    """Return the length of a message's text. Only the server knows what its pictures cost."""
     if isinstance(content, list):
         return sum(_characters(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return len(str(content))

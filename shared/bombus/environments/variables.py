@@ -1,4 +1,4 @@
-"""Numbers that the environment variables of environments say, such as NUM_GENERATIONS and MAX_TURNS."""
+"""Reads numbers from environment variables, such as NUM_GENERATIONS and MAX_TURNS."""
 
 from collections.abc import Mapping
 

@@ -42,7 +42,7 @@ Told = Callable[[str], None]
 
 
 class SampleAborted(InfraError):
-    """Raised for a sample that its function gave up: the model is not to blame."""
+    """Raised for a sample that its generate function aborted. The model is not to blame."""
 
 
 class GroupLost(BombusError):
@@ -159,7 +159,7 @@ class SlimeDriver:
         return reports
 
     async def _learn_group_size(self) -> None:
-        """Ask the engine of how many episodes its groups are. Raises `Refused` where none would ever be full."""
+        """Ask the engine how many episodes its groups have. Raises `Refused` if no group would ever be full."""
         pool = await self._client.get_rollout_stat()
         trains = pool.engine_status != OFFLINE and pool.sample_collection_method.endswith(WHOLE_GROUPS)
         if self._options.debug_rollout_only or not trains:
@@ -449,7 +449,7 @@ def _place(error: Exception) -> str:
 
 
 async def _all(playing: Sequence[Awaitable[PlayedSample]]) -> list[PlayedSample]:
-    """Return what all of them give. When one fails the others are cancelled, and have ended before it is raised."""
+    """Return the results of all. If one fails, the others are cancelled and awaited before its error is raised."""
     tasks = [asyncio.ensure_future(each) for each in playing]
     try:
         return await asyncio.gather(*tasks)

@@ -68,7 +68,7 @@ def load_function(path: str) -> Any:
 
 
 def _why_not(error: BaseException, module: str) -> str:
-    """Return why a module cannot be imported: a name of slime's that is not here before whatever became of that."""
+    """Return why a module cannot be imported. A missing name of slime's comes first, whatever error it led to."""
     cause: BaseException | None = error
     while cause is not None:
         name = cause.name if isinstance(cause, ImportError) else None

@@ -1,4 +1,4 @@
-"""What becomes of a played sample: the end of its episode, with the reward of each call where they differ."""
+"""Turns a played sample into the end of its episode, with a reward for each call if they differ."""
 
 import math
 from argparse import Namespace
@@ -46,7 +46,7 @@ def reward_of(sample: Any, args: Namespace) -> float:
 
 
 def is_aborted(sample: Any) -> bool:
-    """Return whether a hook gave a sample up. slime's own class of samples and ours have the same values."""
+    """Return whether a hook aborted a sample. slime's own class of samples has the same values as ours."""
     return _status(sample) == "aborted"
 
 

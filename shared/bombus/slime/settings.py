@@ -36,7 +36,7 @@ FunctionPath = Annotated[str | None, Flag(metavar="PATH")]
 
 
 class HookArguments(Namespace):
-    """`args` as hook files read it. One that it does not have is said in words."""
+    """`args` as hook files read it. An argument that is not there raises an error that says what to do."""
 
     def __getattr__(self, name: str) -> Any:
         given = name in SlimeOptions.model_fields

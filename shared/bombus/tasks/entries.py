@@ -126,7 +126,7 @@ def serve_entries(descriptor: int) -> None:
 
 
 def _make_anew() -> None:
-    """Let a forked program start a process of its own: in that of its parent, each would get answers of the other."""
+    """Let a forked program start its own process. If it shared its parent's, each would get the other's answers."""
     global _maker
     _maker = EntryMaker()
 

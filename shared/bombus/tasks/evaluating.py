@@ -39,7 +39,7 @@ class EvalScore(EpisodeScore, frozen=True, kw_only=True):
 
 
 class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
-    """Tasks that are played, and how. Those that name no data set are of this one."""
+    """Tasks to play, and how. Tasks without a data set belong to this one."""
 
     name: str
     tasks: Sequence[Task]
@@ -150,7 +150,7 @@ class Evaluation:
     async def _closed_by_the_hive(
         self, score: EvalScore, credentials: Credentials, error: InfraError | SwarmError
     ) -> EvalScore:
-        """Find out which others were closed with it, so that none of them is begun."""
+        """Find out which other episodes were closed with this one, so that none of them is begun."""
         self._over.add(credentials.episode_uuid)
         self._over.update(await self._client.touch_episodes(list(self._open)))
         return _without_reward(score, credentials, error)

@@ -157,7 +157,7 @@ class ScoreFile:
 
 
 class ServerPatience:
-    """Tells why calls have to be asked again, and gives up a server that has answered none for `within_s`.
+    """Reports why calls are asked again, and gives up a server that has answered none for `within_s`.
 
     It is the `watch` of a rollout. `told` hears the first few reasons.
     """
@@ -194,7 +194,7 @@ class ServerPatience:
 
 
 class TaskRun:
-    """Plays each task of a set so many times. Episodes run side by side, `at_once` of them.
+    """Plays each task of a set several times, with `at_once` episodes side by side.
 
     `told` hears of each episode that is over. Raises `ServerFailed` where nothing works, or the rollout's `patience`
     has come to its end.

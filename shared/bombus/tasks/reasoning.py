@@ -88,7 +88,7 @@ class ReasoningPuzzle:
 
     @reward
     def score(self, transcript: Transcript) -> float:
-        """Return what the verifier says of the answer; nothing for one that it cannot read."""
+        """Return the verifier's score of the answer, or 0 if the verifier cannot read it."""
         answer = answer_in(_last_text(transcript))
         if answer not in self._scores:
             self._scores = {answer: score_of(self._generator, answer, self._entry)}

@@ -43,14 +43,14 @@ async def empty_folder(path: str) -> None:
 
 
 async def megabytes_of(path: str) -> int:
-    """Return how much of the disk a folder takes, with what can be read of it."""
+    """Return how many megabytes a folder takes on the disk. What cannot be read is not counted."""
     _, printed = await _run("du", "-sm", "--", path)
     last = printed.splitlines()[-1:]  # after what it says of folders that it could not read
     return int(last[0].split()[0]) if last and last[0][:1].isdigit() else 0
 
 
 async def remove_left_folders() -> int:
-    """Remove the folders of servers that were killed, and return how many these were."""
+    """Remove the folders that killed servers left, and return how many there were."""
     removed = 0
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
@@ -66,7 +66,7 @@ async def remove_left_folders() -> int:
 
 
 def _locked(folder: Path, is_new: bool = True) -> int | None:
-    """Return the lock of a folder as a descriptor, None for one whose server is alive, or that has none."""
+    """Return the lock of a folder as a descriptor. It is None if the server is alive, or the folder has no lock."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if is_new else 0)
     try:
         lock = os.open(folder / LOCK, flags, 0o600)

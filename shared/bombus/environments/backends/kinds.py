@@ -31,11 +31,11 @@ class Backend(Protocol):
 
 
 class RealBackend:
-    """What a class is given in the place of a backend where it is to use the real service, and no simulator of it."""
+    """Tells a class to use the real service. The class gets this in place of a simulator."""
 
     @property
     def address(self) -> NoReturn:
-        """Raises `Refused`, so that a class that knows simulators alone does not take the real service for one."""
+        """Raise `Refused`, so that a class written for simulators does not mistake the real service for one."""
         raise Refused(
             Code.UNSUPPORTED,
             "this environment asks for the address of a simulator, and BACKEND_TYPE=aws gives it the real AWS: unset "

@@ -1,4 +1,4 @@
-"""Which process listens at a port: a free one may be taken by somebody else before a backend has bound it."""
+"""Find out which process listens at a port. A free port may be taken by another program before a backend binds it."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _LISTENS = "0A"  # the state of a listening socket in the kernel's table
 def listens(pid: int, port: int) -> bool:
     """Return whether a process, or one that it has started, listens at a TCP port.
 
-    Where the kernel does not tell, it is believed.
+    If the kernel does not tell, return True.
     """
     if not (PROC / "net" / "tcp").exists():
         return True

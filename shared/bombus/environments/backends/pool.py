@@ -1,4 +1,4 @@
-"""A pool of backends: each is bound to one session from `take` to `give_back`, and is like new for the next one."""
+"""A pool of backends. Each is bound to one session from `take` to `give_back`, and is cleaned before the next one."""
 
 import asyncio
 import logging

@@ -31,7 +31,7 @@ VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C
 
 
 class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command printed, both streams in the order of their coming, and its exit code."""
+    """What a command printed, both streams in the order in which they came, and its exit code."""
 
     output: str
     code: int

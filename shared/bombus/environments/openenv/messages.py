@@ -59,7 +59,7 @@ class RpcError:
 
 
 class CloseCode:
-    """Why the server closed a WebSocket, where it was not the client's wish."""
+    """Why the server closed a WebSocket that the client had not closed."""
 
     BROKEN = 4500
     LAPSED = 4408
@@ -90,7 +90,7 @@ class RpcRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotARequest(ValueError):
-    """Raised for bytes that are no request of JSON-RPC; `code` is that of the answer."""
+    """Raised for bytes that are not a JSON-RPC request. `code` is the error code of the answer."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -102,7 +102,7 @@ class NotSendable(ValueError):
 
 
 class NotAMessage(ValueError):
-    """Raised for bytes that are no message; `code` is that of the answer."""
+    """Raised for bytes that are not a message. `code` is the error code of the answer."""
 
     def __init__(self, code: WireError, why: str) -> None:
         super().__init__(why)

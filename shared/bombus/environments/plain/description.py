@@ -1,4 +1,4 @@
-"""What a plain class is as an environment: its tools and its marked methods; and what keeps it from being one."""
+"""Describes a plain class as an environment: its tools, its marked methods, and what is wrong with it."""
 
 import inspect
 import math
@@ -50,7 +50,7 @@ class PlainClass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(kind: type, *, is_made: bool = False) -> PlainClass:
-    """Return what a class is as an environment. Raises `WrongClass` with all that is wrong with it.
+    """Describe a class as an environment. Raises `WrongClass` with everything that is wrong with it.
 
     Where `is_made`, there are instances already, so that it does not matter how one is made.
     """
@@ -107,7 +107,7 @@ class _Reading:
         )
 
     def check_making(self) -> None:
-        """Note it where the class cannot be made, or not without arguments."""
+        """Note a problem if the class cannot be instantiated without arguments."""
         if missing := sorted(getattr(self._kind, "__abstractmethods__", ())):
             self._say(f"It is abstract, and cannot be instantiated: it lacks {', '.join(missing)}.")
         try:
@@ -119,7 +119,7 @@ class _Reading:
             )
 
     def _check_lost(self) -> None:
-        """Note what would be left out without a word: marks where none is looked for, and tools behind wrappers."""
+        """Note what would be ignored silently: marks where none is looked for, and tools behind wrappers."""
         for name, found in self._attributes():
             is_method = inspect.isfunction(found)
             is_hidden = name.startswith("_")

@@ -113,7 +113,7 @@ class PlainWorld:
         return made
 
     def _keep_made(self, make: Callable[[], object]) -> object:
-        """Make the instance in its thread, where it is kept to be closed although nobody may wait for it any more."""
+        """Make the instance in its thread, and keep it there to be closed, even if the caller stops waiting."""
         self._instance = make()
         return self._instance
 
@@ -340,7 +340,7 @@ def _has_close(instance: object) -> bool:
 async def metrics_of(
     methods: Sequence[MarkedMethod], ask: Callable[[MarkedMethod], Awaitable[float]]
 ) -> dict[str, float]:
-    """Return the numbers of metrics. Those that have none are left out with a warning: they decide nothing."""
+    """Return the numbers of metrics. A metric without one is left out with a warning, since nothing depends on it."""
     found: dict[str, float] = {}
     for method in methods:
         try:

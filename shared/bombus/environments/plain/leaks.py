@@ -1,4 +1,4 @@
-"""What a process has open, so that what an environment leaves behind can be told from what was there before."""
+"""Lists what a process has open, to find what an environment has left behind."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ def footprint(*folders: Path) -> Footprint:
 
 
 async def left_behind(before: Footprint, *folders: Path) -> list[str]:
-    """Return in clauses what is there now and was not before, once what is ending has had time to end."""
+    """Describe what is there now and was not before. What is about to end gets some time to do so."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         found = list(_more(before, footprint(*folders)))

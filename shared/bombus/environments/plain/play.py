@@ -76,7 +76,7 @@ class PlayAgent(msgspec.Struct, frozen=True):
 
 
 class PlayAgents(Mapping[str, PlayAgent]):
-    """The agents of an episode by their roles. Whatever role is asked for is there."""
+    """The agents of an episode by their roles. An agent is made for any role that is asked for."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -98,9 +98,9 @@ class PlayAgents(Mapping[str, PlayAgent]):
 
 
 class Play:
-    """One episode of a class with `play`. `calls` has what its agents have been answered, in that order.
+    """One episode of a class with `play`. `calls` has the calls of its agents, in the order of their answers.
 
-    Once it is scored, `numbers` has what each reward gave the calls that it is for.
+    Once it is scored, `numbers` has the numbers that each reward gave its calls.
     """
 
     def __init__(self, world: PlainWorld, task: Task, budgets: RolloutBudgets, transcript: Transcript) -> None:
@@ -209,7 +209,7 @@ class Play:
         return (await self._numbers(method, []))[0]
 
     async def _numbers(self, method: MarkedMethod, places: list[int]) -> list[float]:
-        """Return the number of each of these calls. One for all of them is repeated, once where there is none."""
+        """Return a number for each of these calls. A single number is repeated, or returned once if there are none."""
         where = f"{self._world.description.name}.{method.name}"
         chosen = [self.calls[place] for place in places] if method.mark.kind == "reward" else self.calls
         found = await self._world.asked(method, self._values(chosen))
@@ -231,7 +231,7 @@ def _failed(name: str, error: BaseException) -> MethodFailed:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return what a group of errors is about: infrastructure before budgets, and these before all others."""
+    """Return the error that matters most in a group: infrastructure first, then budgets, then all others."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [_first(each) for each in error.exceptions]

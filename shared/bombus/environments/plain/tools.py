@@ -18,7 +18,7 @@ _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 
 class BadArguments(ValueError):
-    """The arguments of a call are not those that its tool takes; the text says which, for the model."""
+    """The arguments of a call do not fit its tool. The text tells the model which ones."""
 
 
 class NoTool(ValueError):
@@ -97,7 +97,7 @@ def tool_of(name: str, method: Callable[..., Any]) -> MethodTool:
 
 
 def text_of(value: object) -> str:
-    """Return what a tool gave back as the text that the model is shown: JSON, unless it is a text already.
+    """Return the result of a tool as the text that the model is shown: JSON, unless it is a text already.
 
     Bytes are taken for text, such as what a program has printed. Raises `TypeError` for a generator, and whatever the
     value's own `__str__` raises.

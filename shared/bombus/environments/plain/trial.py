@@ -1,4 +1,4 @@
-"""One trial of a plain class without a model: its gold solution is carried out, or nothing is done at all."""
+"""Tries a plain class without a model: carries out its gold solution, or does nothing at all."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ ANSWERS_MAX = 10_000  # for agents of a `play`, which a class without end would 
 
 
 class WrongGold(BombusError):
-    """What `gold` returned is not a solution; the text says what one is."""
+    """`gold` returned something that is not a solution. The text says what a solution is."""
 
 
 class GoldSolution(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ async def carried_out(environment: PlainEnvironment, messages: Sequence[MessageD
 
 
 async def tried_play(environment: PlainEnvironment, task: Task, *, gold: bool) -> Trial:
-    """Let a class with `play` be answered by its gold solution, a list of answers in order, or by empty texts."""
+    """Play a class with `play`, with the answers of its gold solution in order, or with empty texts."""
     answers: list[str] = []
     if gold:
         await environment.world.make()

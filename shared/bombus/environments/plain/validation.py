@@ -21,7 +21,7 @@ SLACK = 1e-6  # of rewards that are compared
 
 
 class CheckedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check has found for a task: sentences, none where all is well. `skipped` says why it was not made."""
+    """The problems that a check found with a task, as sentences. `skipped` says why the check was not made."""
 
     check: str
     problems: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class ClassValidation:
         self._has_gold = description.has_gold
 
     async def check(self, task: Task) -> list[CheckedTask]:
-        """Return what each check has found. Where the task cannot be played at all, that is the only one."""
+        """Return what each check has found. If the task cannot be played at all, there is only that finding."""
         try:
             async with asyncio.timeout(CHECK_S):
                 nothing = await self._trial(task, gold=False)
@@ -96,7 +96,7 @@ class ClassValidation:
         return CheckedTask(check="gold", problems=tuple(problems), detail=f"reward {best.scores.reward:g}")
 
     def _outside(self, trial: Trial) -> Iterator[str]:
-        """Say which rewards were not in the range that they are declared to have."""
+        """Yield a sentence for each reward that was outside its declared range."""
         for method in self._description.rewards:
             mark, declared = method.mark, f"{method.mark.low:g} to {method.mark.high:g}"
             given = trial.numbers.get(method.name, [trial.scores.rewards[method.name]])

@@ -38,7 +38,7 @@ class WorldThread:
         self._thread.start()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Return what the function returns, or raise what it raises. When this is cancelled, it is not waited for."""
+        """Return what the function returns, or raise what it raises. A cancelled caller does not wait for it."""
         work: Future[T] = Future()
         self._works.put((work, contextvars.copy_context(), call))
         try:

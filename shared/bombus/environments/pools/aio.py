@@ -349,7 +349,7 @@ class AsyncEnvPool:
 
     @asynccontextmanager
     async def _all_idle(self) -> AsyncIterator[None]:
-        """Hold all environments for a group that is stepped together. Rollouts wait for them meanwhile."""
+        """Hold all environments for a group that is stepped together. Meanwhile rollouts wait."""
         async with self._using:
             idle = self._idle
             if (used := self.size - idle.qsize()) > 0:
@@ -368,7 +368,7 @@ class AsyncEnvPool:
 
 
 class TakenSession:
-    """A session of a pool that nothing else uses until it is given back."""
+    """A session of a pool, in exclusive use until it is given back."""
 
     def __init__(self, number: int, session: EnvSession) -> None:
         self.number = number

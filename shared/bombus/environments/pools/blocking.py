@@ -60,7 +60,7 @@ class LoopThread:
         return self._thread.is_alive() and not self._is_stopped
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin to run a coroutine in the loop. Raises `EnvironmentLost` where that does not run."""
+        """Begin to run a coroutine in the loop. Raises `EnvironmentLost` if the loop is not running."""
         if not self.is_running:
             work.close()
             why = "it was closed, or this process was forked from the one that opened it"
@@ -123,9 +123,9 @@ async def _cancel_others() -> None:
 
 
 class BlockingEnvironment:
-    """An environment for a function that is no coroutine, and runs in a thread beside the loop.
+    """An environment for a plain function, which runs in a thread beside the loop.
 
-    Its methods raise `EnvironmentLost` from `leave` on: a function that is not waited for any more may still run.
+    After `leave` its methods raise `EnvironmentLost`, since a function that nobody waits for may still be running.
     """
 
     def __init__(self, environment: AgentEnvironment, loop: asyncio.AbstractEventLoop) -> None:
@@ -200,7 +200,7 @@ class AcrossLoops:
 
 
 class EnvPool:
-    """`AsyncEnvPool` with methods that wait. Use it in `with`, or call `connect` and `close`.
+    """`AsyncEnvPool` with blocking methods. Use it in `with`, or call `connect` and `close`.
 
     A rollout may be a coroutine function, which runs in the pool's own loop, or a function, which runs in a thread and
     is given a `BlockingEnvironment`.

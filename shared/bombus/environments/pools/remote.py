@@ -54,7 +54,7 @@ class RemoteEnvironment:
             raise ResetFailed(f"the server's answer to the reset has no first messages: {error}") from error
 
     async def call(self, call: ToolCall) -> ToolOutcome:
-        """Carry out a call. What the server declines is an outcome that failed; raises `EnvironmentLost`."""
+        """Carry out a call. If the server declines it, the outcome is `failed`. Raises `EnvironmentLost`."""
         try:
             if self.session.is_ours:
                 params = {"name": call.name, "arguments": call.arguments, "id": call.id}

@@ -50,7 +50,7 @@ class SessionSettings(BaseModel):
 
 
 class StepRefused(BombusError):
-    """The server declined one message, and the session goes on: the action makes no sense, or the world raised."""
+    """The server declined one message: the action makes no sense, or the world raised. The session goes on."""
 
     def __init__(self, code: str, why: str) -> None:
         super().__init__(why)
@@ -78,7 +78,7 @@ class EnvSession:
 
     @classmethod
     async def open(cls, url: str, settings: SessionSettings | None = None) -> Self:
-        """Connect and get a slot. Raises `EnvironmentsBusy`, `EnvironmentLost`, or `Refused` for a URL that is none."""
+        """Connect and get a slot. Raises `EnvironmentsBusy`, `EnvironmentLost`, or `Refused` for a malformed URL."""
         settings = settings or SessionSettings()
         target = socket_url(url, settings.wait_s)
         limit_s = settings.connect_s + settings.wait_s
@@ -296,7 +296,7 @@ def _key_header(key: str) -> dict[str, str]:
 
 
 def _details(errors: object) -> list[str]:
-    """Return what is wrong with single fields of a message, which OpenEnv's servers say beside the sentence."""
+    """Return what is wrong with the fields of a message. OpenEnv's servers list it beside the sentence."""
     found = [each for each in errors if isinstance(each, dict)] if isinstance(errors, list) else []
     named = [(".".join(map(str, each.get("loc") or ())), each.get("msg")) for each in found[:DETAILS_MAX]]
     return [(f"{field}: {why}" if field else str(why))[:FOREIGN_TEXT_MAX] for field, why in named]

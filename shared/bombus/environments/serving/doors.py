@@ -1,4 +1,4 @@
-"""Who may come in, before a slot is asked for: paths, keys, names of the server, and pages of browsers."""
+"""Checks who may come in before a slot is asked for: paths, keys, names of the server, and pages of browsers."""
 
 import hmac
 import json
@@ -41,7 +41,7 @@ def response(status: HTTPStatus, kind: str, body: bytes) -> Response:
 
 
 def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
-    """Raise `NotLetIn` for a caller without the key, for another server's name, and for the page of another site."""
+    """Raise `NotLetIn` for a caller without the key, a foreign host name, or a page of another site."""
     headers = request.headers
     host, origin = _only(headers, "Host") or "", _only(headers, "Origin")
     if key:
@@ -57,7 +57,7 @@ def check_caller(request: Request, key: str, names: OwnHostNames) -> None:
 
 
 def _only(headers: Headers, name: str) -> str | None:
-    """Return the header with a name, None where there is none. Raises `NotLetIn` for several."""
+    """Return the header with a name, or None. Raises `NotLetIn` if there are several."""
     given = headers.get_all(name)
     if len(given) > 1:
         raise NotLetIn(HTTPStatus.BAD_REQUEST, Code.MALFORMED, f"the request has {len(given)} headers {name}: send one")

@@ -1,4 +1,4 @@
-"""Notices coroutines of worlds that block: while one does, no session of the server goes on."""
+"""Notices coroutines of worlds that block the loop. While one does, no session of the server goes on."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ HELD_UP_S = 1.0
 
 
 def watched(work: Awaitable[T], name: str, session: str) -> "Watched[T]":
-    """Await something of a session's world, and warn where it held up the server, whose sessions share one loop."""
+    """Await something of a session's world, and warn if it held up the server, whose sessions share one loop."""
 
     def note(longest_s: float) -> None:
         if longest_s >= HELD_UP_S:

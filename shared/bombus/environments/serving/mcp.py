@@ -40,7 +40,7 @@ class PostedSessions(Protocol):
 
 
 async def answer_post(sessions: PostedSessions, request: Request, body: bytes, gone: ClientGone) -> Response:
-    """Answer a POST, whose caller is let in. Raises `NotLetIn` for paths other than `/mcp`.
+    """Answer a POST from a caller that was let in. Raises `NotLetIn` for paths other than `/mcp`.
 
     What is wrong with a request of JSON-RPC, also that no slot is free, is an error of JSON-RPC: OpenEnv's client shows
     its sentence, and of an HTTP status only the number.

@@ -220,7 +220,7 @@ class EnvironmentServer:
         self._do(Beat(session, self._clock(), worked=True))
 
     def _live(self, session: str) -> _Seat:
-        """Return the seat of a session that has its slot and its world. Raises `NotLetIn`."""
+        """Return the seat of a session that has a slot and a world. Raises `NotLetIn`."""
         seat = self._seats.get(session)
         if seat is None or seat.worlds is None or session not in self.table.leases:
             why = f"session {session[:64]!r} has ended, or does not exist: open another one, and reset it"
@@ -245,7 +245,7 @@ class EnvironmentServer:
             raise _stopping() if self._closing else busy
 
     async def _make_world(self, session: str, seat: _Seat) -> None:
-        """Make a session's world. Meanwhile the client, which waits for this server, cannot be asked for a sign."""
+        """Make a session's world. Meanwhile the client waits for the handshake, and cannot send heartbeats."""
         seat.making = making = asyncio.create_task(self._source.make(session))
         until = self._clock() + round(HANDSHAKE_S * SECOND)
         while not making.done() and session in self.table.leases and self._clock() < until:
@@ -298,7 +298,7 @@ class EnvironmentServer:
         self._do(Release(session))
 
     async def _answer(self, session: str, seat: _Seat, worlds: WorldSession, text: str | bytes) -> WireMessage | None:
-        """Return the answer to a message, None where there is none to give."""
+        """Return the answer to a message, or None if there is none."""
         try:
             message = decode(text)
         except NotAMessage as error:
@@ -334,7 +334,7 @@ class EnvironmentServer:
             return error_message(WireError.SESSION_ERROR, f"the world broke, and the session is over: {error}")
 
     async def _beat(self, session: str, connection: ServerConnection, seat: _Seat) -> None:
-        """Ask the client whether it is there, again and again, and note each time that it says so."""
+        """Ping the client repeatedly, and note each answer."""
         with contextlib.suppress(ConnectionClosed):
             while True:
                 await asyncio.shield(await connection.ping())
@@ -427,7 +427,7 @@ class EnvironmentServer:
                     self._spawn(self._clean(session, self._seats.pop(session), slot, reason))
 
     async def _clean(self, session: str, seat: _Seat, slot: int, reason: LeaseEnd) -> None:
-        """End what a session left, and make its slot free, whatever goes wrong in that. Each part has its time."""
+        """Clean up after a session and free its slot, whatever goes wrong. Each part has a time limit."""
         try:
             if seat.connection is not None:
                 self._sessions.pop(seat.connection, None)

@@ -22,9 +22,9 @@ class LeaseEnd(StrEnum):
 
 
 class SlotSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How many worlds there are, and for how long a silent or an idle session keeps one.
+    """How many worlds there are, and how long a silent or idle session keeps one.
 
-    A slot that is being cleaned is as good as free: a client is kept waiting for it for `clean_ns`, unasked.
+    A slot that is being cleaned is nearly free: a client waits for it up to `clean_ns`, even if it did not ask to.
     """
 
     slots: int
@@ -46,7 +46,7 @@ class Acquire(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A session's client was heard of. `worked` says that it used its world, and was not only there."""
+    """A session's client gave a sign of life. `worked` says that it used its world, and was not merely connected."""
 
     session: str
     now_ns: int

@@ -174,7 +174,7 @@ class WorldSession:
         self.transcript.messages.append(message)
 
     def _call_of(self, data: dict[str, Any]) -> ToolCall:
-        """Return the call that a step asks for: `{"tool", "arguments"}`, or an OpenEnv action that calls a tool."""
+        """Return the call in a step: `{"tool", "arguments"}`, or an OpenEnv action that calls a tool."""
         name = data.get("tool", data.get("tool_name"))
         if not isinstance(name, str):
             raise BadRequestMessage('a step is {"tool": name, "arguments": {...}}, or {"message": text} to end with')
@@ -227,7 +227,7 @@ class WorldSession:
         return {"content": [{"type": "text", "text": outcome.text}], "isError": outcome.failed}
 
     def _told(self, params: dict[str, Any]) -> Transcript:
-        """Return the transcript that the client sends, which has what its model said."""
+        """Return the transcript that the client sends, with the answers of its model."""
         self._opened()
         return msgspec.convert(params.get("transcript", {}), Transcript)
 

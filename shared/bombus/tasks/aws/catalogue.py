@@ -1,4 +1,4 @@
-"""The tasks: what is asked for, what is there already, what must hold in the end, and what achieves it. Pure."""
+"""The tasks: the prompt, the state at the beginning, the checks at the end, and a solution. Pure."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ ENDPOINT = "{endpoint}"  # in commands: the simulator's address
 
 
 class StateCheck(msgspec.Struct, frozen=True):
-    """A command that only reads, and what it must give, as JSON. `None`: nothing.
+    """A read-only command and its expected output as JSON. `None` means no output.
 
-    `alone` is a check that must hold, too, and is no achievement of its own.
+    `alone` is another check that must hold. It is no achievement of its own.
     """
 
     command: str

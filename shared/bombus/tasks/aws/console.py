@@ -129,7 +129,7 @@ class AwsConsole:
 
 
 def _variables(home: str, config: str) -> dict[str, str]:
-    """Return all variables of the process: nothing of this one's, which may have keys."""
+    """Return all variables of the process. None come from this process, whose variables may hold keys."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": import_path(PACKAGES),

@@ -40,7 +40,7 @@ class SearchAction(msgspec.Struct, frozen=True):
 def action_of(reply: str) -> SearchAction:
     """Return the first search or answer of a reply; what comes after it was not asked for.
 
-    A tag that is not closed is a mention of it where there is a closed one. Where there is none, the last tag ends with
+    An unclosed tag counts only if there is no closed one. Then the last tag ends with
     the reply, since servers may stop before the closing one.
     """
     found = _CLOSED.search(reply) or _OPEN.search(reply)

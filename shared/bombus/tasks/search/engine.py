@@ -1,4 +1,4 @@
-"""Searches of many episodes: those that come together are one batch, and what is asked again comes from memory."""
+"""Runs the searches of many episodes. Queries that come together are one batch, and repeated ones come from a cache."""
 
 import asyncio
 import threading

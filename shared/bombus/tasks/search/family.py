@@ -51,7 +51,7 @@ class SearchOptions(BaseModel):
 
 
 class SearchTasks:
-    """Questions, and the engine that all of their episodes search with."""
+    """Questions, and the search engine that all episodes share."""
 
     name = "search"
 
