@@ -36,8 +36,8 @@ class CurriculumFigures(NamedTuple):
 class Curriculum:
     """Says which task comes next. `record_result` is the only thing that changes it. Threads may share it.
 
-    With a `path`, what is recorded is kept in that file, and is there again when the file is opened again. Raises
-    `Refused` where another process has the file open, and where the plan does not have the tier that the file is at.
+    With a `path`, results are kept in that file, and are read when it is opened again. Raises `Refused` if another
+    process has the file open, or if the plan lacks the tier that the file is at.
     """
 
     def __init__(self, plan: CurriculumPlan, path: Path | str | None = None) -> None:

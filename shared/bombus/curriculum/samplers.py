@@ -47,9 +47,9 @@ class UniformSampler:
 class CurriculumSampler:
     """Gives the tasks that a curriculum chooses.
 
-    The same seed and the same results in the same order give the same tasks, also after a restart unless there were
-    groups then that ran or that came to nothing. A task whose group still runs is not given again as long as there is
-    another one that may come: two groups of one task would be taken for one. Threads may share a sampler.
+    The same seed and the same results in the same order give the same tasks. That holds after a restart too, unless
+    groups were running then or had no result. A task whose group is still running is not given again while another
+    task may come, because two groups of one task would be taken for one. Threads may share a sampler.
     """
 
     def __init__(
@@ -102,10 +102,9 @@ def result_of_group(
 ) -> tuple[bool, float] | None:
     """Return whether at least half of a group's episodes succeeded, and their mean reward.
 
-    An episode without a reward, or whose reward is not a finite number, does not count; None is returned where no
-    episode has one. An episode succeeded if its
-    output says so, or, where that says nothing, if its reward is `reward_of_success` or more. Of rewards for single
-    calls, their mean counts.
+    An episode without a finite reward does not count. If no episode has one, return None. An episode succeeded if its
+    output says so, or, if the output says nothing, if its reward is at least `reward_of_success`. If the calls of an
+    episode have rewards of their own, their mean counts.
     """
     scored = [(output, reward) for output in outputs if output is not None and (reward := _reward(output)) is not None]
     if not scored:

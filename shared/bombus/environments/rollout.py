@@ -59,10 +59,10 @@ class JointCredentials(Protocol):
 
 
 class RolloutResult(msgspec.Struct, kw_only=True):
-    """How a rollout went. One that was aborted has an `error` and no scores.
+    """How a rollout went. An aborted one has an `error` and no scores.
 
-    `calls` has the reward of each call where the class has agents of its own, in the order of their answers.
-    `versions` are the policy versions that have sampled the answers, oldest first, where a hive says so.
+    `calls` has the reward of each call of a class with `play`, in the order of the answers. `versions` are the policy
+    versions that sampled the answers, oldest first, if the server is a hive.
     """
 
     transcript: Transcript
@@ -119,8 +119,8 @@ def _reward_of(calls: Sequence[RewardedCall], whole: float) -> float | dict[str,
 class Rollout:
     """Plays an environment with a model, one episode at each call: `client.run_group(task, Rollout(World), 8)`.
 
-    `environment` is a plain class, or a function (perhaps `async`) that makes an instance of one or any other
-    `AgentEnvironment`: each episode has one of its own. `sampling` are fields of every request, such as `temperature`.
+    `environment` is a plain class, or a function (perhaps `async`) that makes an instance of one, or of any other
+    `AgentEnvironment`. Each episode has its own. `sampling` has fields of every request, such as `temperature`.
     `watch` hears of all calls; without one, a warning says when the server does not answer. Raises `WrongClass` for a
     class that is not an environment. `transport` is for tests.
     """

@@ -16,9 +16,9 @@ STATUSES = ("pending", "completed", "truncated", "aborted", "failed")
 def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namespace) -> WorkflowOutput:
     """Return the outcome of an episode. Raises `ValueError` for rewards that no episode can have.
 
-    Where a hook made several samples of one attempt with different rewards, each call has that of the sample whose
-    tokens begin with the call's. Equal calls of as many samples have the rewards in the order of the samples; calls
-    that are in more or in fewer samples than that have their mean, and so has a call of several answers.
+    If a hook made several samples of one attempt with different rewards, each call has the reward of the sample whose
+    tokens begin with the call's. If as many calls as samples are equal, they have the samples' rewards in order. Any
+    other call that is in several samples, or has several answers, has the mean.
     """
     rewards = [reward_of(sample, args) for sample in samples]
     elsewhere = sum(all(not _has(sample, call) for sample in samples) for call in calls)

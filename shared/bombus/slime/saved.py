@@ -32,10 +32,10 @@ def rollout_file(template: str, rollout_id: int) -> Path:
 
 
 def save_rollout(path: Path, rollout_id: int, samples: Sequence[Any]) -> list[str]:
-    """Write the samples of a rollout to a file of that name, which is replaced whole.
+    """Write the samples of a rollout to a file, replacing any file of that name.
 
-    Returns the names of what hooks had put into samples that no file can hold, such as an object of theirs: it is left
-    out. Arrays and tensors become lists. Raises `BombusError` where the file cannot be written.
+    Arrays and tensors become lists. What no file can hold, such as an object that a hook put into a sample, is left
+    out; the names of what was left out are returned. Raises `BombusError` if the file cannot be written.
     """
     left_out: set[str] = set()
     rows = [_plain(sample.to_dict(), "", left_out) for sample in samples]

@@ -55,13 +55,13 @@ class _EvalEpisode(msgspec.Struct, frozen=True):
 class Evaluation:
     """Plays data sets once. `told` hears of each episode that is over.
 
-    Episodes that are claimed together, `claim` of them, play one version in a synchronous run: the hive's next batch
-    waits for them. So `versions`, those of the claims, has one unless the engine goes on between two claims. In an
-    asynchronous run nothing waits, and each score names what has sampled it.
+    Up to `claim` episodes are claimed together. In a synchronous run they play one version, because the hive's next
+    batch waits for them. `versions` has the versions of the claims: one, unless the engine goes on between two claims.
+    In an asynchronous run nothing waits, and each score names the versions that sampled it.
 
-    What the hive closes before it has ended has no reward, and `cut_off` counts it. A data set of which too many
-    episodes in a row fail is given up. Raises the client's errors, and `ServerFailed` for data sets that were given up,
-    once the others are played.
+    `cut_off` counts the episodes that the hive closed before they ended, which have no reward. A data set is given up
+    when too many of its episodes in a row fail. Raises the client's errors, and `ServerFailed` for data sets that were
+    given up, once the others are played.
     """
 
     def __init__(

@@ -84,9 +84,9 @@ class TaskName(msgspec.Struct, frozen=True, kw_only=True):
 class TaskFamily(msgspec.Struct, frozen=True, kw_only=True):
     """Sets of tasks that come from one source.
 
-    `package` is what has to be importable, "" for nothing, and `extra` brings it. `names` lists the sets, of which
-    there is one without a name unless the family `has_names`. `open` opens one by its name and its options, which are
-    among `options`.
+    `package` must be importable ("": none), and the extra `extra` installs it. `names` lists the sets; a family that
+    does not have names (`has_names`) is a single set. `open` opens a set by its name and its options, which are among
+    `options`.
     """
 
     name: str

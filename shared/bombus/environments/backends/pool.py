@@ -22,11 +22,11 @@ IDLE_CALL_S = 3.0  # for that question to one that does nothing: a client waits,
 
 
 class BackendPool:
-    """`size` backends that can be in use at once, and `spares` beside them that take the place of dead ones.
+    """Keeps `size` backends that can be in use at once, and `spares` more that take the place of dead ones.
 
-    `make(number)` makes the backend with that number, from 0 to `size + spares - 1`, which has not started. A backend
-    that dies, or cannot be scrubbed, is stopped, and one with the same number is started in its place, which is tried
-    again, `pause_s` seconds after the first failure, until it succeeds.
+    `make(number)` makes the backend with that number, from 0 to `size + spares - 1`, without starting it. A backend
+    that dies or cannot be scrubbed is stopped, and one with the same number is started in its place. If that fails, it
+    is tried again, `pause_s` seconds after the first failure, until it succeeds.
     """
 
     def __init__(

@@ -43,9 +43,9 @@ class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
 class ShellSandbox:
     """A folder, and commands that run in it in namespaces of their own.
 
-    A command sees `/work`, which is the folder, programs and libraries of this machine that it cannot change, and
-    neither a network nor other processes. It has no capabilities. With the command all its processes end. One that
-    fills the folder beyond `work_mb_max` is killed, and those after it cannot write until there is room again.
+    A command sees the folder as `/work`, and this machine's programs and libraries, read-only. It sees no network and
+    no other processes, and has no capabilities. When it ends, all its processes end. A command that fills the folder
+    beyond `work_mb_max` is killed, and later commands cannot write until there is room again.
     """
 
     def __init__(self, work_mb_max: int = WORK_MB_MAX) -> None:

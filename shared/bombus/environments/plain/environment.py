@@ -46,8 +46,8 @@ class PlainWorld:
     """An instance of a plain class, and how its methods are called.
 
     Coroutines run in the loop, other methods in a thread. One method runs at a time, unless the class has
-    `tools_run_together = True`: then its tools may overlap. Where a method in a thread does not end in the time that it
-    has, the world is lost, since nothing can stop it.
+    `tools_run_together = True`: then its tools may overlap. If a method in a thread does not end in time, the world is
+    lost, since nothing can stop the method.
     """
 
     def __init__(self, made: object) -> None:

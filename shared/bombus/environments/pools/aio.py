@@ -58,8 +58,8 @@ class ResultRecorder(Protocol):
 class AsyncEnvPool:
     """A pool of `size` sessions at a server. `async with` opens all of them, or raises and leaves none behind.
 
-    A session that dies is out: what it played ends as `InfraError`, and a new session takes its place when the pool is
-    next used. `group_size` is how many play one task together: by default what `NUM_GENERATIONS` says, or 8.
+    When a session dies, the episode that it played ends as `InfraError`. A new session takes its place the next time
+    that the pool is used. `group_size` is how many sessions play one task together: `$NUM_GENERATIONS` or 8 by default.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class AsyncEnvPool:
     # ---- its life -------------------------------------------------------------------------------------------------
 
     async def connect(self) -> Self:
-        """Open all sessions. If one fails, close the others and raise the first error: it can be tried again.
+        """Open all sessions. If one fails, close the others and raise the first error. You can then call it again.
 
-        A pool that waits for slots (`wait_s`) lets go those that it has from time to time, so that two pools which
-        begin at once do not keep each other out.
+        While a pool waits for slots (`wait_s`), it gives up from time to time those that it has, so that two pools
+        that connect at once do not block each other.
         """
         async with self._connecting:
             if not self._sessions:
@@ -190,8 +190,8 @@ class AsyncEnvPool:
     async def take(self, wait_s: float | None = None) -> "TakenSession":
         """Take a session that nothing else uses, until `give_back`. Raises `EnvironmentsBusy` and `EnvironmentLost`.
 
-        In place of one that has died, a new one is opened: the server has as long to be there again as a session has
-        to connect.
+        If the session has died, a new one is opened in its place. The server gets as much time to come back as a
+        session has to connect.
         """
         self._check_open()
         idle = self._idle
@@ -266,10 +266,9 @@ class AsyncEnvPool:
     ) -> list[T | InfraError]:
         """Play a task `n` times at once, each in a session of its own, and return the results in order.
 
-        A rollout whose environment was lost gives its `InfraError` in place of a result, after it was played again in
-        another session while any of `retries`, which is for the whole group, is left. Whatever else a rollout raises
-        is raised here, once the others were cancelled, and what would end the program, such as a `SystemExit`, as a
-        `RuntimeError`.
+        A rollout whose environment was lost is played again in another session, up to `retries` times for the whole
+        group. After that its `InfraError` stands in place of a result. Any other error of a rollout cancels the others
+        and is raised here. An error that would end the program, such as `SystemExit`, is raised as `RuntimeError`.
         """
         count = self._group_of(n)
         left = retries
@@ -315,9 +314,9 @@ class AsyncEnvPool:
         return [_raised(each) for each in done]
 
     async def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
-        """Take a step in each of the first worlds at the same time; None is for a world that does not act.
+        """Take a step in each of the first worlds at the same time. The action None lets a world pass.
 
-        What one world answers or raises stands in its own place: the others are not concerned.
+        Each world's answer or error stands in its own place, and does not affect the others.
         """
         self._group_of(len(actions))
 

@@ -289,7 +289,7 @@ class EnvPool:
         return self._run(self._pool.reset_group(task, n))
 
     def run_group_step(self, actions: Sequence[Action | None]) -> list[StepOutcome | None]:
-        """Take a step in each of the first worlds at the same time; None is for a world that does not act."""
+        """Take a step in each of the first worlds at the same time. The action None lets a world pass."""
         return self._run(self._pool.run_group_step(actions))
 
     def record_group_result(self, task: Task, rewards: Sequence[float]) -> None:

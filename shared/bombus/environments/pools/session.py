@@ -58,11 +58,11 @@ class StepRefused(BombusError):
 
 
 class EnvSession:
-    """A session, which has a slot of the server from `open` to `close`.
+    """A session holds a slot of the server from `open` to `close`.
 
-    Whatever leaves it in doubt kills it: an answer that is late, a connection that breaks, a caller that is cancelled
-    in the middle. Then the connection is cut and every further call raises `EnvironmentLost`: it never connects again,
-    since it would find a world that was not reset.
+    It dies of anything that leaves its state in doubt: a late answer, a broken connection, a caller that is cancelled
+    in the middle. The connection is then cut, and every further call raises `EnvironmentLost`. A dead session never
+    connects again, since it would find a world that was not reset.
     """
 
     def __init__(self, connection: ClientConnection, url: str, settings: SessionSettings) -> None:
