@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import time
@@ -14,6 +15,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, Reader, Stored
 from bombus.bus.bulk import BulkStopped, StreamRange, read_bulk
+from bombus.bus_address import without_login
 from bombus.hive import events as ev
 from bombus.hive.state import Hive, evolve
 from bombus_coordinator.recovery import Fold
@@ -305,7 +307,7 @@ async def test_a_password_and_a_dead_server_do_not_prevent_bulk_reading(
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             dead = taken.getsockname()[1]
-        url = f"nats://127.0.0.1:{dead},{server.url.replace('//', f'//{login}@')}"
+        url = f"nats://127.0.0.1:{dead},{without_login(server.url).replace('//', f'//{login}@')}"
         async with await Bus.connect(url, "h") as bus:
             await bus.ensure_streams()
             await fill(bus, [b"x"] * MANY)
@@ -318,9 +320,9 @@ async def test_a_password_and_a_dead_server_do_not_prevent_bulk_reading(
 
 
 async def lock(server: EmbeddedServer, access: str) -> None:
-    """Make the running server require a login from now on."""
-    with (server.data_dir / "nats-server.conf").open("a") as config:
-        config.write(f"authorization {access}\n")
+    """Make the running server require another login from now on."""
+    config = server.data_dir / "nats-server.conf"
+    config.write_text(re.sub(r"^authorization .*$", f"authorization {access}", config.read_text(), flags=re.MULTILINE))
     assert server.pid is not None
     os.kill(server.pid, signal.SIGHUP)
     async with asyncio.timeout(PATIENCE_S):
