@@ -1,7 +1,10 @@
 """Answers to reasoning-gym's questions are text that a model has written, and some verifiers evaluate it as Python."""
 
+import pickle
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -14,8 +17,8 @@ from bombus.environments.backends.shell import NAMESPACES
 from bombus.tasks.entries import entry_of
 from bombus.tasks.isolation import why_no_isolation
 from bombus.tasks.reasoning import score_of
-from bombus.tasks.verifying import AnswerJudge
-from tests.patience import PATIENCE_S
+from bombus.tasks.verifying import AnswerJudge, _ask, _judged
+from tests.patience import PATIENCE_S, wait_until
 
 ENTRY = entry_of("countdown", 0, 0)  # which is an expression, for SymPy
 GOLD = str(ENTRY["answer"])
@@ -88,6 +91,49 @@ def test_an_answer_that_ends_its_process_is_worth_nothing(judge: AnswerJudge) ->
     assert judge.score("countdown", "__import__('os')._exit(0)", ENTRY) is None
     assert judge.score("countdown", "__import__('os').abort()", ENTRY) is None
     assert judge.score("countdown", GOLD, ENTRY) == 1.0
+
+
+def test_a_score_that_is_read_late_is_the_score(judge: AnswerJudge) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        judge._hand_over("countdown", theirs)
+        _ask(ours, pickle.dumps((GOLD, ENTRY)))
+        wait_until(lambda: ours.recv(64, socket.MSG_PEEK).endswith(b"-\n"))
+        assert _judged(ours, 1.0) == 1.0
+
+
+def test_an_answer_that_kills_all_processes_kills_no_other_answer() -> None:
+    needs_namespaces()
+    judge = AnswerJudge()
+    try:
+        assert judge.score("countdown", GOLD, ENTRY) == 1.0
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            judge._hand_over("countdown", theirs)  # it has begun, and waits for what to judge
+            judge.score("countdown", f"__import__('os').kill(-1, 9) or {GOLD}", ENTRY)
+            _ask(ours, pickle.dumps((GOLD, ENTRY)))
+            assert _judged(ours, 1.0) == 1.0
+    finally:
+        judge.close()
+
+
+def test_what_an_answer_starts_ends_with_it(judge: AnswerJudge) -> None:
+    needs_namespaces()
+    judge.score("countdown", GOLD, ENTRY)
+    assert judge._process is not None
+    judging = psutil.Process(judge._process.pid)
+    judge.score("countdown", "9**9**9 if __import__('os').fork() == 0 else 1", ENTRY)
+    wait_until(lambda: len(judging.children(recursive=True)) == 1)
+
+
+def test_a_program_that_is_killed_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    judge = AnswerJudge()
+    try:
+        assert judge.score("countdown", GOLD, ENTRY) == 1.0
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        judge.close()
 
 
 def test_a_process_that_was_killed_costs_no_answer(judge: AnswerJudge) -> None:

@@ -1,16 +1,19 @@
 """Answers to reasoning-gym's questions, judged in a process of their own.
 
 Some verifiers evaluate an answer as Python, with `eval` or by way of SymPy: it can call anything, and never end. So
-each is judged in a child of that process, which is in namespaces where the kernel allows it, and is killed in time.
+each is judged in a child of that process, which is killed in time. Where the kernel allows it, that process is in
+namespaces, and each child in two of its own, in which it sees no other answer and leaves no process.
 """
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import logging
 import os
 import pickle
+import platform
 import resource
 import signal
 import socket
@@ -38,6 +41,9 @@ FILE_BYTES_MAX = 1 << 20
 PROGRAM = ("-P", "-s", "-m", "bombus.tasks.verifying")
 PACKAGES = ("reasoning_gym", "sympy", "numpy", "msgspec", "pydantic", "httpx")
 _BEGUN, _NOTHING = b"b", b"-"
+_END = b"\n"  # of what is said, which may be said twice
+_CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 
 log = logging.getLogger("bombus")
 
@@ -71,7 +77,8 @@ class AnswerJudge:
                     with theirs:
                         self._hand_over(generator, theirs)
                     try:
-                        return _judged(ours, request, self._verify_s)
+                        _ask(ours, request)
+                        return _judged(ours, self._verify_s)
                     except OSError as error:
                         why = in_one_line(error)
         raise EnvironmentLost(f"an answer was not judged: {why}")
@@ -117,6 +124,7 @@ class AnswerJudge:
             if not _has_begun(door):
                 raise ConnectionError("the process that judges them did not start")
         self._is_ready = True
+        self._clean_up()  # a process that has begun has left the folder
         return door
 
     def _running(self) -> socket.socket:
@@ -152,13 +160,17 @@ class AnswerJudge:
     def _end(self) -> None:
         door, self._door = self._door, None
         process, self._process = self._process, None
-        folder, self._folder = self._folder, None
         self._is_ready = False
         if door is not None:
             door.close()
         if process is not None:
             process.kill()
             process.wait()
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Remove the folder that became the root of the process."""
+        folder, self._folder = self._folder, None
         if folder is not None:
             folder.cleanup()
 
@@ -171,10 +183,13 @@ def _has_begun(door: socket.socket) -> bool:
         return False
 
 
-def _judged(connection: socket.socket, request: bytes, verify_s: float) -> float | None:
-    """Return what comes through the connection of one answer. Raises `OSError` where nothing does."""
+def _ask(connection: socket.socket, request: bytes) -> None:
     connection.settimeout(START_S)
     connection.sendall(len(request).to_bytes(8) + request)
+
+
+def _judged(connection: socket.socket, verify_s: float) -> float | None:
+    """Return what comes through the connection of one answer. Raises `OSError` where nothing does."""
     if connection.recv(1) != _BEGUN:
         raise ConnectionError("its verifier could not be made")
     connection.settimeout(verify_s + START_S)  # it is killed before
@@ -182,7 +197,7 @@ def _judged(connection: socket.socket, request: bytes, verify_s: float) -> float
     if not said:
         raise ConnectionError("the process that judges has ended")
     try:
-        return float(said)  # what came of text that a model has written: not unpickled
+        return float(said.partition(_END)[0])  # what came of text that a model has written: not unpickled
     except ValueError:
         return None
 
@@ -255,7 +270,7 @@ def _begun(generator: str, connection: socket.socket) -> int:
         verifier = dataset_of(generator, seed=0, size=1)  # it does not depend on either
     except Exception:  # the generator's own code: whoever asks is told by the end of the connection
         return 0
-    if child := os.fork():
+    if child := _forked():
         return child
     try:
         os.closerange(3, connection.fileno())  # such as the connections of other answers
@@ -275,7 +290,25 @@ def _judge(verifier: Any, connection: socket.socket) -> None:
         said = repr(float(verifier.score_answer(answer, entry))).encode()
     except Exception:  # the verifier's own code: it cannot read the answer
         said = _NOTHING
-    connection.sendall(said)
+    connection.sendall(said + _END)
+
+
+def _forked() -> int:
+    """Fork as `os.fork` does, into a PID namespace and a user namespace of the child's own where the kernel allows it.
+
+    There the child can neither signal nor read the memory of other answers, and whatever it starts ends with it.
+    """
+    if sys.platform == "linux" and (clone := _SYS_CLONE.get(platform.machine())):
+        here = ctypes.PyDLL(None)  # which keeps the GIL, as `os.fork` does
+        here.PyOS_BeforeFork()
+        child: int = here.syscall(clone, _CLONE_NEWUSER | _CLONE_NEWPID | signal.SIGCHLD, 0, 0, 0, 0)
+        if child == 0:
+            here.PyOS_AfterFork_Child()
+        else:
+            here.PyOS_AfterFork_Parent()
+        if child >= 0:
+            return child
+    return os.fork()
 
 
 def _limit() -> None:
@@ -297,7 +330,7 @@ def _end_late(children: dict[int, _Child]) -> None:
             os.waitpid(pid, 0)
         del children[pid]
         with child.connection, contextlib.suppress(OSError):  # whoever asked has its answer, and is gone
-            child.connection.sendall(_NOTHING)
+            child.connection.sendall(_NOTHING + _END)
 
 
 def _make_anew() -> None:
