@@ -1,6 +1,7 @@
 """What other code leaves with the task that waits for it, and what it raises there."""
 
 import asyncio
+import gc
 from contextlib import suppress
 
 import pytest
@@ -97,3 +98,40 @@ async def test_what_a_coroutine_returns_although_it_was_cancelled_is_returned() 
     await asyncio.sleep(0)
     held.cancel()
     assert await held == 7
+
+
+async def test_a_cancellation_that_comes_as_a_coroutine_ends_is_not_lost() -> None:
+    for turns in range(3):
+        ending = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(contained(asyncio.wait_for(ending, None)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        ending.set_result(1.0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_an_error_of_a_coroutine_that_was_left_to_itself_is_not_complained_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(running, "CANCELLED_S", 0.1)
+    going_on = asyncio.Event()
+
+    async def goes_on() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await going_on.wait()
+        raise ValueError("a bug")
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await contained(goes_on())
+    going_on.set()
+    (left,) = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.wait({left})
+    del left
+    gc.collect()
+    assert "never retrieved" not in caplog.text

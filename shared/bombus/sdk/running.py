@@ -68,12 +68,21 @@ async def contained(work: Awaitable[T], left: Callable[[], object] = lambda: Non
     except asyncio.CancelledError as error:
         if this.cancelling() == before:
             raise RuntimeError(UNASKED) from error
+        if task.done():  # without having heard of it, so that it would be lost
+            _leave(task)
+            raise
         if await _has_ended(task):
             return await task
         name = getattr(work, "__qualname__", type(work).__name__)
         log.warning("%s was cancelled %g s ago and goes on: it is left to itself", name, CANCELLED_S)
+        _leave(task)
         left()
         raise
+
+
+def _leave(task: asyncio.Task[Any]) -> None:
+    """Let asyncio not complain of an exception that nobody retrieves."""
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 async def _has_ended(task: asyncio.Task[Any]) -> bool:
