@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from bombus.bus_address import VARIABLE, without_login
+from bombus.bus_address import VARIABLE, has_login, without_login
 from bombus.config.flags import Parser, name_of
 from bombus.errors import BombusError, Refused
 from bombus.terminal import complain, say
@@ -87,8 +87,8 @@ def load(module: str, extra: str) -> ModuleType:
 
 def default_nats() -> str:
     """Return `$BOMBUS_NATS`, else the bus of the `bombus up` that runs in this folder, else NATS' default address."""
-    if VARIABLE in os.environ:
-        return os.environ[VARIABLE]
+    if address := os.environ.get(VARIABLE):
+        return address
     return URL_FILE.read_text().strip() if URL_FILE.is_file() else DEFAULT_NATS
 
 
@@ -112,13 +112,13 @@ def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def hint_at_bus(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return a line to print after an error of the bus when the command line did not name one, else nothing."""
-    if arguments.nats != DEFAULT_NATS:
-        return ()
-    return (
-        "No hive runs in this folder: go to the folder where `bombus up` was started, or set "
-        f"${VARIABLE} to the address of its bus, which is in the file `{URL_FILE.name}` in its data folder",
-    )
+    """Return a line to print after an error of the bus where its address may lack something, else nothing."""
+    remedy = f"set ${VARIABLE} to the address of its bus, which is in the file `{URL_FILE.name}` in its data folder"
+    if arguments.nats == DEFAULT_NATS:
+        return (f"No hive runs in this folder: go to the folder where `bombus up` was started, or {remedy}",)
+    if not has_login(arguments.nats):
+        return (f"The server that `bombus up` starts has a password: if this is one, {remedy}",)
+    return ()
 
 
 def add_log_argument(parser: argparse.ArgumentParser) -> None:

@@ -73,6 +73,18 @@ async def test_the_password_of_a_server_stays_when_it_is_started_again(server: E
         again.stop()
 
 
+@pytest.mark.parametrize("damaged", ["", "short", 'a"b' * 8, "\ufffd" * 16])
+def test_a_server_whose_password_was_damaged_does_not_start_and_lets_nobody_in(tmp_path: Path, damaged: str) -> None:
+    (tmp_path / "password").write_text(damaged)
+    server = EmbeddedServer(tmp_path)
+    with pytest.raises(BusUnavailable, match="password holds no password: delete it"):
+        server.start()
+    (tmp_path / "password").write_text("own-password-of-somebody\n")
+    server.start()
+    server.stop()
+    assert ":own-password-of-somebody@" in server.url
+
+
 def test_two_servers_cannot_use_one_folder(server: EmbeddedServer) -> None:
     second = EmbeddedServer(server.data_dir)
     with pytest.raises(BusUnavailable, match="another nats-server is at work"):

@@ -5,10 +5,11 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from bombus.cli import DEFAULT_NATS, hint_at_bus
+from bombus.cli import DEFAULT_NATS, URL_FILE, default_nats, hint_at_bus
 from bombus.hive import events as ev
 from bombus.hive.collection import measures
 from bombus.hive.events import Collection, Method, RunKind
@@ -210,9 +211,21 @@ def test_the_status_needs_no_terminal_library() -> None:
 
 
 def test_without_a_bus_the_error_says_where_its_address_is() -> None:
-    assert hint_at_bus(argparse.Namespace(nats="nats://elsewhere:4222")) == ()
-    (hint,) = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
-    assert "set $BOMBUS_NATS to the address of its bus, which is in the file `nats-url` in its data folder" in hint
+    assert hint_at_bus(argparse.Namespace(nats="nats://me:secret@elsewhere:4222")) == ()
+    for address in (DEFAULT_NATS, "nats://127.0.0.1:43321"):  # which `bombus up` prints without its password
+        (hint,) = hint_at_bus(argparse.Namespace(nats=address))
+        assert "set $BOMBUS_NATS to the address of its bus, which is in the file `nats-url` in its data folder" in hint
+
+
+def test_an_empty_variable_does_not_hide_the_hive_of_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BOMBUS_NATS", "")
+    assert default_nats() == DEFAULT_NATS
+    URL_FILE.parent.mkdir()
+    URL_FILE.write_text("nats://127.0.0.1:43321\n")
+    assert default_nats() == "nats://127.0.0.1:43321"
 
 
 def test_a_run_of_operations_shows_its_models_and_what_waits() -> None:

@@ -1,5 +1,6 @@
 """Answers to reasoning-gym's questions are text that a model has written, and some verifiers evaluate it as Python."""
 
+import os
 import pickle
 import socket
 import subprocess
@@ -156,6 +157,30 @@ def test_the_process_ends_with_its_program_however_that_ends() -> None:
     program.communicate()
     _, alive = psutil.wait_procs(all_of_it, timeout=PATIENCE_S)
     assert alive == []
+
+
+def test_a_thread_that_a_program_leaves_starts_no_process_when_that_has_ended(tmp_path: Path) -> None:
+    code = """
+import threading
+from bombus.tasks.entries import entry_of
+from bombus.tasks.verifying import judge
+entry, first = entry_of("countdown", 0, 0), threading.Semaphore(0)
+def score():
+    while True:
+        judge.score("countdown", "1", entry)
+        first.release()
+threading.Thread(target=score, daemon=True).start()
+first.acquire()
+judge.end()
+try:
+    judge.score("countdown", "1", entry)
+except Exception as error:
+    print(error)
+"""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert "the program ends" in ended.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_no_namespaces_are_made_answers_are_judged_and_a_warning_says_so(

@@ -53,6 +53,22 @@ def test_the_line_to_type_on_a_machine_has_all_that_its_ranks_need(tmp_path: Pat
     assert trainer(layout) == []
 
 
+def test_the_line_finds_a_bus_with_a_password_and_does_not_show_it(tmp_path: Path) -> None:
+    words = ["--nnodes", "2", "--data-dir", str(tmp_path / "a b")]
+    address = "nats://me:secret@10.0.0.1:4222"
+    layout, ranks = layout_of(parsed(*words))  # whose bus is our own
+    own = worker_line(layout, ranks, "main", address, 1)
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b/nats-url").write_text(f"{address}\n")
+    shown = own.replace("torchrun", "env; :", 1)  # instead of ranks
+    assert f"BOMBUS_NATS={address}\n" in subprocess.run(["sh", "-c", shown], capture_output=True, text=True).stdout
+    (tmp_path / "cluster.yaml").write_text(f"nats: {address}\nengines: {{main: {{}}}}")
+    layout, ranks = layout_of(parsed(*words, "--config", str(tmp_path / "cluster.yaml")))
+    given = worker_line(layout, ranks, "main", address, 1)
+    assert given.startswith('BOMBUS_NATS="$BOMBUS_NATS" torchrun ')
+    assert "secret" not in own + given
+
+
 def test_in_mode_auto_this_machine_is_node_0_and_the_backend_is_verl(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("bombus: {model: {path: tiny}}")
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--config", str(tmp_path / "job.yaml"), "--api-port", "8080"]

@@ -197,13 +197,15 @@ def worker_line(layout: Layout, trainer: TrainerPart, engine: str, nats: str, no
     """Return the command to type on the machine of that number."""
     assert layout.rendezvous is not None
     gpus = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, trainer.devices))}"] if trainer.devices else []
-    bus = [f'{VARIABLE}="${VARIABLE}"'] if has_login(nats) else []
+    own = shlex.join(["cat", str(_url_file(layout).absolute())])
+    address = f"${VARIABLE}" if layout.cluster.nats else f"$({own})"
+    bus = [f'{VARIABLE}="{address}"'] if has_login(nats) else []
     words = ["torchrun", *layout.rendezvous.torchrun(str(node), trainer.processes), "-m", "bombus_trainer.worker"]
     return " ".join([*bus, *gpus, shlex.join([*words, *trainer_arguments(trainer, engine, layout, nats)])])
 
 
 async def run(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
-    (layout.data_dir / URL_FILE.name).unlink(missing_ok=True)  # left by a launcher that was killed
+    _url_file(layout).unlink(missing_ok=True)  # left by a launcher that was killed
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(Supervisor(layout).run())
         tasks.create_task(_introduce(layout, trainer, arguments))
@@ -211,14 +213,12 @@ async def run(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespac
 
 async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
     """Print the commands for other machines, and report when the trainer is there."""
-    url_file = layout.data_dir / URL_FILE.name
-    nats = layout.cluster.nats or await _own_bus(url_file)
+    nats = layout.cluster.nats or await _own_bus(_url_file(layout))
     elsewhere = range(1, arguments.nnodes) if arguments.mode == AUTO else range(arguments.nnodes)
     if elsewhere:
         say("in verl's environment (`bombus install verl`) of each machine, type:", flush=True)
-        if has_login(nats):
-            where = "" if layout.cluster.nats else f": it is in {url_file}"
-            say(f"(with the address of the bus in {VARIABLE}, as it has a password{where})", flush=True)
+        if layout.cluster.nats and has_login(nats):
+            say(f"(with the address of the bus in {VARIABLE}, as it has a password)", flush=True)
     for node in elsewhere:
         say(worker_line(layout, trainer, arguments.engine, nats, node), flush=True)
     if arguments.mode == CONNECT and not layout.cluster.nats:
@@ -239,6 +239,11 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+
+
+def _url_file(layout: Layout) -> Path:
+    """Return the file in which the supervisor writes where its own server listens."""
+    return layout.data_dir / URL_FILE.name
 
 
 async def _own_bus(url_file: Path) -> str:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -20,6 +21,7 @@ from bombus.private import private_folder, write_private
 
 HOST = "127.0.0.1"
 USER = "bombus"
+PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # for a URL, and for a configuration
 MAX_PENDING_BYTES = 64 << 20
 _POLL_S = 0.02
 # A stream that could not write stays broken until the server is restarted, even when there is room again.
@@ -261,7 +263,10 @@ def _password_in(folder: Path) -> str:
     path = folder / "password"
     if not path.exists():
         write_private(path, secrets.token_urlsafe(24))
-    return path.read_text()
+    password = path.read_text(errors="replace").strip()
+    if not PASSWORD.fullmatch(password):
+        raise BusUnavailable(f"{path} holds no password: delete it, and the next start makes a new one")
+    return password
 
 
 def _jetstream_answers(port: int, name: str, password: str, timeout_s: float) -> bool:

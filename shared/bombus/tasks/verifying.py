@@ -61,6 +61,7 @@ class AnswerJudge:
         self._process: subprocess.Popen[bytes] | None = None
         self._door: socket.socket | None = None
         self._is_ready = False
+        self._is_over = False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def score(self, generator: str, answer: str, entry: Mapping[str, Any]) -> float | None:
@@ -91,6 +92,12 @@ class AnswerJudge:
     def close(self) -> None:
         """End the process. Another answer starts a new one."""
         with self._one:
+            self._end()
+
+    def end(self) -> None:
+        """End the process for good, as the program ends: threads that it leaves start no other one."""
+        with self._one:
+            self._is_over = True
             self._end()
 
     def _hand_over(self, generator: str, theirs: socket.socket) -> None:
@@ -136,6 +143,8 @@ class AnswerJudge:
         return self._door
 
     def _started(self, *, isolate: bool) -> socket.socket:
+        if self._is_over:
+            raise ConnectionError("the program ends")
         self._door, theirs = socket.socketpair()
         with theirs:
             words = (*PROGRAM, str(theirs.fileno()), str(self._verify_s))
@@ -340,7 +349,7 @@ def _make_anew() -> None:
 
 
 judge = AnswerJudge()
-atexit.register(lambda: judge.close())  # whichever it is then
+atexit.register(lambda: judge.end())  # whichever it is then
 os.register_at_fork(after_in_child=_make_anew)
 
 if __name__ == "__main__":
