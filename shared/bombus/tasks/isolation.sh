@@ -30,6 +30,6 @@ mount -t tmpfs -o size=64m,mode=700,nosuid,nodev,noexec tmpfs "$root/bombus/home
 cd "$root"
 pivot_root . bombus/old
 umount -l /bombus/old
-mount -o remount,ro /
+mount -o remount,bind,ro / # not its file system: that has the options uid and gid of an ordinary user, who is nobody here
 cd /bombus/home
 eval "$command"
