@@ -100,6 +100,20 @@ async def test_what_a_coroutine_returns_although_it_was_cancelled_is_returned() 
     assert await held == 7
 
 
+async def test_an_error_that_a_coroutine_makes_of_its_cancellation_does_not_hide_it() -> None:
+    async def fails_instead() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as error:
+            raise ValueError("interrupted") from error
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.01):
+            with suppress(Exception):  # as whoever runs tools and agents goes on after an error of theirs
+                await contained(fails_instead())
+            pytest.fail("it went on after its time")
+
+
 async def test_a_cancellation_that_comes_as_a_coroutine_ends_is_not_lost() -> None:
     for turns in range(3):
         ending = asyncio.get_running_loop().create_future()

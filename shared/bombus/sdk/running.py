@@ -59,7 +59,8 @@ async def contained(work: Awaitable[T], left: Callable[[], object] = lambda: Non
     There a group of tasks that fails can leave a cancellation with no task but that one, so that a `CancelledError` of
     its own is told from one that was asked for even after such a group.
 
-    One that goes on for `CANCELLED_S` after it was cancelled is not waited for any more: `left` is called then.
+    One that was cancelled may still return something, but no error of it hides that it was cancelled. One that goes on
+    for `CANCELLED_S` after it was cancelled is not waited for any more: `left` is called then.
     """
     this, before = _cancellations()
     task = asyncio.create_task(contained_here(work))
@@ -72,6 +73,9 @@ async def contained(work: Awaitable[T], left: Callable[[], object] = lambda: Non
             _leave(task)
             raise
         if await _has_ended(task):
+            failure = None if task.cancelled() else task.exception()
+            if isinstance(failure, Exception):  # such as of a tool that calls whatever it catches its own error
+                raise error from failure
             return await task
         name = getattr(work, "__qualname__", type(work).__name__)
         log.warning("%s was cancelled %g s ago and goes on: it is left to itself", name, CANCELLED_S)
