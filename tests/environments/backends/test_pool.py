@@ -123,6 +123,30 @@ async def test_p3_a_backend_that_cannot_be_scrubbed_is_released_all_the_same_and
         assert await kept(second) == ""
 
 
+async def test_a_backend_whose_scrub_has_failed_is_not_scrubbed_again_when_it_is_given_back() -> None:
+    class Counting(Odd):
+        scrubs = 0
+
+        async def scrub(self) -> None:
+            self.scrubs += 1
+            await super().scrub()
+
+    made: list[Counting] = []
+
+    def make(number: int) -> Counting:
+        made.append(Counting() if made else Counting(scrub=TimeoutError()))
+        return made[-1]
+
+    async with BackendPool(make, 1) as pool:
+        await pool.take("a")
+        with pytest.raises(EnvironmentLost, match="backend 0 could not be scrubbed"):
+            await pool.renew("a")
+        await pool.give_back("a")
+        assert await pool.take("a") is made[1]
+        await pool.give_back("a")
+        assert [one.scrubs for one in made] == [1, 1]
+
+
 async def test_a_backend_that_a_session_may_still_use_is_replaced_and_not_scrubbed() -> None:
     async with BackendPool(simulator, 1) as pool:
         first = await pool.take("a")

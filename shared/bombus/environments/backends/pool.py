@@ -47,6 +47,7 @@ class BackendPool:
         self._ready: deque[tuple[int, Backend]] = deque()
         self._bound: dict[str, tuple[int, Backend]] = {}
         self._all: dict[int, Backend] = {}
+        self._unscrubbed: set[str] = set()  # sessions whose backend is replaced when they end
         self._replacing: set[asyncio.Task[None]] = set()
         self._starting: set[int] = set()  # those that are expected soon: they have not failed to start yet
         self._changed = asyncio.Event()  # of these sets and queues; each change has an event of its own
@@ -92,16 +93,20 @@ class BackendPool:
         raise EnvironmentLost(f"none of {self.size} backends works: the log of the server says why")
 
     async def renew(self, session: str) -> None:
-        """Scrub the backend of a session, which keeps it. Raises `InfraError` when that fails."""
+        """Scrub the backend of a session, which keeps it. Raises `InfraError` when that fails.
+
+        That backend is not scrubbed again, but replaced, when the session gives it back.
+        """
         number, backend = self._bound.get(session, (0, None))
         if backend is None:
             raise EnvironmentLost("this session has no backend any more")
         try:
             async with asyncio.timeout(CALL_S):
                 await backend.scrub()
-        except InfraError:
-            raise
         except Exception as error:  # a backend may raise anything, and its session must not be used again then
+            self._unscrubbed.add(session)
+            if isinstance(error, InfraError):
+                raise
             raise EnvironmentLost(f"backend {number} could not be scrubbed: {in_one_line(error)}") from error
 
     async def check(self, session: str) -> None:
@@ -116,10 +121,13 @@ class BackendPool:
         One that may be `in_use` by code of the session that goes on, such as a thread, is replaced, and not scrubbed.
         """
         number, backend = self._bound.pop(session, (0, None))
+        was_unscrubbed = session in self._unscrubbed
+        self._unscrubbed.discard(session)
         if backend is None:
             return
-        if in_use:
-            log.warning("backend %d may be in use by what session %s left running, and is replaced", number, session)
+        if was_unscrubbed or in_use:
+            why = "could not be scrubbed" if was_unscrubbed else f"may be in use by what session {session} left running"
+            log.warning("backend %d %s, and is replaced", number, why)
             self._replace(number)
             return
         try:
