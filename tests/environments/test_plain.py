@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache, partialmethod, singledispatchmethod
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from bombus import InfraError, Task
 from bombus.environments.kinds import EnvironmentLost, MethodFailed, ResetFailed, ToolCall, ToolOutcome, Transcript
@@ -316,6 +317,60 @@ def test_what_would_be_left_out_without_a_word_is_said() -> None:
     )
 
 
+class Modelled(BaseModel):
+    """Is a pydantic model."""
+
+    cents: int = 0
+
+    def reset(self, task: Task) -> str:
+        return ""
+
+    @reward
+    def one(self) -> float:
+        return 1.0
+
+
+def test_a_pydantic_model_is_refused_in_one_sentence() -> None:
+    with pytest.raises(WrongClass) as wrong:
+        describe(Modelled)
+    assert wrong.value.problems == (
+        "It is a pydantic model, whose own methods would be tools: use a plain class that keeps a model.",
+    )
+
+
+class Weighed(Counter):
+    """Has rewards whose marks are no numbers."""
+
+    @reward(weight="0.5")  # type: ignore[call-overload,untyped-decorator]
+    def text(self) -> float:
+        return 1.0
+
+    @reward(weight=float("inf"), low=None)  # type: ignore[call-overload,untyped-decorator]
+    def endless(self) -> float:
+        return 1.0
+
+
+def test_a_mark_that_is_no_finite_number_is_named_with_its_value() -> None:
+    with pytest.raises(WrongClass) as wrong:
+        describe(Weighed)
+    assert wrong.value.problems == (
+        "The reward `text` has weight='0.5', which is not a finite number.",
+        "The reward `endless` has weight=inf, which is not a finite number.",
+        "The reward `endless` has low=None, which is not a finite number.",
+    )
+
+
+async def test_a_function_that_returns_a_class_is_told_to_return_an_instance() -> None:
+    async def make() -> type:
+        return Counter
+
+    for function in (lambda: Counter, make):
+        environment = PlainEnvironment(function)
+        with pytest.raises(WrongClass, match=r"has returned the class itself: return an instance, `Counter\(\)`"):
+            await environment.open(TASK)
+        await environment.close()
+
+
 def test_a_class_that_cannot_be_made_yet_is_refused() -> None:
     class Abstract(Counter, ABC):
         @abstractmethod
@@ -575,6 +630,14 @@ class Results(Counter):
         """Return models."""
         return [Point(x=1), Point(x=2, y=3)]
 
+    def board(self) -> dict[str, object]:
+        """Return arrays and numbers of NumPy's."""
+        return {"cells": [np.zeros(2), np.eye(2, dtype=int)], "score": np.float32(0.5), "moves": np.int64(3)}
+
+    def picture(self) -> Any:
+        """Return an array that is too large to be shown."""
+        return np.zeros(1001)
+
     async def leave(self) -> None:
         """End the program."""
         sys.exit(2)
@@ -647,6 +710,8 @@ class Unshown:
         ("named", "a?", False),
         ("misnamed", "OSError: a?", True),
         ("points", '[{"x":1,"y":0},{"x":2,"y":3}]', False),
+        ("board", '{"cells":[[0.0,0.0],[[1,0],[0,1]]],"score":0.5,"moves":3}', False),
+        ("picture", "[0. 0. 0. ... 0. 0. 0.]", False),
         ("leave", "RuntimeError: it raised SystemExit(2)", True),
         ("cancel", "RuntimeError: it let out a CancelledError, and nobody had cancelled it", True),
         ("cancel_again", "RuntimeError: it let out a CancelledError, and nobody had cancelled it", True),

@@ -4,9 +4,11 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from functools import partialmethod, singledispatchmethod
+from numbers import Real
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from bombus.environments.plain.marks import MethodKind, MethodMark, mark_of
 from bombus.environments.plain.tools import MethodTool, NoTool, tool_of
@@ -54,6 +56,9 @@ def describe(kind: type, *, is_made: bool = False) -> PlainClass:
 
     Where `is_made`, there are instances already, so that it does not matter how one is made.
     """
+    if issubclass(kind, BaseModel):
+        why = "It is a pydantic model, whose own methods would be tools: use a plain class that keeps a model."
+        raise WrongClass(kind.__name__, (why,))
     reading = _Reading(kind)
     found = reading.read()
     if not is_made:
@@ -172,10 +177,11 @@ class _Reading:
         return MarkedMethod(name=name, mark=mark, names=names)
 
     def _check_reward(self, name: str, mark: MethodMark, plays: bool) -> None:
-        if not (math.isfinite(mark.low) and math.isfinite(mark.high) and mark.low < mark.high):
+        wrong = [each for each in ("weight", "low", "high") if not _is_finite(getattr(mark, each))]
+        for each in wrong:
+            self._say(f"The reward `{name}` has {each}={getattr(mark, each)!r}, which is not a finite number.")
+        if not wrong and mark.low >= mark.high:
             self._say(f"The reward `{name}` has low={mark.low:g} and high={mark.high:g}: low must be less than high.")
-        if not math.isfinite(mark.weight):
-            self._say(f"The reward `{name}` has the weight {mark.weight:g}: give a number that is finite.")
         if mark.role and not plays:
             self._say(f"The reward `{name}` has the role {mark.role!r}, but only a class with `play` has roles.")
 
@@ -233,6 +239,10 @@ def _is_wrapped(found: object) -> bool:
         return True
     is_known = isinstance(found, staticmethod | classmethod | type)
     return callable(found) and not is_known and inspect.isfunction(getattr(found, "__wrapped__", None))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _listed(names: tuple[str, ...]) -> str:

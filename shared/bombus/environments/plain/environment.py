@@ -92,6 +92,10 @@ class PlainWorld:
                 raise
             except Exception as error:  # the class's own code: whatever it raises, there is no world
                 raise ResetFailed(f"the environment could not be made: {with_place(error)}") from error
+            if inspect.isclass(made := self._instance):
+                self._instance = None
+                why = f"Its function has returned the class itself: return an instance, `{made.__name__}()`."
+                raise WrongClass(made.__name__, (why,))
             self._check_unshared()
         return self._instance
 

@@ -1,6 +1,7 @@
 """Methods as tools: the JSON schema of their arguments from type hints and docstring, and arguments checked by it."""
 
 import inspect
+import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Annotated, Any, get_type_hints
@@ -13,6 +14,7 @@ from bombus.errors import in_one_line, without_surrogates
 from bombus.sdk.types import Task
 
 PROBLEMS_SHOWN = 5  # of the arguments of one call
+ARRAY_NUMBERS_MAX = 1000  # that are shown; a larger array is shortened as NumPy prints it
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
@@ -119,9 +121,15 @@ def text_of(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON can hold in the place of a pydantic model. Raises `TypeError` for anything else."""
+    """Return what JSON can hold in the place of a pydantic model, or of NumPy's or torch's numbers and small arrays.
+
+    Raises `TypeError` for anything else.
+    """
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
+    shape, tolist = getattr(value, "shape", None), getattr(value, "tolist", None)
+    if callable(tolist) and isinstance(shape, tuple) and math.prod(shape) <= ARRAY_NUMBERS_MAX:
+        return tolist()
     raise TypeError(f"{type(value).__name__} has no JSON")
 
 
