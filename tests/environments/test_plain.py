@@ -91,7 +91,7 @@ async def test_a_tool_is_called_with_arguments_that_were_checked() -> None:
 
 
 class Named:
-    """Has a tool whose arguments are named like much else."""
+    """Has a tool whose arguments have names that much else has too."""
 
     def reset(self, task: Task) -> str:
         return "Name it."
@@ -135,6 +135,16 @@ async def test_what_goes_wrong_in_a_call_is_text_for_the_model(name: str, argume
     outcome = await environment.call(call(name, arguments))
     assert outcome.failed
     assert outcome.text.startswith(why)
+    await environment.close()
+
+
+async def test_a_model_is_told_five_wrong_arguments_of_a_call_and_how_many_more_there_are() -> None:
+    environment = PlainEnvironment(Named)
+    await environment.open(TASK)
+    for given, more in (('{"name": "a"}', ""), ("{}", "; and 1 more")):
+        text = (await environment.call(call("put", given))).text
+        assert text.count("Field required") == 5
+        assert text.endswith(f"Field required{more}")
     await environment.close()
 
 
@@ -189,6 +199,59 @@ async def test_closing_again_does_nothing_and_what_is_closed_is_not_used_again()
     assert counter.closed == 1
     with pytest.raises(EnvironmentLost, match="was closed"):
         await environment.call(call("add", '{"amount": 3}'))
+
+
+async def test_an_instance_whose_episode_is_over_may_be_played_again() -> None:
+    counter = Counter()
+    first, second = (PlainEnvironment(lambda: counter) for _ in range(2))
+    for environment in (first, second):
+        await environment.open(TASK)
+        await environment.close()
+    assert counter.closed == 2
+
+
+async def test_only_a_close_that_the_class_has_is_called() -> None:
+    asked = []
+
+    class Wraps(Threads):
+        def __getattr__(self, name: str) -> object:
+            return lambda: asked.append(name)
+
+    environment = PlainEnvironment(Wraps())
+    await environment.open(TASK)
+    await environment.close()
+    assert asked == []
+
+
+class Working(Counter):
+    """Has a tool that ends when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.release = asyncio.Event(), asyncio.Event()
+
+    async def work(self) -> str:
+        """Work."""
+        self.begun.set()
+        await self.release.wait()
+        return f"closed {self.closed} times"
+
+    async def close(self) -> None:  # type: ignore[override]
+        self.closed += 1
+
+
+async def test_a_world_is_closed_after_the_method_that_runs_in_it() -> None:
+    world = Working()
+    environment = PlainEnvironment(world)
+    await environment.open(TASK)
+    working = asyncio.create_task(environment.call(call("work")))
+    await world.begun.wait()
+    closing = asyncio.create_task(environment.close())
+    await asyncio.wait({closing}, timeout=0.05)
+    world.release.set()
+    assert (await working).text == "closed 0 times"
+    await closing
+    assert world.closed == 1
 
 
 # ---- what is wrong with a class ----
@@ -358,6 +421,16 @@ def test_a_mark_that_is_no_finite_number_is_named_with_its_value() -> None:
         "The reward `endless` has weight=inf, which is not a finite number.",
         "The reward `endless` has low=None, which is not a finite number.",
     )
+
+
+def test_a_class_has_128_tools_at_most() -> None:
+    for number in (128, 129):
+        kind = type("Many", (Counter,), {f"by_{each}": moving(each) for each in range(number - 3)})
+        if number == 128:
+            assert len(describe(kind).tools) == number
+        else:
+            with pytest.raises(WrongClass, match="It has 129 tools, and the limit is 128: split it"):
+                describe(kind)
 
 
 async def test_a_function_that_returns_a_class_is_told_to_return_an_instance() -> None:
@@ -774,6 +847,20 @@ async def test_a_world_whose_tool_hangs_in_a_thread_is_given_up() -> None:
             await environment.call(call("hang"))
     with pytest.raises(EnvironmentLost, match=r"`hang` did not end in its time.*cannot be cancelled"):
         await environment.is_over(Transcript())
+    await environment.close()
+    world.release.set()
+
+
+async def test_a_call_that_has_waited_for_one_that_hangs_is_not_carried_out() -> None:
+    world = Threads()
+    environment = PlainEnvironment(world)
+    await environment.open(TASK)
+    hanging = asyncio.create_task(environment.call(call("hang")))
+    waiting = asyncio.create_task(environment.call(call("touch")))
+    await asyncio.wait({hanging}, timeout=0.05)
+    hanging.cancel()
+    with pytest.raises(EnvironmentLost, match="`hang` did not end in its time"):
+        await waiting
     await environment.close()
     world.release.set()
 

@@ -112,6 +112,18 @@ async def test_calls_over_the_budget_cut_the_episode_unless_the_class_goes_on_wi
     assert result.transcript.turns == 3
 
 
+async def test_an_agent_asks_for_no_more_tokens_than_its_budget_has() -> None:
+    class Greedy(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            for most in (None, 7, 1000):
+                await agents["speaker"].ask("1234" * 10, max_tokens=most)
+            self.verdict = ""
+
+    model = ScriptedModel()
+    await played(model, Greedy, tokens_max=100)
+    assert [request["max_tokens"] for request in model.requests] == [100 - 10, 7, 100 - 10]
+
+
 async def test_a_prompt_that_has_become_too_long_cuts_the_episode_and_the_first_one_is_the_tasks_fault() -> None:
     refusal = httpx.Response(400, json={"error": {"message": "9 tokens at most", "code": "context_length_exceeded"}})
     result = await played(ScriptedModel("a", "bcd", refusal))

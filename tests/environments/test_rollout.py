@@ -138,8 +138,9 @@ async def test_b1_no_request_asks_for_more_tokens_than_are_left() -> None:
     assert (result.transcript.prompt_tokens, result.transcript.completion_tokens) == (10, 44)
 
 
-async def test_b1_tokens_that_are_used_up_end_the_episode_before_another_request() -> None:
-    model = ScriptedModel(completion(calls(("add", {"amount": 3})), prompt=60, tokens=39))
+@pytest.mark.parametrize("tokens", [38, 39])  # and the tool's result has about 2, so that none or too few are left
+async def test_b1_tokens_that_are_used_up_end_the_episode_before_another_request(tokens: int) -> None:
+    model = ScriptedModel(completion(calls(("add", {"amount": 3})), prompt=60, tokens=tokens))
     result = await played(model, tokens_max=100)
     assert (result.status, len(model.requests)) == (RolloutStatus.TRUNCATED, 1)
     assert result.output().reward == 1.5
@@ -192,7 +193,7 @@ async def test_an_answer_may_have_so_many_calls_and_a_tool_so_many_characters() 
     assert model.shown(1)[2] == (
         "<error>Tool failed: it was not carried out: an answer can have 2 calls at most</error>"
     )
-    assert result.transcript.tool_failures == 1
+    assert (result.transcript.tool_calls, result.transcript.tool_failures) == (3, 1)
 
     class Talkative(Counter):
         def talk(self) -> str:
@@ -291,8 +292,15 @@ async def test_a_tool_that_hangs_in_a_thread_ends_the_episode_as_infrastructure(
 
 async def test_an_episode_that_uses_up_its_time_is_cut_and_scored() -> None:
     limits: dict[str, Any] = {"tool_s": SHORT_S, "turn_s": SHORT_S, "episode_s": SHORT_S}
-    result = await played(ScriptedModel(calls(("wait", {}))), Threads, **limits)
+    result = await played(ScriptedModel(calls(("nap", {})), calls(("wait", {}))), Slow, **limits)
     assert (result.status, result.output().reward) == (RolloutStatus.TRUNCATED, 1.0)
+    assert time_told(result.transcript.messages[-1]["content"]) <= 0.4 * SHORT_S
+
+
+def time_told(text: str) -> float:
+    told = re.fullmatch(r"<error>Tool failed: it did not end within (.*) s, and was cancelled</error>", text)
+    assert told is not None
+    return float(told[1])
 
 
 class Slow(Threads):
@@ -319,10 +327,7 @@ async def test_a_call_that_cannot_be_cancelled_keeps_its_own_time_and_no_other_o
 async def test_a_coroutine_has_what_is_left_of_its_turn() -> None:
     model = ScriptedModel(calls(("nap", {}), ("wait", {})), "done")
     await played(model, Slow, tool_s=SHORT_S, turn_s=SHORT_S)
-    text = model.shown(1)[1]
-    told = re.fullmatch(r"<error>Tool failed: it did not end within (.*) s, and was cancelled</error>", text)
-    assert told is not None
-    assert float(told[1]) <= 0.4 * SHORT_S
+    assert time_told(model.shown(1)[1]) <= 0.4 * SHORT_S
 
 
 async def test_a_model_that_does_not_answer_in_its_turn_is_infrastructure() -> None:
@@ -584,6 +589,26 @@ def test_a_class_that_is_no_environment_and_an_instance_are_refused_at_once() ->
         Rollout(int)
     with pytest.raises(TypeError, match=r"an instance of Counter.*give the class"):
         Rollout(Counter())
+
+
+async def test_a_timeout_of_the_environments_own_is_no_limit_of_the_rollout() -> None:
+    class Judged:
+        async def open(self, task: Task) -> Opening:
+            return Opening(messages=[{"role": "user", "content": "go"}])
+
+        async def call(self, call: ToolCall) -> ToolOutcome:
+            raise AssertionError("it has no tools")
+
+        async def is_over(self, transcript: Transcript) -> bool:
+            return False
+
+        async def score(self, transcript: Transcript) -> RolloutScores:
+            raise TimeoutError("the judge is late")
+
+        async def close(self) -> None: ...
+
+    with pytest.raises(TimeoutError, match="the judge is late"):
+        await played(ScriptedModel(), Judged)
 
 
 async def test_a_world_that_does_not_close_in_order_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
