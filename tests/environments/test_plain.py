@@ -342,7 +342,36 @@ class Hidden(Counter):
         return ""
 
 
+class Derived(Counter):
+    """Has tools beside those of its base, a whole number as a weight, and what no model is shown."""
+
+    def twice(self) -> int:
+        """Double the count."""
+        return 0
+
+    @reward(3)
+    def always(self) -> float:
+        return 1.0
+
+    @lru_cache  # noqa: B019 - what it is about
+    def _cached(self, number: int) -> str:
+        return ""
+
+
+def test_tools_of_a_base_come_first_and_a_hidden_method_may_be_behind_anything() -> None:
+    described = describe(Derived)
+    assert list(described.tools) == ["add", "where", "fail", "twice"]
+    assert [(each.name, each.mark.weight) for each in described.rewards] == [
+        ("reached", 2.0),
+        ("wrote", -0.5),
+        ("always", 3),
+    ]
+
+
 class Stateful:
+    def gold(self) -> list[object]:
+        return []
+
     def reset(self, t: Task) -> str:
         return ""
 
@@ -377,6 +406,7 @@ def test_what_would_be_left_out_without_a_word_is_said() -> None:
     assert wrong.value.problems == (
         "`state` is the attribute that rewards take by this name, and no tool: give it another name.",
         "`reset` cannot be called as `reset(self, task)`: give it these arguments, by these names.",
+        "`gold` cannot be called as `gold(self, task)`: give it these arguments, by these names.",
     )
 
 

@@ -97,6 +97,8 @@ async def test_a_list_of_another_length_is_refused() -> None:
 async def test_calls_over_the_budget_cut_the_episode_unless_the_class_goes_on_without_them() -> None:
     result = await played(ScriptedModel("a", "b", "c"), turns_max=1)
     assert (result.status, result.transcript.turns) == (RolloutStatus.TRUNCATED, 1)
+    result = await played(ScriptedModel("a", "b", "c"))
+    assert result.transcript.completion_tokens == 3 * 5, "of all answers"
 
     class Careful(Debate):
         async def play(self, task: Task, agents: PlayAgents) -> None:
@@ -152,6 +154,12 @@ async def test_what_fails_in_a_play_is_infrastructure() -> None:
             async with asyncio.TaskGroup() as group:
                 group.create_task(agents["speaker"].ask("x"))
 
+    class Mixed(Debate):
+        async def play(self, task: Task, agents: PlayAgents) -> None:
+            raise ExceptionGroup("two", [BudgetSpent("no more calls"), KeyError("verdict")])
+
+    with pytest.raises(InfraError, match=r"Mixed.play failed: KeyError: 'verdict'"):
+        (await played(ScriptedModel(), Mixed)).output()
     with pytest.raises(InfraError, match="answered 401: no"):
         (await played(ScriptedModel(httpx.Response(401, json={"error": {"message": "no"}})), Grouped)).output()
 
@@ -237,9 +245,10 @@ async def test_a_call_that_is_under_way_when_the_play_is_over_is_given_up_before
 async def test_a_role_is_a_short_printable_text() -> None:
     class Odd(Debate):
         async def play(self, task: Task, agents: PlayAgents) -> None:
+            agents["x" * 64]
             agents["a\nb"]
 
-    with pytest.raises(InfraError, match="is not a text of 1 to 64 printable ASCII characters"):
+    with pytest.raises(InfraError, match=r"'a\\nb' is not a text of 1 to 64 printable ASCII characters"):
         (await played(ScriptedModel(), Odd)).output()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bombus.environments.kinds import AgentEnvironment, EnvironmentLost, ToolCall
-from bombus.environments.pools.blocking import EnvPool, LoopThread
+from bombus.environments.pools.blocking import EnvPool, LoopThread, as_coroutine
 from bombus.environments.pools.session import SessionSettings
 from bombus.errors import Refused
 from bombus.sdk.types import Task
@@ -29,6 +29,29 @@ async def work():
 
 LoopThread().run(work())
 """
+
+
+def test_a_loop_goes_on_after_a_coroutine_that_has_ended_the_program() -> None:
+    async def exits() -> None:
+        sys.exit(3)
+
+    thread = LoopThread()
+    with pytest.raises(SystemExit):
+        thread.run(exits(), PATIENCE_S)
+    assert thread.run(asyncio.sleep(0, "goes on"), PATIENCE_S) == "goes on"
+    thread.stop()
+
+
+class Plays:
+    """A rollout that is an object, whose call is a coroutine."""
+
+    async def __call__(self, task: Task, environment: AgentEnvironment) -> str:
+        return task.main_query
+
+
+async def test_an_object_whose_call_is_a_coroutine_runs_in_the_loop() -> None:
+    rollout = Plays()
+    assert as_coroutine(rollout) is rollout
 
 
 @pytest.mark.parametrize(("error", "raised"), [(SystemExit, RuntimeError), (KeyboardInterrupt, KeyboardInterrupt)])

@@ -231,12 +231,10 @@ def _failed(name: str, error: BaseException) -> MethodFailed:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the error that matters most in a group: infrastructure first, then budgets, then all others."""
+    """Return the error that matters most in a group: infrastructure, else a mistake of `play`, else a budget."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     inner = [_first(each) for each in error.exceptions]
-    for kind in (InfraError, BudgetSpent):
-        for each in inner:
-            if isinstance(each, kind) and (kind is InfraError or all(isinstance(one, BudgetSpent) for one in inner)):
-                return each
-    return inner[0]
+    infra = (each for each in inner if isinstance(each, InfraError))
+    mistakes = (each for each in inner if not isinstance(each, BudgetSpent))
+    return next(infra, None) or next(mistakes, inner[0])
