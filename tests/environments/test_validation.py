@@ -48,6 +48,34 @@ class Shared(Counter):
         return first
 
 
+class Unjudged:
+    """Says nothing of success, and opens in another way each time."""
+
+    openings = 0
+
+    def reset(self, task: Task) -> str:
+        Unjudged.openings += 1
+        self.state = 0
+        return f"This is opening {Unjudged.openings}."
+
+    def raise_it(self) -> None:
+        """Raise the state."""
+        self.state = 1
+
+    @reward
+    def raised(self, state: int) -> float:
+        return float(state)
+
+    def gold(self, task: Task) -> list[object]:
+        return [("raise_it", {}), "done"]
+
+
+async def test_other_first_messages_are_found_and_no_success_has_to_be_told() -> None:
+    found = await problems(Unjudged, needs_gold=True)
+    assert found["determinism"] == ("Played a second time, it opened with other messages.",)
+    assert "gold" not in found
+
+
 async def test_instances_that_share_something_are_found() -> None:
     assert await problems(Shared) == {
         "isolation": (

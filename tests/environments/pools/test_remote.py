@@ -97,7 +97,7 @@ async def test_after_the_step_that_ends_an_episode_no_other_call_is_carried_out_
 async def test_tools_that_the_actions_of_a_world_do_not_call_are_called_beside_its_steps() -> None:
     step = {"type": "observation", "data": {"observation": {"moved": True}, "reward": 1.0}}
     schema = json.dumps({"action": {**MOVE, "properties": PROPERTIES}})
-    async with openenv(step, schema, [GREET]) as environment:
+    async with openenv(step, schema, [{"name": "step", "inputSchema": {}}, GREET]) as environment:
         tools = (await environment.open(Task())).tools
         assert [(tool.name, tool.parameters) for tool in tools] == [
             ("greet", {"type": "object"}),
@@ -105,8 +105,13 @@ async def test_tools_that_the_actions_of_a_world_do_not_call_are_called_beside_i
         ]
         assert (await called(environment, "greet")) == ToolOutcome(text="greet by JSON-RPC")
         assert (await environment.score(Transcript())).reward == 0.0
-        assert (await called(environment, "step")) == ToolOutcome(text='{"moved":true}')
-        assert (await environment.score(Transcript())).reward == 1.0
+        for reward in (1.0, 2.0):
+            assert (await called(environment, "step")) == ToolOutcome(text='{"moved":true}')
+            assert (await environment.score(Transcript())).reward == reward
+    failed = {"type": "observation", "data": {"observation": {"error": "a wall"}}}
+    async with openenv(failed, schema, [GREET]) as environment:
+        await environment.open(Task())
+        assert await called(environment, "step") == ToolOutcome(text='{"error":"a wall"}', failed=True)
 
 
 async def test_tools_that_only_a_step_tells_are_those_of_a_world_whose_actions_call_them() -> None:
