@@ -61,6 +61,7 @@ def test_what_no_file_can_hold_is_left_out_and_named(ending: str, tmp_path: Path
     itself: list[object] = []
     itself += [itself, itself]
     sample.metadata = {"agent": object(), "seen": [1, {"x": object()}], "huge": 1 << 64, "itself": itself}
+    sample.metadata["many"] = [1, 1 << 64]
     sample.metadata["by_place"] = {(1, 2): 3, True: 4, 5: 6}
     sample.metadata |= {"array": np.arange(3), "kind": ABORTED, "half": "\ud800", "pair": (1, np.float32(0.5))}
     sample.agent = object()  # type: ignore[attr-defined]
@@ -73,6 +74,8 @@ def test_what_no_file_can_hold_is_left_out_and_named(ending: str, tmp_path: Path
         "metadata.half (str)",
         "metadata.huge (int)",
         "metadata.itself (list)",
+        "metadata.many (int)",
+        "metadata.many (list)",
         "metadata.seen.x (object)",
     ]
     (again, _) = load_rollout(tmp_path / f"r.{ending}")
@@ -123,6 +126,11 @@ def test_a_group_is_pushed_with_what_its_samples_say_is_trained() -> None:
         "inference_logprobs": [[1.0, -0.5, 1.0, -0.25]] * 2,
     }
     assert scored_group(gone, ARGS) is None
+    unknown = sample_of(1.0)
+    unknown.rollout_log_probs = None
+    both = scored_group([sample_of(0.0), unknown], ARGS)
+    assert both is not None
+    assert "inference_logprobs" not in both
     broken = sample_of(1.0)
     broken.loss_mask = [1]
     with pytest.raises(Refused, match="does not fit its tokens"):
