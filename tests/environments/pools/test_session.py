@@ -6,9 +6,9 @@ from websockets.asyncio.server import ServerConnection, serve
 from bombus.environments.kinds import EnvironmentLost, Opening, RolloutScores, ToolCall, ToolOutcome, Transcript
 from bombus.environments.openenv.messages import MESSAGE_BYTES_MAX
 from bombus.environments.pools.remote import RemoteEnvironment
-from bombus.environments.pools.session import EnvSession, StepRefused
+from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.sdk.types import Task
-from tests.environments.serving.served import served
+from tests.environments.serving.served import CutLine, served
 from tests.environments.serving.worlds import Counter
 
 HALF = "\ud83d"
@@ -74,6 +74,18 @@ async def test_a_server_that_closes_while_a_message_is_sent_to_it_is_infra() -> 
         with pytest.raises(EnvironmentLost, match=r"code 1009|connection broke"):
             await session.step({"x": "x" * (MESSAGE_BYTES_MAX - 1000)})
         await session.close()
+
+
+@pytest.mark.parametrize("size", [1, 12 << 20], ids=["in the answer", "in the sending"])
+async def test_a_session_does_not_wait_for_an_answer_longer_than_it_was_told_to(size: int) -> None:
+    async with served() as (_, url), CutLine(url) as line:
+        session = await EnvSession.open(line.url, SessionSettings(step_s=0.3))
+        line.cut()
+        with pytest.raises(EnvironmentLost, match=r"the answer to a step took longer than 0\.3 s; take another one"):
+            await session.step({"tool": "x" * size})
+        assert session.is_dead
+        with pytest.raises(EnvironmentLost, match="took longer than"):
+            await session.step({})
 
 
 async def test_an_answer_that_is_too_large_is_infra_and_says_so() -> None:

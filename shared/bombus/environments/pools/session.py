@@ -209,13 +209,12 @@ class EnvSession:
         async with self._lock:
             if self._why_dead():
                 raise EnvironmentLost(self._sentence())
+            too_long = f"the answer to a {message.type} took longer than {self.settings.step_s:g} s"
+            limit = asyncio.get_running_loop().call_later(self.settings.step_s, self._die, too_long)
             try:
                 answer = decode(await self._exchange(text))
             except ConnectionClosed as error:
                 self._die(_closed_why(error))
-                raise EnvironmentLost(self._sentence()) from error
-            except TimeoutError as error:
-                self._die(f"the answer to a {message.type} took longer than {self.settings.step_s:g} s")
                 raise EnvironmentLost(self._sentence()) from error
             except NotAMessage as error:
                 self._die(str(error))
@@ -223,18 +222,19 @@ class EnvSession:
             except BaseException:  # cancelled in the middle: the next answer would be that to this message
                 self._die("a call was cancelled in the middle")
                 raise
+            finally:
+                limit.cancel()
             self._used_s = asyncio.get_running_loop().time()
             if answer.type == "error":
                 raise self._error_of(answer)
             return answer
 
     async def _exchange(self, text: str) -> str | bytes:
-        async with asyncio.timeout(self.settings.step_s):
-            # A server that is full may have closed the connection already, with its reason still to be read.
-            with contextlib.suppress(ConnectionClosed):
-                await self._connection.send(text)
-            received: str | bytes = await self._connection.recv()
-            return received
+        # A server that is full may have closed the connection already, with its reason still to be read.
+        with contextlib.suppress(ConnectionClosed):
+            await self._connection.send(text)
+        received: str | bytes = await self._connection.recv()
+        return received
 
     def _error_of(self, answer: WireMessage) -> BombusError:
         code, why = str(answer.data.get("code", "")), str(answer.data.get("message", ""))[:FOREIGN_TEXT_MAX]
