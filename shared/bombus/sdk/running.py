@@ -99,17 +99,23 @@ async def _has_ended(task: asyncio.Task[Any]) -> bool:
     return task.done()
 
 
-async def contained_here(work: Awaitable[T]) -> T:
+async def contained_here(work: Awaitable[T], is_stopped: Callable[[], bool] | None = None) -> T:
     """Return what somebody's coroutine returns. Whatever it raises that is no `Exception`, such as a `SystemExit`, is a
     `RuntimeError`, and a `CancelledError` too, such as of a task that it has cancelled and awaited, unless this task
     was cancelled. A Ctrl-C is raised as it is.
+
+    `is_stopped` says whether it was, where whoever cancels this task notes that. Without it the task's own count is
+    asked, in which a group of tasks that failed can have left a cancellation.
     """
     this, before = _cancellations()
     try:
         found = await work
-    except asyncio.CancelledError as error:
         if this.cancelling() > before:
+            await asyncio.sleep(0)  # a cancellation that is still to come meets this, and not what follows
+    except asyncio.CancelledError as error:
+        if is_stopped() if is_stopped is not None else this.cancelling() > before:
             raise
+        take_back_cancellations(this, before)
         raise RuntimeError(UNASKED) from error
     except BaseException as error:
         take_back_cancellations(this, before)

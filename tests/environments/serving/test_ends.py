@@ -204,6 +204,24 @@ async def test_p3_a_backend_in_which_a_tool_goes_on_is_not_given_to_another_sess
         blocking.may_end.set()
 
 
+async def test_p3_nor_is_that_of_a_call_by_post_whose_client_left(blocking: type[Blocking]) -> None:
+    memories, gone = Memories(), asyncio.Future[Any]()
+    async with BackendPool(memories.make, 1) as backends, served(blocking, backends, close_s=0.2) as (server, url):
+        session = await server.open_by_post(0, asyncio.Future[Any]())
+        async with connect(f"{url.replace('http', 'ws')}/ws?session_id={session}", proxy=None) as socket:
+            await socket.send('{"type": "reset"}')
+            await socket.recv()
+            call = {"method": "tools/call", "params": {"name": "write"}}
+            writing = asyncio.create_task(server.call_by_post(session, call, gone))
+            await until(lambda: server.working() == 1)
+            gone.set_result(None)
+            with pytest.raises(NotLetIn, match="the session ended before the call did"):
+                await writing
+            await until(lambda: len(server.table.free) == 1)
+        assert memories.made[0].is_stopped, "the tool goes on there"
+        blocking.may_end.set()
+
+
 async def test_p3_a_backend_of_a_step_that_took_too_long_is_replaced(blocking: type[Blocking]) -> None:
     memories = Memories()
     async with BackendPool(memories.make, 1) as backends, served(blocking, backends, step_s=0.2) as (server, url):

@@ -117,8 +117,8 @@ async def test_one_that_nobody_holds_does_not_lapse_in_the_middle_of_a_call() ->
     async with served(Slow, ttl_s=0.5) as (server, url), Poster(url) as poster:
         session = await poster.opened()
         seat = server._seats[session]
-        assert seat.worlds is not None
-        await seat.worlds.answer(WireMessage(type="reset", data={"task": {"metadata": {"goal": 3}}}))
+        assert seat.work is not None
+        await seat.work.carry_out(WireMessage(type="reset", data={"task": {"metadata": {"goal": 3}}}))
         calling = asyncio.create_task(poster.ask("tools/call", name="wait", session_id=session))
         await until(lambda: server.working() == 1)
         clock = asyncio.get_running_loop().time

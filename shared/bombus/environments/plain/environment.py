@@ -39,8 +39,6 @@ CLOSE_S = 60.0  # for a coroutine that closes a world whose methods have taken t
 REPR_CHARACTERS = 200  # of what a method has returned, in an error
 TOOLS_NAMED = 20  # in the text about a tool that there is not
 
-ToolWatch = Callable[[Awaitable[Any], str], Awaitable[Any]]
-
 
 class PlainWorld:
     """An instance of a plain class, and how its methods are called.
@@ -258,10 +256,13 @@ _PLAYED_LOCK = threading.Lock()
 class PlainEnvironment:
     """A plain class as an environment: `PlainEnvironment(World)`, of an instance, or of a function that makes one."""
 
-    def __init__(self, made: object, watch: ToolWatch | None = None) -> None:
-        """`watch` is given each call of a tool, by its name, and awaits it in its place."""
+    def __init__(self, made: object, calls_have_tasks: bool = False) -> None:
+        """`calls_have_tasks` says that each call of a tool is made in a task of its own, so that it needs no other one.
+
+        Whoever makes them so does not wait for one that goes on after it was cancelled, either.
+        """
         self.world = PlainWorld(made)
-        self._watch = watch
+        self._calls_have_tasks = calls_have_tasks
         self.task = Task()  # of the episode that is open: what the class changes in it concerns no other episode
 
     @property
@@ -299,9 +300,10 @@ class PlainEnvironment:
         except BadArguments as error:
             return ToolOutcome(text=f"the arguments are wrong: {error}", failed=True)
         try:
-            work: Awaitable[Any] = self.world.call(tool.name, arguments, together=description.tools_run_together)
-            watched = work if self._watch is None else self._watch(work, tool.name)
-            result = await contained(watched, partial(self.world.give_up, tool.name))
+            work = self.world.call(tool.name, arguments, together=description.tools_run_together)
+            if not self._calls_have_tasks:
+                work = contained(work, partial(self.world.give_up, tool.name))
+            result = await work
             return ToolOutcome(text=text_of(result))
         except InfraError:
             raise

@@ -6,16 +6,16 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from bombus.environments.kinds import AgentEnvironment, ToolSchema
+from bombus.environments.kinds import AgentEnvironment
 from bombus.environments.openenv.messages import (
     MESSAGE_BYTES_MAX,
     SESSION_HEADER,
@@ -57,7 +57,8 @@ from bombus.environments.serving.slots import (
     decide,
     evolve,
 )
-from bombus.environments.serving.worlds import WorldSession
+from bombus.environments.serving.work import SessionWork, ends_session
+from bombus.environments.serving.worlds import WorldSource
 from bombus.errors import Code, in_one_line
 from bombus.host.host_names import OwnHostNames
 from bombus.sdk.errors import InfraError
@@ -82,52 +83,16 @@ ENDED: Mapping[LeaseEnd, tuple[int, str]] = {
 }
 
 
-class WorldSource(Protocol):
-    """Where worlds come from, and what they stand on."""
-
-    exhausted: str  # what a client is told when all slots are taken
-
-    async def make(self, session: str) -> AgentEnvironment:
-        """Return a new world for a session. Raises `InfraError`."""
-        ...
-
-    async def renew(self, session: str) -> None:
-        """Make what the session's world stands on like new, for another task. Raises `InfraError`."""
-        ...
-
-    async def check(self, session: str) -> None:
-        """Raise `InfraError` when what the session's world stands on is broken."""
-        ...
-
-    async def clean(self, session: str, in_use: bool) -> None:
-        """Take back what the session's world stood on. Doing it again does nothing.
-
-        `in_use` says that code of the world may still run and use it, so that no other session can be given it.
-        """
-        ...
-
-    def tools(self) -> Sequence[ToolSchema]:
-        """Return the tools that are known before a reset."""
-        ...
-
-    def schema(self) -> dict[str, object]:
-        """Return the JSON schemas of actions, observations and states."""
-        ...
-
-
 class _Seat:
     """A session that has a slot, or waits for one."""
 
     def __init__(self, connection: ServerConnection | None = None) -> None:
         self.connection = connection  # of a session that was opened by POST there is none, until one is made to it
-        self.worlds: WorldSession | None = None
-        self.turn = asyncio.Lock()  # for one message at a time
-        self.is_broken = False  # no message follows: what the last one began may go on in the world
+        self.work: SessionWork | None = None  # once there is a world
         self.posts = 0  # calls that are under way
         self.granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.making: asyncio.Task[AgentEnvironment] | None = None
-        self.step: asyncio.Task[WireMessage] | None = None
-        self.was_cut = False  # a message took too long: what it called may go on, also where it has returned since
+        self.replying: asyncio.Task[bool] | None = None  # what answers the next message of the connection
         self.beating: asyncio.Task[None] | None = None
         self.gone: ClientGone | None = None
 
@@ -140,7 +105,7 @@ class _Seat:
 
     @property
     def is_at_work(self) -> bool:
-        return self.step is not None and not self.step.done()
+        return self.work is not None and self.work.step is not None
 
 
 class EnvironmentServer:
@@ -222,7 +187,7 @@ class EnvironmentServer:
     def _live(self, session: str) -> _Seat:
         """Return the seat of a session that has a slot and a world. Raises `NotLetIn`."""
         seat = self._seats.get(session)
-        if seat is None or seat.worlds is None or session not in self.table.leases:
+        if seat is None or seat.work is None or session not in self.table.leases:
             why = f"session {session[:64]!r} has ended, or does not exist: open another one, and reset it"
             raise NotLetIn(HTTPStatus.GONE, WireError.SESSION_ERROR, why)
         return seat
@@ -254,13 +219,7 @@ class EnvironmentServer:
         try:
             if not making.done() or making.cancelled():
                 raise InfraError(f"no world could be made within {HANDSHAKE_S:.0f} s")
-            seat.worlds = WorldSession(
-                making.result(),
-                session,
-                partial(self._source.renew, session),
-                partial(self._source.check, session),
-                self._source.tools(),
-            )
+            seat.work = SessionWork(making.result(), session, self._source, self.settings.step_s)
         except Exception as error:  # the code of a world is its author's: whatever it raises is told to the client
             self._do(Release(session, LeaseEnd.BROKEN))
             log.warning("no world could be made for session %s: %s", session, in_one_line(error))
@@ -278,60 +237,49 @@ class EnvironmentServer:
     # ---- a session ----------------------------------------------------------------------------------------------
 
     async def serve_session(self, connection: ServerConnection) -> None:
-        """Answer the messages of a session until it ends."""
+        """Answer the messages of a session until it ends. It may end while one of them is still carried out."""
         session = self._sessions.get(connection, "")
         seat = self._seats.get(session)
-        if seat is None or seat.worlds is None:  # its lease ended during the handshake
+        if seat is None or seat.work is None or seat.gone is None:  # its lease ended during the handshake
             return
         seat.beating = asyncio.create_task(self._beat(session, connection, seat))
-        with contextlib.suppress(ConnectionClosed):
-            async for text in connection:
-                if session not in self.table.leases:
-                    return
-                self._do(Beat(session, self._clock(), worked=True))
-                answer = await self._answer(session, seat, seat.worlds, text)
-                if answer is None:
-                    break
-                self._do(Beat(session, self._clock(), worked=True))
+        talking = asyncio.create_task(self._talk(session, connection, seat, seat.work))
+        ends: set[asyncio.Future[Any]] = {talking, seat.work.over, seat.gone}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if talking.done() and not talking.cancelled():
+            talking.result()  # whatever it raises is logged, and closes the connection
+        if (answer := seat.work.late_answer(seat.replying)) is not None:
+            with contextlib.suppress(ConnectionClosed):
                 await connection.send(_text_of(answer))
-                self._end_if_broken(session, answer)
+            self._end_if_broken(session, answer)
         self._do(Release(session))
+        await asyncio.wait({seat.gone})  # it is closed where the session ends, with the reason of that
 
-    async def _answer(self, session: str, seat: _Seat, worlds: WorldSession, text: str | bytes) -> WireMessage | None:
-        """Return the answer to a message, or None if there is none."""
-        try:
-            message = decode(text)
-        except NotAMessage as error:
-            return error_message(error.code, str(error))
-        return None if message.type == "close" else await self._carry_out(session, seat, worlds, message)
+    async def _talk(self, session: str, connection: ServerConnection, seat: _Seat, work: SessionWork) -> None:
+        """Answer the messages of a connection one after the other, each in a task of its own."""
+        goes_on = True
+        with contextlib.suppress(ConnectionClosed):
+            while goes_on:
+                seat.replying = asyncio.create_task(self._answer_next(session, connection, work))
+                goes_on = await seat.replying
 
-    async def _carry_out(
-        self, session: str, seat: _Seat, worlds: WorldSession, message: WireMessage, is_posted: bool = False
-    ) -> WireMessage | None:
-        """Carry out a message once those before it are done. Returns None where the session has ended meanwhile."""
-        async with seat.turn:
-            if seat.is_broken or session not in self.table.leases:
-                return None
-            answer = await self._done(seat, worlds, message, is_posted)
-            seat.is_broken = answer is None or _ends_session(answer)
-            return answer
+    async def _answer_next(self, session: str, connection: ServerConnection, work: SessionWork) -> bool:
+        """Wait for a message and answer it. Returns whether another one may follow.
 
-    async def _done(
-        self, seat: _Seat, worlds: WorldSession, message: WireMessage, is_posted: bool
-    ) -> WireMessage | None:
-        seat.step = step = asyncio.create_task(worlds.answer(message, is_posted))
-        done, _ = await asyncio.wait({step}, timeout=self.settings.step_s)
-        if not done:
-            seat.was_cut = True
-            step.cancel()
-            why = f"the {message.type} took longer than {self.settings.step_s:g} s: the session is over"
-            return error_message(WireError.SESSION_ERROR, why)
-        if step.cancelled():
-            return None
-        try:
-            return step.result()
-        except InfraError as error:
-            return error_message(WireError.SESSION_ERROR, f"the world broke, and the session is over: {error}")
+        The task that waits runs the world's code too, and sends the answer: where many sessions have a message at
+        once, each further task would let its first answer wait until all of them are that far.
+        """
+        text = await connection.recv()
+        if session not in self.table.leases:
+            return False
+        self._do(Beat(session, self._clock(), worked=True))
+        answer = await _answer(work, text)
+        if answer is None:
+            return False
+        self._do(Beat(session, self._clock(), worked=True))
+        await connection.send(_text_of(answer))
+        self._end_if_broken(session, answer)
+        return True
 
     async def _beat(self, session: str, connection: ServerConnection, seat: _Seat) -> None:
         """Ping the client repeatedly, and note each answer."""
@@ -370,24 +318,23 @@ class EnvironmentServer:
         A client that leaves in the middle leaves its session in doubt, which ends then.
         """
         seat = self._live(session)
-        assert seat.worlds is not None
+        assert seat.work is not None
         if seat.posts >= POSTS_MAX:
             why = f"{POSTS_MAX} calls of this session are under way: send another one when one of them is answered"
             raise NotLetIn(HTTPStatus.TOO_MANY_REQUESTS, Code.OVERLOADED, why)
         message = WireMessage(type="mcp", data=data)
-        work = asyncio.create_task(self._carry_out(session, seat, seat.worlds, message, is_posted=True))
+        step = asyncio.create_task(seat.work.carry_out(message, is_posted=True))
+        ends: set[asyncio.Future[Any]] = {step, seat.work.over, gone}
         seat.posts += 1
         self._do(Beat(session, self._clock(), worked=True))
-        while not (work.done() or gone.done()):
+        while not any(end.done() for end in ends):
             if seat.connection is None:  # one that has a connection shows by pongs that it is there
                 self._do(Beat(session, self._clock(), worked=True))
-            await asyncio.wait(
-                {work, gone}, timeout=self.settings.ttl_s / BEATS_PER_TTL, return_when=asyncio.FIRST_COMPLETED
-            )
+            pause_s = self.settings.ttl_s / BEATS_PER_TTL
+            await asyncio.wait(ends, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
         seat.posts -= 1
-        answer = work.result() if work.done() else None
+        answer = step.result() if step.done() and not step.cancelled() else seat.work.late_answer(step)
         if answer is None:
-            work.cancel()
             self._do(Release(session, LeaseEnd.BROKEN))
             why = "the session ended before the call did: open another one, and reset it"
             raise NotLetIn(HTTPStatus.GONE, WireError.SESSION_ERROR, why)
@@ -400,7 +347,7 @@ class EnvironmentServer:
         self._do(Release(session))
 
     def _end_if_broken(self, session: str, answer: WireMessage) -> None:
-        if _ends_session(answer):
+        if ends_session(answer):
             self._do(Release(session, LeaseEnd.BROKEN))
 
     # ---- slots --------------------------------------------------------------------------------------------------
@@ -424,7 +371,10 @@ class EnvironmentServer:
                 case LeaseEnded(session, slot, reason):
                     level = logging.DEBUG if reason == LeaseEnd.RELEASED else logging.WARNING
                     log.log(level, "session %s lost slot %d: %s", session, slot, reason)
-                    self._spawn(self._clean(session, self._seats.pop(session), slot, reason))
+                    seat = self._seats.pop(session)
+                    if seat.work is not None:
+                        seat.work.end()
+                    self._spawn(self._clean(session, seat, slot, reason))
 
     async def _clean(self, session: str, seat: _Seat, slot: int, reason: LeaseEnd) -> None:
         """Clean up after a session and free its slot, whatever goes wrong. Each part has a time limit."""
@@ -446,11 +396,10 @@ class EnvironmentServer:
         A step that was cancelled may go on in a thread. A world that is being made is waited for, so that it can be
         closed.
         """
-        step, making = seat.step, seat.making
-        was_cut = seat.was_cut or seat.is_at_work
-        for task in (seat.beating, step):
-            if task is not None:
-                task.cancel()
+        step, making = seat.work.step if seat.work is not None else None, seat.making
+        was_cut = seat.work is not None and seat.work.was_cut
+        if seat.beating is not None:
+            seat.beating.cancel()
         if running := {task for task in (step, making) if task is not None and not task.done()}:
             await asyncio.wait(running, timeout=self.settings.close_s)
         if making is not None and not making.done():
@@ -501,12 +450,17 @@ class EnvironmentServer:
             log.error("a session was not ended in order: %s", in_one_line(error), exc_info=error)
 
 
-def _ends_session(answer: WireMessage) -> bool:
-    return answer.type == "error" and answer.data.get("code") == WireError.SESSION_ERROR
-
-
 def _stopping() -> NotLetIn:
     return NotLetIn(HTTPStatus.SERVICE_UNAVAILABLE, Code.OVERLOADED, "the server is stopping: come again later")
+
+
+async def _answer(work: SessionWork, text: str | bytes) -> WireMessage | None:
+    """Return the answer to a message, or None if there is none."""
+    try:
+        message = decode(text)
+    except NotAMessage as error:
+        return error_message(error.code, str(error))
+    return None if message.type == "close" else await work.carry_out(message)
 
 
 def _text_of(answer: WireMessage) -> str:

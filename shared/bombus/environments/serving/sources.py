@@ -13,7 +13,6 @@ from bombus.environments.kinds import AgentEnvironment, ToolSchema, is_environme
 from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.world_thread import in_a_thread
-from bombus.environments.serving.holdups import watched
 from bombus.errors import Code, Refused, in_one_line
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class ClassSource:
             given["backend"] = await self._backends.take(session)
         elif self._real is not None:
             given["backend"] = self._real
-        making = asyncio.create_task(self._made(partial(self._kind, **given), session))
+        making = asyncio.create_task(self._made(partial(self._kind, **given)))
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -59,12 +58,12 @@ class ClassSource:
             abandoned.add_done_callback(self._abandoned.discard)
             raise
 
-    async def _made(self, make: Callable[[], Any], session: str) -> AgentEnvironment:
+    async def _made(self, make: Callable[[], Any]) -> AgentEnvironment:
         """Make an instance in a thread, which may take its time: other sessions go on."""
         if not self._is_plain:
             found: AgentEnvironment = await in_a_thread(make, "make")
             return found
-        world = PlainEnvironment(make, partial(watched, session=session))
+        world = PlainEnvironment(make, calls_have_tasks=True)
         await world.world.make()
         return world
 

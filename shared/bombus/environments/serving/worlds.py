@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -46,6 +46,39 @@ class BadRequestMessage(ValueError):
     """Raised for a message that makes no sense; its sentence goes to the client, and the session goes on."""
 
 
+class WorldSource(Protocol):
+    """Where worlds come from, and what they stand on."""
+
+    exhausted: str  # what a client is told when all slots are taken
+
+    async def make(self, session: str) -> AgentEnvironment:
+        """Return a new world for a session. Raises `InfraError`."""
+        ...
+
+    async def renew(self, session: str) -> None:
+        """Make what the session's world stands on like new, for another task. Raises `InfraError`."""
+        ...
+
+    async def check(self, session: str) -> None:
+        """Raise `InfraError` when what the session's world stands on is broken."""
+        ...
+
+    async def clean(self, session: str, in_use: bool) -> None:
+        """Take back what the session's world stood on. Doing it again does nothing.
+
+        `in_use` says that code of the world may still run and use it, so that no other session can be given it.
+        """
+        ...
+
+    def tools(self) -> Sequence[ToolSchema]:
+        """Return the tools that are known before a reset."""
+        ...
+
+    def schema(self) -> dict[str, object]:
+        """Return the JSON schemas of actions, observations and states."""
+        ...
+
+
 class WorldSession:
     """Answers the messages of one session, one after the other.
 
@@ -57,19 +90,18 @@ class WorldSession:
         self,
         world: AgentEnvironment,
         session: str,
-        renew: Callable[[], Awaitable[None]],
-        check: Callable[[], Awaitable[None]],
-        tools: Sequence[ToolSchema] = (),
+        source: WorldSource,
+        is_stopped: Callable[[], bool],
     ) -> None:
-        """`renew` makes what the world stands on like new, before each reset. `tools` are those known before one.
+        """`source` made the world. What the world stands on is made like new before each reset, and checked after a
+        failure and before a score, so that a dead backend is never taken for the model's fault.
 
-        `check` raises `InfraError` when that is broken. It is asked after a failure and before a score, so that a
-        dead backend is never taken for the model's fault.
+        `is_stopped` says whether the task of `answer`, which each message has for itself, was cancelled. Any other
+        cancellation is a failure of the world.
         """
         self.world = world
-        self._renew = renew
-        self._check = check
-        self._known_tools = tools
+        self._source = source
+        self._is_stopped = is_stopped
         self.session = session
         self.opening: Opening | None = None
         self.transcript = Transcript()
@@ -99,7 +131,7 @@ class WorldSession:
         except InfraError:
             raise
         except Exception as error:  # the code of a world is its author's: whatever it raises is told to the client
-            await self._check()
+            await self._source.check(self.session)
             log.warning("the world of session %s failed: %s", self.session, in_one_line(error), exc_info=error)
             return error_message(WireError.EXECUTION_ERROR, in_one_line(error))
         return error_message(WireError.UNKNOWN_TYPE, f"{message.type!r} is not a type of message")
@@ -112,7 +144,7 @@ class WorldSession:
     async def _reset(self, data: dict[str, Any]) -> StepResult:
         task = task_of(data)
         self.opening = None  # if this fails, the world has no task
-        await self._renew()
+        await self._source.renew(self.session)
         self.opening = opening = await self._watched(self.world.open(task), "reset")
         self.transcript = Transcript(messages=list(opening.messages))
         self.steps, self._is_over = 0, False
@@ -135,7 +167,7 @@ class WorldSession:
 
     async def _ended(self, seen: dict[str, Any]) -> StepResult:
         self._is_over = True
-        await self._check()
+        await self._source.check(self.session)
         scores = await self._watched(self.world.score(self.transcript), "score")
         found = msgspec.to_builtins(scores)
         return StepResult(observation=seen, reward=scores.reward, done=True, metadata={"scores": found})
@@ -161,12 +193,12 @@ class WorldSession:
     async def _outcome(self, call: ToolCall) -> ToolOutcome:
         outcome = await self._watched(self.world.call(call), call.name[:100])
         if outcome.failed:
-            await self._check()
+            await self._source.check(self.session)
         return ToolOutcome(text=_sendable(outcome.text), failed=outcome.failed)
 
     def _watched(self, work: Awaitable[T], name: str) -> Awaitable[T]:
         """Await something of the world. A `SystemExit` in it is its own failure, and does not end the server."""
-        return watched(contained_here(work), name, self.session)
+        return watched(contained_here(work, self._is_stopped), name, self.session)
 
     def _said(self, message: dict[str, Any]) -> None:
         self.steps += 1
@@ -181,7 +213,8 @@ class WorldSession:
         return _call(name, data.get("arguments", {}), str(data.get("id") or f"call_{self.steps}"))
 
     def _tools(self) -> Sequence[ToolSchema]:
-        return self._known_tools if self.opening is None and self._known_tools else self._opened().tools
+        known = self._source.tools() if self.opening is None else ()
+        return known or self._opened().tools
 
     def _opened(self) -> Opening:
         if self.opening is None:
@@ -205,7 +238,7 @@ class WorldSession:
                     asked = self.world.is_over(self._told(params))
                     return rpc_result(number, {"is_over": await self._watched(asked, "is_over")})
                 case Rpc.SCORE:
-                    await self._check()
+                    await self._source.check(self.session)
                     scores = await self._watched(self.world.score(self._told(params)), "score")
                     return rpc_result(number, msgspec.to_builtins(scores))
         except (BadRequestMessage, msgspec.ValidationError) as error:

@@ -1,0 +1,68 @@
+"""The messages of a session as they are carried out in its world: one at a time, and none for too long."""
+
+import asyncio
+from typing import Any
+
+from bombus.environments.kinds import AgentEnvironment
+from bombus.environments.openenv.messages import WireError, WireMessage, error_message
+from bombus.environments.serving.worlds import WorldSession, WorldSource
+from bombus.sdk.errors import InfraError
+
+
+class SessionWork:
+    """Carries out messages until `end`, or until one of them takes longer than `step_s` seconds or breaks the world."""
+
+    def __init__(self, world: AgentEnvironment, session: str, source: WorldSource, step_s: float) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.step: asyncio.Task[Any] | None = None  # what carries out a message now
+        self.was_cut = False  # a message was cancelled: what it called may go on, also where it has returned since
+        self._worlds = WorldSession(world, session, source, self.over.done)
+        self._step_s = step_s
+        self._turn = asyncio.Lock()
+        self._is_broken = False
+        self._late: tuple[asyncio.Task[Any], WireMessage] | None = None  # what took too long, and its answer
+
+    async def carry_out(self, message: WireMessage, is_posted: bool = False) -> WireMessage | None:
+        """Carry out a message once those before it are done. Returns None where it came too late, or took too long.
+
+        Each message is carried out in a task of its own, which `end` alone cancels: so the world's code needs no
+        further task to be told from.
+        """
+        async with self._turn:
+            if self._is_broken or self.over.done():
+                return None
+            self.step = asyncio.current_task()
+            limit = asyncio.get_running_loop().call_later(self._step_s, self._cut_off, message.type)
+            try:
+                answer = await self._worlds.answer(message, is_posted)
+            except InfraError as error:
+                why = f"the world broke, and the session is over: {error}"
+                answer = error_message(WireError.SESSION_ERROR, why)
+            finally:
+                limit.cancel()
+                self.step = None
+            self._is_broken = ends_session(answer)
+            return None if self.over.done() else answer
+
+    def late_answer(self, step: asyncio.Task[Any] | None) -> WireMessage | None:
+        """Return the answer to the message that a task carries out, or carried out, if that took too long."""
+        return self._late[1] if self._late is not None and self._late[0] is step else None
+
+    def end(self) -> None:
+        """Cancel the message that is carried out. No other one is."""
+        self.was_cut |= self.step is not None
+        if not self.over.done():
+            self.over.set_result(None)
+            if self.step is not None:
+                self.step.cancel()
+
+    def _cut_off(self, kind: str) -> None:
+        if self.step is not None and not self.over.done():
+            why = f"the {kind} took longer than {self._step_s:g} s: the session is over"
+            self._late = (self.step, error_message(WireError.SESSION_ERROR, why))
+            self.end()
+
+
+def ends_session(answer: WireMessage) -> bool:
+    """Return whether an answer is the last one of its session."""
+    return answer.type == "error" and answer.data.get("code") == WireError.SESSION_ERROR

@@ -1,0 +1,179 @@
+"""The messages of a session in its world: what cancels one of them, and what that leaves of the session."""
+
+import asyncio
+
+import pytest
+
+from bombus.environments.kinds import (
+    AgentEnvironment,
+    EnvironmentLost,
+    Opening,
+    RolloutScores,
+    ToolCall,
+    ToolOutcome,
+    Transcript,
+)
+from bombus.environments.plain.marks import reward
+from bombus.environments.pools.remote import RemoteEnvironment
+from bombus.environments.pools.session import EnvSession
+from bombus.environments.serving.server import EnvironmentServer
+from bombus.sdk.types import Task
+from tests.environments.serving.served import served
+from tests.patience import until
+
+
+async def cancel_itself() -> str:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    return "done"
+
+
+async def await_one_that_it_cancelled() -> str:
+    other = asyncio.create_task(asyncio.sleep(3600))
+    other.cancel()
+    await other
+    return "done"
+
+
+async def do_so_after_a_group_that_failed() -> str:
+    async def fail() -> None:
+        raise ValueError("it fails")
+
+    async def fail_together() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+            await asyncio.sleep(3600)
+
+    with pytest.raises(ExceptionGroup):
+        await fail_together()
+    task = asyncio.current_task()
+    assert task is not None
+    if not task.cancelling():  # as some versions of Python leave it
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+    return await await_one_that_it_cancelled()
+
+
+async def cancel_itself_later() -> str:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().call_soon(task.cancel)
+    return "done"
+
+
+WAYS = [cancel_itself, await_one_that_it_cancelled, do_so_after_a_group_that_failed]
+
+
+class Cancelling:
+    """A world that cancels itself in one of the ways. `well` works."""
+
+    def __init__(self) -> None:
+        self.way = 0
+
+    async def reset(self, task: Task) -> str:
+        self.way = int(task.metadata.get("way", 0))
+        if task.metadata.get("at_once"):
+            await WAYS[self.way]()
+        return "go"
+
+    async def cancel(self) -> str:
+        """Cancel itself."""
+        return await WAYS[self.way]()
+
+    async def cancel_later(self) -> str:
+        """Cancel itself when it has returned."""
+        return await cancel_itself_later()
+
+    async def well(self) -> str:
+        """Take a moment."""
+        await asyncio.sleep(0.01)
+        return "well"
+
+    @reward
+    def always(self) -> float:
+        return 1.0
+
+
+class CancellingAsItStands:
+    """The same, as an `AgentEnvironment`."""
+
+    def __init__(self) -> None:
+        self._plain = Cancelling()
+
+    async def open(self, task: Task) -> Opening:
+        return Opening(messages=[{"role": "user", "content": await self._plain.reset(task)}])
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        return ToolOutcome(text=await getattr(self._plain, call.name)())
+
+    async def is_over(self, transcript: Transcript) -> bool:
+        return False
+
+    async def score(self, transcript: Transcript) -> RolloutScores:
+        return RolloutScores(reward=1.0)
+
+    async def close(self) -> None: ...
+
+
+async def check_that_it_goes_on(server: EnvironmentServer, session: EnvSession) -> None:
+    found = await session.rpc("tools/call", {"name": "well", "arguments": {}})
+    assert found["content"][0]["text"] == "well"
+    assert server.counts()["leased"] == 1
+
+
+@pytest.mark.parametrize("made", [Cancelling, CancellingAsItStands])
+@pytest.mark.parametrize("way", range(len(WAYS)))
+async def test_a_tool_that_cancels_itself_fails_alone(made: type[AgentEnvironment], way: int) -> None:
+    async with served(made) as (server, url), await EnvSession.open(url) as session:
+        await session.reset({"way": way})
+        for _ in range(2):
+            outcome = await RemoteEnvironment(session).call(ToolCall(id="1", name="cancel", arguments="{}"))
+            assert outcome.failed
+            assert "CancelledError" in outcome.text
+            await check_that_it_goes_on(server, session)
+
+
+@pytest.mark.parametrize("made", [Cancelling, CancellingAsItStands])
+@pytest.mark.parametrize("way", range(len(WAYS)))
+async def test_a_reset_that_cancels_itself_fails_alone(made: type[AgentEnvironment], way: int) -> None:
+    async with served(made) as (server, url), await EnvSession.open(url) as session:
+        with pytest.raises(Exception, match="CancelledError"):
+            await session.reset({"way": way, "at_once": True})
+        await session.reset({})
+        await check_that_it_goes_on(server, session)
+
+
+@pytest.mark.parametrize("made", [Cancelling, CancellingAsItStands])
+async def test_a_cancellation_that_comes_after_its_tool_has_returned_meets_no_other_message(
+    made: type[AgentEnvironment],
+) -> None:
+    async with served(made) as (server, url), await EnvSession.open(url) as session:
+        await session.reset({})
+        for _ in range(3):
+            await session.rpc("tools/call", {"name": "cancel_later", "arguments": {}})
+            await check_that_it_goes_on(server, session)
+
+
+class Stubborn(Cancelling):
+    """Its tool goes on however often it is cancelled."""
+
+    async def well(self) -> str:
+        """Go on."""
+        for _ in range(30):
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                continue
+        return "well"
+
+
+async def test_one_that_goes_on_after_its_time_is_answered_and_holds_up_neither_its_slot_nor_the_server() -> None:
+    async with served(Stubborn, step_s=0.2, close_s=0.1) as (server, url):
+        session = await EnvSession.open(url)
+        await session.reset({})
+        with pytest.raises(EnvironmentLost, match=r"the mcp took longer than 0\.2 s"):
+            await session.rpc("tools/call", {"name": "well", "arguments": {}})
+        await until(lambda: server.counts() == {"slots": 1, "leased": 0, "waiting": 0})
+        await until(lambda: len(server.table.free) == 1)
