@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from bombus.errors import Code, Refused
 
 VARIABLE = "BOMBUS_NATS"
-_LOGIN = re.compile(r"(^|//|,)[^@/,]*@")
+_LOGIN = re.compile(r"(^|//|,)[^/,]*@")
 
 
 def has_login(url: str) -> bool:
@@ -14,6 +17,25 @@ def has_login(url: str) -> bool:
 
 def without_login(url: str) -> str:
     return _LOGIN.sub(r"\1", url)
+
+
+def check_bus_address(url: str) -> None:
+    """Raise `Refused` for what is not the URL of a bus, or several with commas between.
+
+    The error does not repeat it: in a URL that cannot be read, nobody can tell which part is a password.
+    """
+    for each in url.split(","):
+        try:
+            parts = urlsplit(each if "//" in each else f"//{each}")
+            is_read = bool(parts.hostname and parts.port != 0) and "@" not in parts.path + parts.query + parts.fragment
+        except ValueError:
+            is_read = False
+        if not is_read:
+            raise Refused(
+                Code.BAD_CONFIG,
+                "the address of the bus cannot be read: it is nats://HOST:PORT or nats://USER:PASSWORD@HOST:PORT, or "
+                "several with commas between, and no user or password has a slash, comma, question mark or hash in it",
+            )
 
 
 def bus_arguments(url: str) -> tuple[str, ...]:

@@ -12,11 +12,13 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
+from bombus.bus.connection import Bus
 from bombus.bus.server import find_server
 from bombus.bus_address import bus_arguments, bus_environment, has_login, without_login
 from bombus.config.cluster import Cluster
 from bombus.config.parts import InferencePart
 from bombus.demo.hive import free_port
+from bombus.errors import Refused
 from bombus.host.layout import Layout, services
 from bombus_inference.settings import OpenAISettings
 
@@ -31,6 +33,7 @@ PASSWORD = "a-password-for-tests"
         (f"me:{PASSWORD}@bus:4222", "bus:4222"),
         (f"tls://me:{PASSWORD}@a:1,nats://me:{PASSWORD}@b:2", "tls://a:1,nats://b:2"),
         (f"nats://a:1,me:{PASSWORD}@b:2", "nats://a:1,b:2"),
+        (f"nats://me:@{PASSWORD}@bus:4222", "nats://bus:4222"),
         ("nats://bus:4222", "nats://bus:4222"),
     ],
 )
@@ -39,6 +42,24 @@ def test_the_login_of_a_bus_is_found_and_removed(url: str, bare: str) -> None:
     assert without_login(url) == bare
     assert bus_arguments(url) == (() if url != bare else ("--nats", bare))
     assert bus_environment(url) == {"BOMBUS_NATS": url}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"nats://me:{PASSWORD}{sign}x@bus:4222" for sign in "/?#,"),
+        f"nats://{PASSWORD}/x@bus:4222",
+        "nats://bus:port",
+        "nats://bus:99999",
+        "nats://",
+        "",
+        "nats://a:1,",
+    ],
+)
+async def test_an_address_that_cannot_be_read_is_refused_and_its_password_is_not_shown(url: str) -> None:
+    with pytest.raises(Refused, match="the address of the bus cannot be read") as refused:
+        await Bus.connect(url, "main")
+    assert PASSWORD not in str(refused.value)
 
 
 def test_no_planned_process_has_the_password_in_its_command() -> None:

@@ -42,7 +42,7 @@ from bombus.bus.wire import (
     stored_from_direct,
     stored_from_get,
 )
-from bombus.bus_address import without_login
+from bombus.bus_address import check_bus_address, without_login
 from bombus.config.streams import AS_THEY_ARE, PAYLOAD_BYTES, StreamLimits
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.figures import byte_size
@@ -95,9 +95,10 @@ class Bus:
     async def connect(cls, url: str, hive: str, name: str = "bombus", timeout_s: float = 10.0) -> Self:
         """Connect to `url` (several servers with commas between). `name` shows in the server's monitoring.
 
-        Raises `BusUnavailable` when no server answers within `timeout_s`, `Refused` when it takes only tiny messages,
-        `ValueError` for a bad hive name.
+        Raises `BusUnavailable` when no server answers within `timeout_s`, `Refused` when it takes only tiny messages or
+        the URL cannot be read, `ValueError` for a bad hive name.
         """
+        check_bus_address(url)
         subjects = Subjects(hive)
         token = secrets.token_hex(8)
         prefix = f"_INBOX.{hive}.{_NOT_IN_A_TOKEN.sub('-', name)}"
