@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import httpx
@@ -42,7 +42,7 @@ class LeavingSource:
     def __init__(self, leaving: asyncio.Future[Any]) -> None:
         self._leaving = leaving
 
-    async def make(self, session: str) -> AgentEnvironment:
+    async def make(self, session: str, is_stopped: Callable[[], bool]) -> AgentEnvironment:
         return Counter()
 
     async def renew(self, session: str) -> None: ...

@@ -13,7 +13,7 @@ from bombus.environments.kinds import (
     ToolOutcome,
     Transcript,
 )
-from bombus.environments.plain.marks import reward
+from bombus.environments.plain.marks import metric, reward
 from bombus.environments.pools.remote import RemoteEnvironment
 from bombus.environments.pools.session import EnvSession
 from bombus.environments.serving.server import EnvironmentServer
@@ -95,6 +95,10 @@ class Cancelling:
     def always(self) -> float:
         return 1.0
 
+    @metric
+    def failures(self, transcript: Transcript) -> int:
+        return transcript.tool_failures
+
 
 class CancellingAsItStands:
     """The same, as an `AgentEnvironment`."""
@@ -133,6 +137,19 @@ async def test_a_tool_that_cancels_itself_fails_alone(made: type[AgentEnvironmen
             assert outcome.failed
             assert "CancelledError" in outcome.text
             await check_that_it_goes_on(server, session)
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)))
+async def test_a_tool_of_a_plain_class_that_cancels_itself_has_failed_and_counts_for_the_reward(way: int) -> None:
+    async with served(Cancelling) as (_, url), await EnvSession.open(url) as session:
+        await session.reset({"way": way})
+        told = await session.rpc("tools/call", {"name": "cancel", "arguments": {}})
+        assert told["isError"]
+        seen = await session.step({"tool": "cancel", "arguments": {}})
+        assert seen.observation["failed"]
+        assert seen.observation["text"] == told["content"][0]["text"]
+        last = await session.step({"message": "done"})
+        assert last.metadata["scores"]["metrics"] == {"failures": 1}
 
 
 @pytest.mark.parametrize("made", [Cancelling, CancellingAsItStands])

@@ -48,14 +48,19 @@ class PlainWorld:
     lost, since nothing can stop the method.
     """
 
-    def __init__(self, made: object) -> None:
-        """`made` is an instance, a class, or a function that makes an instance. Raises `WrongClass`."""
+    def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
+        """`made` is an instance, a class, or a function that makes an instance. Raises `WrongClass`.
+
+        `is_stopped` says whether the task that calls a method was cancelled, where somebody knows that
+        (see `contained_here`).
+        """
         is_made = not (inspect.isclass(made) or inspect.isroutine(made) or isinstance(made, partial))
         self._instance: object | None = made if is_made else None
         self._make: Callable[[], object] | None = None if is_made else made  # type: ignore[assignment]
         self._description: PlainClass | None = None
         if is_made or inspect.isclass(made):
             self._description = describe(made if inspect.isclass(made) else type(made), is_made=is_made)
+        self._is_stopped = is_stopped
         self._lost = ""
         self._closed = False
         self._used = asyncio.Lock()
@@ -130,13 +135,15 @@ class PlainWorld:
         method = getattr(self._instance, name)
         async with nullcontext() if together else self._used:
             self.check_alive()
-            return await self._called(method, arguments)
+            return await self._called(method, arguments, self._is_stopped)
 
-    async def _called(self, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    async def _called(
+        self, method: Callable[..., Any], arguments: Mapping[str, Any], is_stopped: Callable[[], bool] | None = None
+    ) -> Any:
         if inspect.iscoroutinefunction(method):
-            return await contained_here(method(**arguments))
-        found = await contained_here(self._in_a_thread(partial(method, **arguments)))
-        return await contained_here(found) if inspect.isawaitable(found) else found
+            return await contained_here(method(**arguments), is_stopped)
+        found = await contained_here(self._in_a_thread(partial(method, **arguments)), is_stopped)
+        return await contained_here(found, is_stopped) if inspect.isawaitable(found) else found
 
     def give_up(self, name: str) -> None:
         """Take the world for lost, because a coroutine of it goes on although it was cancelled."""
@@ -256,13 +263,13 @@ _PLAYED_LOCK = threading.Lock()
 class PlainEnvironment:
     """A plain class as an environment: `PlainEnvironment(World)`, of an instance, or of a function that makes one."""
 
-    def __init__(self, made: object, calls_have_tasks: bool = False) -> None:
-        """`calls_have_tasks` says that each call of a tool is made in a task of its own, so that it needs no other one.
+    def __init__(self, made: object, is_stopped: Callable[[], bool] | None = None) -> None:
+        """A server gives `is_stopped`, which says whether it has cancelled the task that makes a call.
 
-        Whoever makes them so does not wait for one that goes on after it was cancelled, either.
+        A call of a tool gets no further task then. The server does not wait for one that goes on after that, either.
         """
-        self.world = PlainWorld(made)
-        self._calls_have_tasks = calls_have_tasks
+        self.world = PlainWorld(made, is_stopped)
+        self._is_served = is_stopped is not None
         self.task = Task()  # of the episode that is open: what the class changes in it concerns no other episode
 
     @property
@@ -301,7 +308,7 @@ class PlainEnvironment:
             return ToolOutcome(text=f"the arguments are wrong: {error}", failed=True)
         try:
             work = self.world.call(tool.name, arguments, together=description.tools_run_together)
-            if not self._calls_have_tasks:
+            if not self._is_served:
                 work = contained(work, partial(self.world.give_up, tool.name))
             result = await work
             return ToolOutcome(text=text_of(result))

@@ -211,7 +211,8 @@ class EnvironmentServer:
 
     async def _make_world(self, session: str, seat: _Seat) -> None:
         """Make a session's world. Meanwhile the client waits for the handshake, and cannot send heartbeats."""
-        seat.making = making = asyncio.create_task(self._source.make(session))
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        seat.making = making = asyncio.create_task(self._source.make(session, over.done))
         until = self._clock() + round(HANDSHAKE_S * SECOND)
         while not making.done() and session in self.table.leases and self._clock() < until:
             await asyncio.wait({making}, timeout=self.settings.ttl_s / BEATS_PER_TTL)
@@ -219,7 +220,7 @@ class EnvironmentServer:
         try:
             if not making.done() or making.cancelled():
                 raise InfraError(f"no world could be made within {HANDSHAKE_S:.0f} s")
-            seat.work = SessionWork(making.result(), session, self._source, self.settings.step_s)
+            seat.work = SessionWork(making.result(), session, self._source, self.settings.step_s, over)
         except Exception as error:  # the code of a world is its author's: whatever it raises is told to the client
             self._do(Release(session, LeaseEnd.BROKEN))
             log.warning("no world could be made for session %s: %s", session, in_one_line(error))

@@ -39,7 +39,7 @@ class ClassSource:
         self._tools = _tools_of(kind, takes is not None) if self._is_plain else ()
         self.exhausted = self._backends.exhausted if self._backends is not None else "Environment pool exhausted"
 
-    async def make(self, session: str) -> AgentEnvironment:
+    async def make(self, session: str, is_stopped: Callable[[], bool]) -> AgentEnvironment:
         """Return a new world for a session. Raises `InfraError`, and what the class raises.
 
         Where this is cancelled while the class makes an instance, that is closed as soon as it is there.
@@ -49,7 +49,7 @@ class ClassSource:
             given["backend"] = await self._backends.take(session)
         elif self._real is not None:
             given["backend"] = self._real
-        making = asyncio.create_task(self._made(partial(self._kind, **given)))
+        making = asyncio.create_task(self._made(partial(self._kind, **given), is_stopped))
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -58,12 +58,12 @@ class ClassSource:
             abandoned.add_done_callback(self._abandoned.discard)
             raise
 
-    async def _made(self, make: Callable[[], Any]) -> AgentEnvironment:
+    async def _made(self, make: Callable[[], Any], is_stopped: Callable[[], bool]) -> AgentEnvironment:
         """Make an instance in a thread, which may take its time: other sessions go on."""
         if not self._is_plain:
             found: AgentEnvironment = await in_a_thread(make, "make")
             return found
-        world = PlainEnvironment(make, calls_have_tasks=True)
+        world = PlainEnvironment(make, is_stopped)
         await world.world.make()
         return world
 

@@ -12,8 +12,11 @@ from bombus.sdk.errors import InfraError
 class SessionWork:
     """Carries out messages until `end`, or until one of them takes longer than `step_s` seconds or breaks the world."""
 
-    def __init__(self, world: AgentEnvironment, session: str, source: WorldSource, step_s: float) -> None:
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(
+        self, world: AgentEnvironment, session: str, source: WorldSource, step_s: float, over: asyncio.Future[None]
+    ) -> None:
+        """`end` sets `over`. `source` has made the world, which can ask `over` too whether it was stopped."""
+        self.over = over
         self.step: asyncio.Task[Any] | None = None  # what carries out a message now
         self.was_cut = False  # a message was cancelled: what it called may go on, also where it has returned since
         self._worlds = WorldSession(world, session, source, self.over.done)

@@ -51,8 +51,8 @@ class WorldSource(Protocol):
 
     exhausted: str  # what a client is told when all slots are taken
 
-    async def make(self, session: str) -> AgentEnvironment:
-        """Return a new world for a session. Raises `InfraError`."""
+    async def make(self, session: str, is_stopped: Callable[[], bool]) -> AgentEnvironment:
+        """Return a new world for a session. `is_stopped` says whether that is over. Raises `InfraError`."""
         ...
 
     async def renew(self, session: str) -> None:
