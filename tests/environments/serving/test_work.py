@@ -152,6 +152,23 @@ async def test_a_tool_of_a_plain_class_that_cancels_itself_has_failed_and_counts
         assert last.metadata["scores"]["metrics"] == {"failures": 1}
 
 
+class Measured(Cancelling):
+    """One of its metrics cancels itself in one of the ways."""
+
+    @metric
+    async def odd(self) -> int:
+        await WAYS[self.way]()
+        return 1
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)))
+async def test_a_metric_that_cancels_itself_is_left_out(way: int) -> None:
+    async with served(Measured) as (_, url), await EnvSession.open(url) as session:
+        await session.reset({"way": way})
+        last = await session.step({"message": "done"})
+        assert (last.reward, last.metadata["scores"]["metrics"]) == (1.0, {"failures": 0})
+
+
 @pytest.mark.parametrize("made", [Cancelling, CancellingAsItStands])
 @pytest.mark.parametrize("way", range(len(WAYS)))
 async def test_a_reset_that_cancels_itself_fails_alone(made: type[AgentEnvironment], way: int) -> None:
