@@ -7,6 +7,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partialmethod, singledispatchmethod
 from typing import Annotated, Any
@@ -20,8 +21,9 @@ from bombus.environments.kinds import EnvironmentLost, MethodFailed, ResetFailed
 from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.marks import metric, reward, stop, success
+from bombus.sdk import running
 from tests.environments.worlds import Counter, Point, Threads, Together
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 TASK = Task(task_id="t1", metadata={"goal": 3})
 
@@ -986,6 +988,35 @@ async def test_a_world_that_is_made_after_nobody_waits_for_it_any_more_is_closed
     assert not closed.is_set()
     release.set()
     assert await asyncio.to_thread(closed.wait, PATIENCE_S)
+
+
+async def test_a_world_whose_coroutine_goes_on_although_it_was_cancelled_is_closed_once_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "CANCELLED_S", 0.05)
+    may_end = asyncio.Event()
+    closed: list[bool] = []
+
+    class Stubborn(Counter):
+        async def wait(self) -> None:
+            """Go on until it may end."""
+            while not may_end.is_set():
+                with suppress(asyncio.CancelledError):
+                    await may_end.wait()
+
+        def close(self) -> None:
+            closed.append(may_end.is_set())
+
+    environment = PlainEnvironment(Stubborn)
+    await environment.open(TASK)
+    for work in (environment.call(call("wait")), environment.close()):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await work
+    may_end.set()
+    await until(lambda: closed)
+    await environment.close()
+    assert closed == [True]
 
 
 async def test_a_coroutine_that_takes_too_long_is_cancelled_and_its_world_goes_on() -> None:

@@ -213,8 +213,11 @@ class PlainWorld:
     async def close(self) -> None:
         """Call the class's `close`, and end the threads.
 
-        Where methods have not ended in their time, `close` runs when they do, in the thread of the last of them.
+        Where methods have not ended in their time, `close` runs when they do: in the thread of the last of them, or in
+        a task, after a coroutine that goes on although it was cancelled.
         """
+        if self._used.locked() and not self._stuck and _has_close(self._instance):
+            await self._wait_until_unused()
         if self._closed:
             return
         try:
@@ -230,6 +233,22 @@ class PlainWorld:
             for thread in (*self._idle, *self._stuck):
                 await thread.close()
             self._idle.clear()
+
+    async def _wait_until_unused(self) -> None:
+        """Wait for the method that runs. If this is cancelled, the world is closed when that method ends."""
+        try:
+            async with self._used:
+                pass
+        except asyncio.CancelledError:
+            closing = asyncio.create_task(self._close_when_unused())
+            _CLOSING.add(closing)
+            closing.add_done_callback(_CLOSING.discard)
+            raise
+
+    async def _close_when_unused(self) -> None:
+        async with self._used:
+            pass
+        await self.close()
 
     def _close_later(self) -> None:
         loop = asyncio.get_running_loop()
@@ -258,6 +277,7 @@ class PlainWorld:
 
 _PLAYED: WeakValueDictionary[int, PlainWorld] = WeakValueDictionary()  # by the id of the instance
 _PLAYED_LOCK = threading.Lock()
+_CLOSING: set[asyncio.Task[None]] = set()  # worlds that are closed when a coroutine of theirs ends
 
 
 class PlainEnvironment:

@@ -28,8 +28,8 @@ class SessionWork:
     async def carry_out(self, message: WireMessage, is_posted: bool = False) -> WireMessage | None:
         """Carry out a message once those before it are done. Returns None where it came too late, or took too long.
 
-        Each message is carried out in a task of its own, which `end` alone cancels: so the world's code needs no
-        further task to be told from.
+        Each message has a task of its own, which only `end` cancels. So any other cancellation in it is known to be
+        the world's own, without a further task for the world's code.
         """
         async with self._turn:
             if self._is_broken or self.over.done():
