@@ -1,8 +1,12 @@
 """The messages of a session in its world: what cancels one of them, and what that leaves of the session."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
 
 from bombus.environments.kinds import (
     AgentEnvironment,
@@ -64,6 +68,13 @@ async def cancel_itself_later() -> str:
 
 
 WAYS = [cancel_itself, await_one_that_it_cancelled, do_so_after_a_group_that_failed]
+
+
+async def messages_of(socket: ClientConnection) -> AsyncIterator[str]:
+    """Yield what comes until the connection ends, however it does."""
+    with contextlib.suppress(ConnectionClosed):
+        while True:
+            yield str(await socket.recv())
 
 
 class Cancelling:
@@ -211,3 +222,22 @@ async def test_one_that_goes_on_after_its_time_is_answered_and_holds_up_neither_
             await session.rpc("tools/call", {"name": "well", "arguments": {}})
         await until(lambda: server.counts() == {"slots": 1, "leased": 0, "waiting": 0})
         await until(lambda: len(server.table.free) == 1)
+
+
+class Returning(Cancelling):
+    """Its tool returns when it is cancelled."""
+
+    async def well(self) -> str:
+        """Return when it is cancelled."""
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "well"
+
+
+async def test_a_message_that_took_too_long_has_one_answer_also_where_its_tool_has_returned_then() -> None:
+    async with served(Returning, step_s=0.2) as (_, url), connect(f"{url.replace('http', 'ws')}/ws") as socket:
+        for message in ('{"type": "reset"}', '{"type": "step", "data": {"tool": "well"}}'):
+            await socket.send(message)
+        _, *answers = [message async for message in messages_of(socket)]
+        assert len(answers) == 1
+        assert "took longer than" in answers[0]
