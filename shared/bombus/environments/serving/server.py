@@ -245,8 +245,7 @@ class EnvironmentServer:
             return
         seat.beating = asyncio.create_task(self._beat(session, connection, seat))
         talking = asyncio.create_task(self._talk(session, connection, seat, seat.work))
-        ends: set[asyncio.Future[Any]] = {talking, seat.work.over, seat.gone}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({talking, seat.work.over}, return_when=asyncio.FIRST_COMPLETED)
         if talking.done() and not talking.cancelled():
             talking.result()  # whatever it raises is logged, and closes the connection
         if (answer := seat.work.late_answer(seat.replying)) is not None:
