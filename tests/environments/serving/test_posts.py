@@ -1,6 +1,7 @@
 """Sessions over `POST /mcp`: they lapse without a sign of life, and no call is carried out in a world of nobody's."""
 
 import asyncio
+import contextlib
 import threading
 from typing import Any
 
@@ -210,6 +211,38 @@ async def test_a_call_that_takes_too_long_and_a_world_that_breaks_end_the_sessio
                 await socket.recv()
                 assert why in await poster.why("tools/call", name=tool, session_id=session)
                 await until(lambda: server.counts()["leased"] == 0)
+
+
+class Hanging(PlainCounter):
+    """Has tools that take too long, and end in different ways once they are cancelled."""
+
+    async def let_it_out(self) -> None:
+        """End as a coroutine does that does not catch it."""
+        await asyncio.Event().wait()
+
+    async def swallow(self) -> None:
+        """Return."""
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    async def raise_another(self) -> None:
+        """Raise something else."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("it could not be undone")
+
+
+@pytest.mark.parametrize("tool", ["let_it_out", "swallow", "raise_another"])
+async def test_a_call_that_takes_too_long_is_told_to_its_client_and_to_the_connection(tool: str) -> None:
+    async with served(Hanging, step_s=0.2) as (_, url), Poster(url) as poster:
+        session = await poster.opened()
+        async with poster.held(session) as socket:
+            await socket.send('{"type": "reset", "data": {"task": {"metadata": {"goal": 3}}}}')
+            await socket.recv()
+            assert "the mcp took longer than 0.2 s" in await poster.why("tools/call", name=tool, session_id=session)
+            await socket.wait_closed()
+            assert (socket.close_code, socket.close_reason) == (4500, "the world broke")
 
 
 async def test_a_session_has_so_many_calls_under_way_and_no_more() -> None:

@@ -251,8 +251,7 @@ class EnvironmentServer:
         if (answer := seat.work.late_answer(seat.replying)) is not None:
             with contextlib.suppress(ConnectionClosed):
                 await connection.send(_text_of(answer))
-            self._end_if_broken(session, answer)
-        self._do(Release(session))
+        self._do(Release(session, LeaseEnd.BROKEN if seat.work.is_broken else LeaseEnd.RELEASED))
         await asyncio.wait({seat.gone})  # it is closed where the session ends, with the reason of that
 
     async def _talk(self, session: str, connection: ServerConnection, seat: _Seat, work: SessionWork) -> None:
@@ -333,7 +332,9 @@ class EnvironmentServer:
             pause_s = self.settings.ttl_s / BEATS_PER_TTL
             await asyncio.wait(ends, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
         seat.posts -= 1
-        answer = step.result() if step.done() and not step.cancelled() else seat.work.late_answer(step)
+        answer = seat.work.late_answer(step)
+        if answer is None and step.done() and not step.cancelled():
+            answer = step.result()
         if answer is None:
             self._do(Release(session, LeaseEnd.BROKEN))
             why = "the session ended before the call did: open another one, and reset it"

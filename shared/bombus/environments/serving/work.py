@@ -19,10 +19,10 @@ class SessionWork:
         self.over = over
         self.step: asyncio.Task[Any] | None = None  # what carries out a message now
         self.was_cut = False  # a message was cancelled: what it called may go on, also where it has returned since
+        self.is_broken = False  # a message took too long, or broke the world: no other one follows
         self._worlds = WorldSession(world, session, source, self.over.done)
         self._step_s = step_s
         self._turn = asyncio.Lock()
-        self._is_broken = False
         self._late: tuple[asyncio.Task[Any], WireMessage] | None = None  # what took too long, and its answer
 
     async def carry_out(self, message: WireMessage, is_posted: bool = False) -> WireMessage | None:
@@ -32,7 +32,7 @@ class SessionWork:
         the world's own, without a further task for the world's code.
         """
         async with self._turn:
-            if self._is_broken or self.over.done():
+            if self.is_broken or self.over.done():
                 return None
             self.step = asyncio.current_task()
             limit = asyncio.get_running_loop().call_later(self._step_s, self._cut_off, message.type)
@@ -44,7 +44,7 @@ class SessionWork:
             finally:
                 limit.cancel()
                 self.step = None
-            self._is_broken = ends_session(answer)
+            self.is_broken |= ends_session(answer)
             return None if self.over.done() else answer
 
     def late_answer(self, step: asyncio.Task[Any] | None) -> WireMessage | None:
@@ -63,6 +63,7 @@ class SessionWork:
         if self.step is not None and not self.over.done():
             why = f"the {kind} took longer than {self._step_s:g} s: the session is over"
             self._late = (self.step, error_message(WireError.SESSION_ERROR, why))
+            self.is_broken = True
             self.end()
 
 
