@@ -17,12 +17,15 @@ from bombus.environments.kinds import (
     ToolOutcome,
     Transcript,
 )
+from bombus.environments.openenv.messages import WireMessage
 from bombus.environments.plain.marks import metric, reward
 from bombus.environments.pools.remote import RemoteEnvironment
 from bombus.environments.pools.session import EnvSession
 from bombus.environments.serving.server import EnvironmentServer
+from bombus.environments.serving.work import SessionWork
 from bombus.sdk.types import Task
 from tests.environments.serving.served import served
+from tests.environments.serving.worlds import Counter
 from tests.patience import until
 
 
@@ -241,3 +244,55 @@ async def test_a_message_that_took_too_long_has_one_answer_also_where_its_tool_h
         _, *answers = [message async for message in messages_of(socket)]
         assert len(answers) == 1
         assert "took longer than" in answers[0]
+
+
+async def opened(server: EnvironmentServer) -> tuple[SessionWork, Counter]:
+    """Open a session with a counter that was reset. Returns its work and the counter."""
+    seat = server._seats[await server.open_by_post(0, asyncio.Future())]
+    world = seat.made()
+    assert seat.work is not None
+    assert isinstance(world, Counter)
+    await seat.work.carry_out(WireMessage(type="reset"))
+    return seat.work, world
+
+
+def called(tool: str) -> WireMessage:
+    return WireMessage(type="mcp", data={"id": 1, "method": "tools/call", "params": {"name": tool}})
+
+
+async def test_no_message_is_carried_out_after_one_that_broke_its_world() -> None:
+    async with served() as (server, _):
+        work, world = await opened(server)
+        broken, after = await asyncio.gather(work.carry_out(called("break")), work.carry_out(called("add")))
+        assert broken is not None
+        assert "the world broke" in broken.data["message"]
+        assert (after, world.count) == (None, 0)
+
+
+async def test_no_message_that_waits_is_carried_out_once_its_session_has_ended() -> None:
+    async with served() as (server, _):
+        work, world = await opened(server)
+        hanging, waiting = (asyncio.create_task(work.carry_out(called(tool))) for tool in ("hang", "add"))
+        await until(lambda: server.working() == 1)
+        work.end()
+        assert await waiting is None
+        assert hanging.cancelled()
+        assert world.count == 0
+
+
+class Yielding(Counter):
+    """Returns when it is cancelled."""
+
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return ToolOutcome(text="given up")
+
+
+async def test_what_a_world_returns_once_its_session_has_ended_is_no_answer() -> None:
+    async with served(Yielding) as (server, _):
+        work, _world = await opened(server)
+        yielding = asyncio.create_task(work.carry_out(called("wait")))
+        await until(lambda: server.working() == 1)
+        work.end()
+        assert await yielding is None
