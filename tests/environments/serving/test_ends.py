@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -112,6 +113,27 @@ async def test_a_server_that_stops_is_not_held_up_by_those_that_wait_for_a_slot_
             await waiting
         assert "the server is stopping" in (await posting).json()["error"]["message"]
         assert holding.is_dead
+
+
+class Loud(Counter):
+    async def call(self, call: ToolCall) -> ToolOutcome:
+        return ToolOutcome(text="\1" * 1_000_000)  # in JSON six times as many bytes: more than sockets buffer
+
+
+async def test_a_client_that_does_not_read_does_not_keep_a_server_from_stopping() -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        async with served(Loud) as (server, url):
+            narrow = socket.socket()
+            narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            narrow.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            client = await connect(f"{url.replace('http', 'ws')}/ws", sock=narrow)
+            await client.send('{"type": "reset"}')
+            await client.recv()
+            client.transport.pause_reading()
+            await client.send('{"type": "step", "data": {"tool": "shout"}}')
+            (connection,) = server._sessions
+            await until(lambda: connection.transport.get_write_buffer_size() > 1_000_000)
+    client.transport.abort()
 
 
 class Memory:

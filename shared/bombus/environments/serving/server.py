@@ -382,7 +382,7 @@ class EnvironmentServer:
         try:
             if seat.connection is not None:
                 self._sessions.pop(seat.connection, None)
-                self._spawn(seat.connection.close(*ENDED[reason]))  # it is cut if the client does not answer
+                self._spawn(_hang_up(seat.connection, *ENDED[reason]))
             has_ended = await self._end_work(seat)
             if (world := seat.made()) is not None:
                 has_ended &= await self._within("the world was not closed", session, contained_here(world.close()))
@@ -449,6 +449,15 @@ class EnvironmentServer:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a session was not ended in order: %s", in_one_line(error), exc_info=error)
+
+
+async def _hang_up(connection: ServerConnection, code: int, reason: str) -> None:
+    """Close a connection. It is cut where its client does not answer, or does not even read what was sent before."""
+    cut = asyncio.get_running_loop().call_later(2 * CLOSE_HANDSHAKE_S, connection.transport.abort)
+    try:
+        await connection.close(code, reason)
+    finally:
+        cut.cancel()
 
 
 def _stopping() -> NotLetIn:
