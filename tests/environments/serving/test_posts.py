@@ -245,6 +245,25 @@ async def test_a_call_that_takes_too_long_is_told_to_its_client_and_to_the_conne
             assert (socket.close_code, socket.close_reason) == (4500, "the world broke")
 
 
+async def test_a_call_that_goes_on_after_its_time_is_answered_all_the_same() -> None:
+    may_end = asyncio.Event()
+
+    class GoingOn(PlainCounter):
+        async def go_on(self) -> None:
+            """Go on until it may end."""
+            while not may_end.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await may_end.wait()
+
+    async with served(GoingOn, step_s=0.2, close_s=0.1) as (_, url), Poster(url) as poster:
+        session = await poster.opened()
+        async with poster.held(session) as socket:
+            await socket.send('{"type": "reset", "data": {"task": {"metadata": {"goal": 3}}}}')
+            await socket.recv()
+            assert "the mcp took longer than 0.2 s" in await poster.why("tools/call", name="go_on", session_id=session)
+        may_end.set()
+
+
 async def test_a_session_has_so_many_calls_under_way_and_no_more() -> None:
     async with served() as (server, url), Poster(url) as poster:
         session = await poster.opened()
