@@ -205,15 +205,15 @@ async def test_a_cancellation_that_comes_after_its_tool_has_returned_meets_no_ot
 
 
 class Stubborn(Cancelling):
-    """Its tool goes on however often it is cancelled."""
+    """Its tool goes on until it may end, however often it is cancelled."""
+
+    may_end = asyncio.Event()
 
     async def well(self) -> str:
         """Go on."""
-        for _ in range(30):
-            try:
-                await asyncio.sleep(0.1)
-            except asyncio.CancelledError:
-                continue
+        while not self.may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.may_end.wait()
         return "well"
 
 
@@ -225,6 +225,7 @@ async def test_one_that_goes_on_after_its_time_is_answered_and_holds_up_neither_
             await session.rpc("tools/call", {"name": "well", "arguments": {}})
         await until(lambda: server.counts() == {"slots": 1, "leased": 0, "waiting": 0})
         await until(lambda: len(server.table.free) == 1)
+        Stubborn.may_end.set()
 
 
 class Returning(Cancelling):
