@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := $(PIP) --require-hashes --no-deps
+UV := $(BIN)/uv pip install --python $(BIN)/python --system-certs --require-hashes --no-deps --no-build-isolation
 TORCH ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
 TEMPLATES_VENV := .venv-templates
 TEMPLATES_STAMP := $(TEMPLATES_VENV)/.installed
@@ -32,22 +34,30 @@ TEMPLATES ?=
 MODEL ?=
 OUT ?=
 
-.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench sim chaos fuzz histories clean
+.PHONY: setup setup-dev help demo demo-tiny test test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench sim chaos fuzz histories clean
 
-setup: $(STAMP)  ## make .venv, with bombus and all that it needs (TORCH=cpu or cuda: by default what the machine has)
+setup: $(STAMP)  ## make .venv, with bombus and all that it and the demo need (TORCH=cpu or cuda: by default what the machine has)
+
+setup-dev: $(DEV_STAMP)  ## the same, with what tests, linters and benchmarks need
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-# Only files whose hashes are in locks/ are installed: `python -m tests.lock` writes them from constraints.txt. What comes
-# as source is built by locks/build.txt. torch is the build for CPUs, or PyPI's with its libraries of CUDA.
-$(STAMP): pyproject.toml locks/build.txt locks/all.txt locks/$(TORCH).txt
+# Only files whose hashes are in locks/ are installed: `python -m tests.lock` writes them from constraints.txt. uv is
+# several times as fast as pip; pip takes its place where uv finds no index, as behind a mirror that only pip knows.
+# torch is the build for CPUs, or PyPI's with its libraries of CUDA, from an index of its own that not all can reach.
+$(STAMP): pyproject.toml locks/build.txt locks/run.txt locks/$(TORCH).txt
+	@echo "installing into $(VENV): $(if $(filter cuda,$(TORCH)),some 3 GB,some 420 MB) to fetch, unless cached"
 	$(PYTHON) -m venv $(VENV)
 	$(LOCKED) -r locks/build.txt
-	$(LOCKED) --no-build-isolation -r locks/all.txt
-	$(LOCKED) -r locks/$(TORCH).txt
+	$(LOCKED) --no-compile --retries 1 --progress-bar on -r locks/$(TORCH).txt
+	$(UV) -r locks/run.txt || $(LOCKED) --no-build-isolation -r locks/run.txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $(STAMP)
+
+$(DEV_STAMP): $(STAMP) locks/dev.txt
+	$(UV) -r locks/dev.txt || $(LOCKED) --no-build-isolation -r locks/dev.txt
+	touch $(DEV_STAMP)
 
 demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0, MODEL=folder of another model, OUT=folder: one that was stopped goes on)
 	$(BIN)/bombus demo --seed $(SEED) $(if $(MODEL),--model "$(MODEL)") $(if $(OUT),--out "$(OUT)")
@@ -55,11 +65,11 @@ demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0, 
 demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 minutes (SEED=0, OUT=folder)
 	$(BIN)/bombus demo --tiny --seed $(SEED) $(if $(OUT),--out "$(OUT)")
 
-test: $(STAMP)  ## all tests that need no environment of their own, in random order on all cores
+test: $(DEV_STAMP)  ## all tests that need no environment of their own, in random order on all cores
 	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 # vLLM and verl live in environments of their own, which `bombus install` makes: some gigabytes, and no part of `test`.
-test-vllm: $(STAMP)  ## those that need vLLM, in an environment that it makes
+test-vllm: $(DEV_STAMP)  ## those that need vLLM, in an environment that it makes
 	$(BIN)/bombus install vllm
 	$(BIN)/python -m pytest tests/vllm
 
@@ -69,7 +79,7 @@ test-verl: $(STAMP)  ## those that need verl, in an environment that it makes
 	  && $$verl -m pip install --quiet --disable-pip-version-check pytest pytest-asyncio hypothesis psutil \
 	  && BOMBUS_PYTHON=$(abspath $(BIN)/python) $$verl -m pytest tests/verl
 
-test-models: $(STAMP)  ## a tiny model of every family of transformers: engine, trainer and docs/models.md
+test-models: $(DEV_STAMP)  ## a tiny model of every family of transformers: engine, trainer and docs/models.md
 	BOMBUS_EVERY_FAMILY=1 $(BIN)/python -m pytest tests/models -n auto
 
 # Only the templates in TRL's wheel are used, so it comes without its dependencies. There is no torch in this environment.
@@ -91,7 +101,7 @@ $(TINKER_STAMP): pyproject.toml tests/tinker/requirements.txt locks/$(TORCH).txt
 	$(TINKER_PIP) --no-deps --no-build-isolation -e .
 	touch $(TINKER_STAMP)
 
-test-tinker: $(STAMP) $(TINKER_STAMP)  ## Tinker's SDK, tinker-cookbook and xorl-client, unmodified, against a hive
+test-tinker: $(DEV_STAMP) $(TINKER_STAMP)  ## Tinker's SDK, tinker-cookbook and xorl-client, unmodified, against a hive
 	BOMBUS_PYTHON=$(abspath $(BIN)/python) $(TINKER_VENV)/bin/python -m pytest tests/tinker
 
 # Some 2 GB in .venv-atropos: atroposlib, of the versions in tests/atropos/requirements.txt, and torch.
@@ -101,7 +111,7 @@ $(ATROPOS_STAMP): tests/atropos/requirements.txt locks/$(TORCH).txt
 	$(ATROPOS_PIP) -r tests/atropos/requirements.txt
 	touch $(ATROPOS_STAMP)
 
-test-atropos: $(STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and its environments, unmodified, on a hive (SEQUENCES=2000, CHECKOUT=its repository for its own tests)
+test-atropos: $(DEV_STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and its environments, unmodified, on a hive (SEQUENCES=2000, CHECKOUT=its repository for its own tests)
 	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) BOMBUS_ATROPOS_CHECKOUT=$(CHECKOUT) $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored tests/trainer/test_scored_runs.py tests/system/test_scored_training.py
 	$(BIN)/python -m tests.atropos.faults
 
@@ -113,7 +123,7 @@ $(ENVIRONMENTS_STAMP): pyproject.toml tests/environments/outside/requirements.tx
 	touch $(ENVIRONMENTS_STAMP)
 
 # What the tasks `textarena` and `aws` need, some 300 MB, beside the packages of $(VENV): one of their tests trains a model.
-$(TASKS_STAMP): $(STAMP) pyproject.toml constraints.txt locks/build.txt
+$(TASKS_STAMP): $(DEV_STAMP) pyproject.toml constraints.txt locks/build.txt
 	$(PYTHON) -m venv $(TASKS_VENV)
 	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
 	  > $$($(TASKS_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared_venv.pth
@@ -122,7 +132,7 @@ $(TASKS_STAMP): $(STAMP) pyproject.toml constraints.txt locks/build.txt
 	touch $(TASKS_STAMP)
 
 # What `make test` has of environments, pools, tasks, hooks and joint episodes, and what needs the two environments above.
-test-environments: $(STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools, the curriculum, ready tasks, slime's hooks, Harbor's folders and joint episodes; OpenEnv, MiniStack, awscli and TextArena, unmodified; then how far steps overlap
+test-environments: $(DEV_STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools, the curriculum, ready tasks, slime's hooks, Harbor's folders and joint episodes; OpenEnv, MiniStack, awscli and TextArena, unmodified; then how far steps overlap
 	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder tests/environments tests/curriculum tests/tasks tests/slime tests/rollout/harbor \
 	  tests/sdk/test_groups.py tests/sdk/test_joint.py tests/gateway/test_joint.py tests/coordinator/test_joint.py \
 	  "tests/system/test_up.py::test_a_planner_and_a_worker_on_two_engines_train_together"
@@ -131,33 +141,33 @@ test-environments: $(STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environment
 	$(BIN)/python -m bench.environments
 
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.
-test-harnesses: $(STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md
+test-harnesses: $(DEV_STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md
 	$(BIN)/python -m tests.harnesses.install
 	BOMBUS_HARNESSES=1 $(BIN)/python -m pytest tests/harnesses
 	$(BIN)/python -m tests.harnesses.table
 
-check: $(STAMP)  ## ruff and mypy
+check: $(DEV_STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## measure; bench/RESULTS.md has the figures
+bench: $(DEV_STAMP)  ## measure; bench/RESULTS.md has the figures
 	$(BIN)/python -m bench
 
 # Whole hives in virtual time, one for each seed.
-sim: $(STAMP)  ## whole hives in virtual time (SEEDS=10000)
+sim: $(DEV_STAMP)  ## whole hives in virtual time (SEEDS=10000)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 # A hive of two engines in real processes, killed and stopped at random, and once all at the same time.
-chaos: $(STAMP)  ## kill the processes of a real hive at random (KILLS=200)
+chaos: $(DEV_STAMP)  ## kill the processes of a real hive at random (KILLS=200)
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --broken-replica
 
 # Wrong requests and messages of every kind, from one seed.
-fuzz: $(STAMP)  ## send a real hive all that is wrong, then let it train a step (MINUTES=2, SEED=0)
+fuzz: $(DEV_STAMP)  ## send a real hive all that is wrong, then let it train a step (MINUTES=2, SEED=0)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
 
 # Simulated harnesses of three dialects, each history from its number and one seed.
-histories: $(STAMP)  ## play random histories of harnesses, and judge what was recorded (HISTORIES=10000, SEED=0)
+histories: $(DEV_STAMP)  ## play random histories of harnesses, and judge what was recorded (HISTORIES=10000, SEED=0)
 	$(BIN)/python -m tests.histories --histories $(HISTORIES) --seed $(SEED)
 
 clean:  ## remove the environments and what runs left in this folder

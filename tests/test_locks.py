@@ -10,7 +10,7 @@ from packaging.utils import canonicalize_name
 from tests.lock import ALONE, BUILD, LOCKS, entries
 
 ROOT = Path(__file__).parent.parent
-LOCKED = {name: entries((LOCKS / f"{name}.txt").read_text()) for name in ("build", "all", "cpu", "cuda")}
+LOCKED = {name: entries((LOCKS / f"{name}.txt").read_text()) for name in ("build", "run", "dev", "cpu", "cuda")}
 
 
 def needed(package: str, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]) -> None:
@@ -53,9 +53,27 @@ def test_the_locks_have_the_versions_of_the_constraints() -> None:
             assert f"=={version}" in entry, "run `python -m tests.lock`"
 
 
+def test_a_user_gets_no_linters_and_no_test_tools() -> None:
+    run = {canonicalize_name(name) for name in LOCKED["run"]}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    needed("bombus", frozenset({"demo", "environments-server"}), seen)
+    of_tools = {
+        canonicalize_name(Requirement(line).name) for line in requires("bombus") or () if "extra == 'dev'" in line
+    }
+    assert {"pytest", "mypy", "ruff", "pandas", "ipykernel"} <= of_tools - {name for name, _ in seen}
+    assert not run & (of_tools - {name for name, _ in seen})
+    installed = run.union(*(map(canonicalize_name, LOCKED[name]) for name in ("build", "cpu")))
+    assert {name for name, _ in seen} - {"bombus"} <= installed
+
+
 def test_make_setup_installs_nothing_without_a_hash() -> None:
-    recipe = (ROOT / "Makefile").read_text().partition("$(STAMP):")[2].partition("\n\n")[0]
-    installing = [line for line in recipe.splitlines() if "$(PIP)" in line or "$(LOCKED)" in line or "pip" in line]
-    assert len(installing) == 4
+    makefile = (ROOT / "Makefile").read_text()
+    recipes = "".join(
+        makefile.partition(target)[2].partition("\n\n")[0] for target in ("\n$(STAMP):", "\n$(DEV_STAMP):")
+    )
+    installing = [line.strip() for line in recipes.splitlines() if re.search(r"\$\((PIP|LOCKED|UV)\)|pip", line)]
+    assert len(installing) == 5
     for line in installing:
-        assert "$(LOCKED)" in line or line.strip() == "$(PIP) --no-deps --no-build-isolation -e ."
+        assert line.startswith(("$(LOCKED)", "$(UV)")) or line == "$(PIP) --no-deps --no-build-isolation -e ."
+    assert re.search(r"^LOCKED := .* --require-hashes ", makefile, re.MULTILINE)
+    assert re.search(r"^UV := .* --require-hashes ", makefile, re.MULTILINE)
