@@ -30,11 +30,12 @@ MINUTES ?= 2
 HISTORIES ?= 10000
 SEQUENCES ?= 2000
 CHECKOUT ?=
+ROOM ?=
 TEMPLATES ?=
 MODEL ?=
 OUT ?=
 
-.PHONY: setup setup-dev help demo demo-tiny test test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench sim chaos fuzz histories clean
+.PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench sim chaos fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it and the demo need (TORCH=cpu or cuda: by default what the machine has)
 
@@ -65,8 +66,14 @@ demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0, 
 demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 minutes (SEED=0, OUT=folder)
 	$(BIN)/bombus demo --tiny --seed $(SEED) $(if $(OUT),--out "$(OUT)")
 
-test: $(DEV_STAMP)  ## all tests that need no environment of their own, in random order on all cores
-	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+# In random order, on one process more than there are cores.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+
+test: $(DEV_STAMP)  ## the tests that need no environment of their own, in 8 minutes on two cores (ROOM=trainer: those of tests/trainer)
+	$(PYTEST) tests/$(ROOM)
+
+test-long: $(DEV_STAMP)  ## the same and those that take longer: more seeds, more kills, more real processes (ROOM=sim)
+	BOMBUS_TEST_LONG=1 $(PYTEST) tests/$(ROOM)
 
 # vLLM and verl live in environments of their own, which `bombus install` makes: some gigabytes, and no part of `test`.
 test-vllm: $(DEV_STAMP)  ## those that need vLLM, in an environment that it makes
@@ -112,7 +119,7 @@ $(ATROPOS_STAMP): tests/atropos/requirements.txt locks/$(TORCH).txt
 	touch $(ATROPOS_STAMP)
 
 test-atropos: $(DEV_STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and its environments, unmodified, on a hive (SEQUENCES=2000, CHECKOUT=its repository for its own tests)
-	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) BOMBUS_ATROPOS_CHECKOUT=$(CHECKOUT) $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored tests/trainer/test_scored_runs.py tests/system/test_scored_training.py
+	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) BOMBUS_ATROPOS_CHECKOUT=$(CHECKOUT) BOMBUS_TEST_LONG=1 $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored tests/trainer/test_scored_runs.py tests/system/test_scored_training.py
 	$(BIN)/python -m tests.atropos.faults
 
 # Some 600 MB in .venv-environments: OpenEnv and MiniStack, of the versions in tests/environments/outside/requirements.txt.
@@ -133,7 +140,7 @@ $(TASKS_STAMP): $(DEV_STAMP) pyproject.toml constraints.txt locks/build.txt
 
 # What `make test` has of environments, pools, tasks, hooks and joint episodes, and what needs the two environments above.
 test-environments: $(DEV_STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools, the curriculum, ready tasks, slime's hooks, Harbor's folders and joint episodes; OpenEnv, MiniStack, awscli and TextArena, unmodified; then how far steps overlap
-	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder tests/environments tests/curriculum tests/tasks tests/slime tests/rollout/harbor \
+	BOMBUS_TEST_LONG=1 $(PYTEST) tests/environments tests/curriculum tests/tasks tests/slime tests/rollout/harbor \
 	  tests/sdk/test_groups.py tests/sdk/test_joint.py tests/gateway/test_joint.py tests/coordinator/test_joint.py \
 	  "tests/system/test_up.py::test_a_planner_and_a_worker_on_two_engines_train_together"
 	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/environments/outside

@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import itertools
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.streams import stream_configs
 from bombus.config.streams import StreamLimits
+from tests.effort import LONG
 
 MB = 1 << 20
 SMALL_STREAMS = StreamLimits(
@@ -70,9 +72,24 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, after the order was shuffled."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is for `make test-long`, and put the longest files first, after the order was shuffled."""
+    left_out = [] if LONG else [item for item in items if item.get_closest_marker("long")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of those that it started and that have ended."""
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the tests have cost; the workers have ended by now."""
+    terminalreporter.write_line(f"{cpu_seconds():.0f} s of CPU")
 
 
 @pytest.fixture(scope="session")

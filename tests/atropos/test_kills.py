@@ -12,10 +12,11 @@ import httpx
 import psutil
 
 from tests.atropos.run_api import TRAINER, RunApi, run_api
+from tests.effort import effort
 from tests.patience import PATIENCE_S, until
 
 KINDS = ("gateway", "coordinator", "nats-server")
-ROUNDS = 4  # in which each of them is killed once
+ROUNDS = effort(1, 4)  # in which each of them is killed once
 PUSHES = 30  # that are acknowledged between two kills
 ENVIRONMENTS = 4
 BATCH = 8

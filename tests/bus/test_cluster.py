@@ -26,6 +26,7 @@ from bombus.hive.records import CallRef, digest
 from bombus_coordinator import shell
 from tests.bus.nats_cluster import Cluster, Node, nats_cluster
 from tests.conftest import freeze, kill, thaw
+from tests.effort import long_only
 
 HIVE = "h"
 ENGINE = "main"
@@ -217,6 +218,7 @@ async def until_streams(bus: Bus, holds: Callable[[StreamState], bool]) -> None:
             await asyncio.sleep(0.1)
 
 
+@long_only
 async def test_streams_get_three_replicas_by_a_flag_and_a_server_that_loses_its_disk_is_replaced(
     tmp_path: Path,
 ) -> None:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 from tests.chaos.engines import LEFT
 from tests.chaos.run import run, summary
+from tests.effort import long_only
 
 KILLS = 12
 
 
+@long_only
 async def test_nothing_acknowledged_is_lost_and_nothing_is_trained_twice(tmp_path: Path) -> None:
     lines: list[str] = []
     outcome = await run(tmp_path, KILLS, seed=20, say=lines.append, broken_replica=True)

@@ -34,6 +34,7 @@ from bombus_coordinator.snapshotter import SnapshotPace, Snapshotter
 from tests.bus.test_snapshots import folded, put
 from tests.conftest import MB
 from tests.coordinator.test_shell import ENGINE, boot, claim, leading
+from tests.effort import effort
 from tests.patience import PATIENCE_S
 
 EVENTS_BYTES_MAX = 2 * MB
@@ -207,11 +208,11 @@ async def test_a_hive_works_on_through_many_times_the_size_of_its_log(
     archive = tmp_path / "archive"
     async with compacting(small, quick(nats_url, archive)) as coordinator:
         await boot(small, batch_size=10_000)
-        ended = await play_many(small, 400)
+        ended = await play_many(small, effort(150, 400))
         await until_compacted(small)
         assert list(coordinator.core.hive.engine(ENGINE).pool) == ended
         state = await small.state(small.subjects.events_stream)
-        assert state.last_seq * 8 << 10 > 3 * EVENTS_BYTES_MAX
+        assert state.last_seq * 8 << 10 > effort(1, 3) * EVENTS_BYTES_MAX
         assert 0 < len(await snapshots.positions(small)) <= SNAPSHOTS_MAX
     with FolderSource.open(archive, None) as source:
         assert (await source.base(), (await source.end()).seq >= state.first_seq) == ((Hive(), 0), True)

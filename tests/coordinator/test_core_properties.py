@@ -1,6 +1,6 @@
 """Properties of the coordinator's core that hold for any messages in any order, whenever its leader dies.
 
-`BOMBUS_RUNS` sets how many seeds are tried; a failing one is named and `BOMBUS_SEED` runs it alone.
+A seed that fails is named, and `BOMBUS_SEED` runs it alone.
 """
 
 import os
@@ -15,8 +15,9 @@ from bombus.hive.state import Hive, Phase, evolve
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import without_ticks
 from tests.coordinator.core_world import ENGINE, World
+from tests.effort import LONG, effort
 
-RUNS = int(os.environ.get("BOMBUS_RUNS", "10000"))
+RUNS = effort(1000, 10_000)
 STEPS = 80
 
 
@@ -38,7 +39,7 @@ def run(seed: int, steps: int = STEPS, crashes: bool = True) -> World:
     return world
 
 
-def test_ten_thousand_random_runs_keep_every_guarantee() -> None:
+def test_random_runs_keep_every_guarantee() -> None:
     """No episode is lost or in two batches, batches and phases are as required, and the fold equals the live state.
 
     The world checks this for each stored event, whatever crashes. This test checks that all of it was exercised.
@@ -49,7 +50,7 @@ def test_ten_thousand_random_runs_keep_every_guarantee() -> None:
         world = run(seed)
         deaths += world.deaths
         seen.update(ev.kind_of(logged.event) for logged in world.log)
-    if RUNS >= 1000 and "BOMBUS_SEED" not in os.environ:
+    if LONG and "BOMBUS_SEED" not in os.environ:
         assert deaths > RUNS / 10
         never = {kind.__struct_config__.tag for kind in ev.AnyEvent.__args__} - set(seen)
         operations = {
@@ -81,7 +82,7 @@ def test_long_runs_go_through_many_steps() -> None:
 
 def test_a_crash_between_any_two_appends_changes_nothing() -> None:
     """Decide the same inbox with one leader and with many: apart from epochs, the decisions are the same."""
-    for seed in range(200):
+    for seed in range(effort(50, 200)):
         script = [
             (_without_deadlines(message), at_ns)
             for message, at_ns in run(seed, crashes=False).inbox
@@ -158,5 +159,5 @@ def test_an_asynchronous_run_makes_progress_from_any_state() -> None:
             world.calm(steps=3)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-    if RUNS >= 1000 and "BOMBUS_SEED" not in os.environ:
+    if LONG and "BOMBUS_SEED" not in os.environ:
         assert tried > RUNS / 200

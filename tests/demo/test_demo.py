@@ -16,6 +16,7 @@ from bombus.demo.folder import DemoOf, open_folder
 from bombus.demo.hive import free_port
 from tests import smollm2_wheel
 from tests.ctrl_c import heed_the_terminal
+from tests.effort import long_only
 from tests.small_models import small_llama
 
 NAME = "bee-of-mine"
@@ -109,6 +110,7 @@ def steps(folder: Path) -> list[dict[str, float]]:
     return found
 
 
+@long_only
 def test_a_demo_that_is_cut_in_two_goes_on_by_up_and_its_client_alone_and_reaches_what_a_whole_one_does(
     tmp_path: Path,
 ) -> None:

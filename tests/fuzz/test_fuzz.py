@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bombus.bus import Bus
+from tests.effort import long_only
 from tests.fuzz import corpus
 from tests.fuzz.decoders import Decoder, all_decoders
 from tests.fuzz.decoding import BadDecoding, problem, run
@@ -125,6 +126,7 @@ DECODING = {
 }
 
 
+@long_only
 async def test_a_hive_under_wrong_requests_and_messages_trains_a_step_afterwards(tmp_path: Path) -> None:
     lines: list[str] = []
     outcome = await fuzz(tmp_path, SEED, SECONDS, lines.append)

@@ -8,13 +8,14 @@ import msgspec
 
 from bombus.bus import Bus
 from bombus.hive.records import CallRecord
+from tests.effort import effort
 from tests.histories.checks import Evidence, problems
 from tests.histories.hive import arena_of
 from tests.histories.model import END
 from tests.histories.run import Outcome, play_all, played
 
 SEED = 14
-HISTORIES = 150
+HISTORIES = effort(50, 150)
 JUDGED = 16
 changed = msgspec.structs.replace
 

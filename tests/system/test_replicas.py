@@ -21,6 +21,7 @@ from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.text import render_status
 from bombus_inference import service
 from bombus_inference.settings import ComputeSettings, InferenceSettings
+from tests.effort import long_only
 from tests.inference.test_service import ask
 from tests.trainer.trainer_hive import ENGINE, Stage, staged
 
@@ -88,6 +89,7 @@ class Hive:
                 await running
 
 
+@long_only
 async def test_a_run_goes_on_without_the_replica_that_lacks_the_mount_which_serves_once_it_is_back(
     bus: Bus, nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

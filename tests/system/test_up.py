@@ -24,6 +24,7 @@ from bombus.bus import Bus, Reader
 from bombus.bus_address import without_login
 from bombus.demo.hive import free_port
 from bombus.hive import events as ev
+from tests.effort import long_only
 from tests.patience import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -220,6 +221,7 @@ def test_the_arithmetic_agent_runs(up: Up) -> None:
     stop(up)
 
 
+@long_only
 def test_the_tool_agent_runs_with_the_model_that_comes_with_bombus(up: Up) -> None:
     assert "step 0: What is" in example(up, "tool_agent.py", "--steps", "1")
     stop(up)
@@ -364,13 +366,14 @@ def connected_gateway(up: Up) -> psutil.Process:
     raise AssertionError("no gateway has a connection to us")
 
 
-def test_a_cluster_file_starts_its_engines_and_their_jobs(tmp_path: Path) -> None:
+def test_a_cluster_file_starts_its_engines_and_their_jobs_and_port_0_is_one_that_is_free(tmp_path: Path) -> None:
     tiny = {"bombus": {"model": {"path": "tiny"}, "rollout": LENGTHS}}
     file = tmp_path / "cluster.yaml"
     engines = {"near": {"job": tiny, "trainer": {}, "inference": [{"kv_cache_mb": 64}]}, "far": {}}
     file.write_text(json.dumps({"hive": "lab", "engines": engines}))
-    up = Up(tmp_path, "--config", str(file))
+    up = Up(tmp_path, "--config", str(file), "--port", "0")
     try:
+        check_port_0(up)
         with SwarmClient(f"{up.url}/e/near") as client:
             client.wait_for_status("ENGINE.ROLLING", timeout_s=READY_S)
         with SwarmClient(f"{up.url}/e/far") as client:
@@ -380,6 +383,22 @@ def test_a_cluster_file_starts_its_engines_and_their_jobs(tmp_path: Path) -> Non
         assert up.interrupt() == []
 
 
+def check_port_0(up: Up) -> None:
+    """The port that was found is printed, and kept by gateways that come later."""
+    port = int(up.url.rpartition(":")[2])
+    assert port != 0
+    assert httpx.get(f"{up.url}/health").json()["status"] == "ok"
+    (gateway,) = up.services("gateway")
+    words = gateway.cmdline()
+    assert words[words.index("--port") + 1] == str(port)
+    gateway.kill()
+    gateway.wait(10)
+    transport = httpx.HTTPTransport(retries=20)  # the next one listens at the same port
+    with httpx.Client(transport=transport, timeout=60) as client:
+        assert client.get(f"{up.url}/health").status_code in (200, 503)
+
+
+@long_only
 def test_a_planner_and_a_worker_on_two_engines_train_together(tmp_path: Path) -> None:
     up = Up(tmp_path, "--config", str(ROOT / "examples/server/planner_worker.yaml"))
     try:
@@ -407,6 +426,7 @@ def test_a_planner_and_a_worker_on_two_engines_train_together(tmp_path: Path) ->
         assert up.interrupt() == []
 
 
+@long_only
 def test_a_trainer_that_is_stopped_is_killed_and_its_successor_trains_the_batch_once(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(json.dumps({"engines": {"main": {"trainer": {"stall_s": 12.0}, "inference": [{}]}}}))
@@ -443,6 +463,7 @@ def limits_of(up: Up) -> dict[str, int]:
     return {name: stream["max_bytes"] for name, stream in streams.items()}
 
 
+@long_only
 def test_the_limits_of_streams_are_set_by_flags_and_changed_by_the_same_flags(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(json.dumps({"engines": {"main": {}}, "streams": {"events_bytes_max": "100MB"}}))
@@ -468,23 +489,6 @@ def test_the_limits_of_streams_are_set_by_flags_and_changed_by_the_same_flags(tm
         assert up.interrupt() == []
     with pytest.raises(AssertionError, match=r"too little storage left .* --blobs-bytes-max\) or give the server more"):
         Up(tmp_path, "--config", str(file), "--blobs-bytes-max", "900TB")
-
-
-def test_port_0_is_one_that_is_free_which_is_printed_and_kept_by_gateways_that_come_later(tmp_path: Path) -> None:
-    up = Up(tmp_path, "--port", "0", "--replicas", "1")
-    try:
-        port = int(up.url.rpartition(":")[2])
-        assert port != 0
-        assert httpx.get(f"{up.url}/health").json()["status"] == "ok"
-        (gateway,) = up.services("gateway")
-        words = gateway.cmdline()
-        assert words[words.index("--port") + 1] == str(port)
-        gateway.kill()
-        transport = httpx.HTTPTransport(retries=20)  # the next one listens at the same port
-        with httpx.Client(transport=transport, timeout=60) as client:
-            assert client.get(f"{up.url}/health").status_code in (200, 503)
-    finally:
-        assert up.interrupt() == []
 
 
 def test_bad_arguments_are_refused_with_a_sentence(tmp_path: Path) -> None:

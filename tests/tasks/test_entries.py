@@ -11,6 +11,7 @@ import pytest
 
 from bombus.environments.kinds import ResetFailed
 from bombus.tasks.entries import EntryMaker, entry_of
+from tests.effort import long_only
 
 # Those that choose from sets in the order of salted hashes, their questions or their gold answers.
 SALTED = ("codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
@@ -62,6 +63,7 @@ def printed(program: str, salt: str) -> str:
     ).stdout
 
 
+@long_only
 def test_programs_whose_hashes_are_salted_differently_draw_the_same_tasks() -> None:
     first, second = printed(DRAWS, "1"), printed(DRAWS, "2")
     assert len(first.splitlines()) == 3 * len(SALTED)

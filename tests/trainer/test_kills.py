@@ -16,6 +16,7 @@ from bombus.hive.events import StepCompleted, TrainerOpened, WeightsReady
 from bombus.weights.adapters import ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.weights.deltas import DELTA_FORMAT, FULL_FILE, chain, file_sha256
 from bombus_inference.fetching import Fetcher
+from tests.effort import LONG, effort
 from tests.trainer.forked_trainers import Forge
 from tests.trainer.trainer_hive import WAIT_S
 from tests.trainer.trainer_lives import running, undisturbed
@@ -36,6 +37,8 @@ FROZEN = [
 ]
 
 
+# In reverse order each process makes nearly a whole step.
+LIVES = [*KILLED, *(reversed(KILLED) if LONG else ())]
 BY_OBJECTS: dict[str, object] = {"weights_by": "objects", "weights_full_every": 4}
 WAYS = {DELTA_FORMAT: 0, ADAPTER_FORMAT: 2}  # what is published, by the rank of LoRA
 
@@ -44,15 +47,15 @@ async def test_r11_killed_at_each_point_a_trainer_makes_each_step_once_and_with_
     nats_url: str, hive: str, tmp_path: Path, forge: Forge
 ) -> None:
     async with running(nats_url, hive, tmp_path / "killed", forge) as life:
-        for point in (*KILLED, *reversed(KILLED)):  # in reverse order each process makes nearly a whole step
+        for point in LIVES:
             await life.dies(point)
         await life.dies(Point.TRAINER_WEIGHTS_PRUNED)  # a whole step, after which all leftovers were removed
         found = life.digests()
         opened = [event for event in life.stage.events if isinstance(event, TrainerOpened)]
-        assert len(opened) == 2 * len(KILLED) - 2 + 1  # two died before they opened, one more made the last step
+        assert len(opened) == len(LIVES) - LIVES.count(KILLED[0]) + 1  # those died before, and one made the last step
         life.verify_files()
         life.verify_tidy()
-    assert len(found) > 10
+    assert len(found) >= len(LIVES) // 3
     assert len(set(found)) == len(found), "each step has changed the weights"
     assert found == await undisturbed(nats_url, hive, tmp_path, forge, len(found))
 
@@ -66,7 +69,7 @@ async def test_r15_killed_wherever_weights_are_put_out_a_trainer_leaves_no_versi
     async with running(nats_url, hive, tmp_path / "killed", forge, rank, **BY_OBJECTS) as life:
         bus, stage = life.stage.bus, life.stage
         fetcher = Fetcher(bus, "main", tmp_path / "cache", adapters=True)
-        for point in (*WEIGHTS, *WEIGHTS):
+        for point in WEIGHTS * effort(1, 2):
             await life.dies(
                 point, 3 if rank else 2
             )  # after version 0, before which the model below the adapters is published
@@ -90,7 +93,7 @@ async def test_r11_a_trainer_that_was_frozen_while_another_took_over_changes_not
     nats_url: str, hive: str, tmp_path: Path, forge: Forge
 ) -> None:
     async with running(nats_url, hive, tmp_path / "frozen", forge) as life:
-        for point in FROZEN:
+        for point in FROZEN if LONG else FROZEN[1:6:2]:
             zombie = await life.freezes(point)
             successor = await life.trainer()
             # So many steps that everything the zombie has read is gone.
@@ -123,7 +126,7 @@ async def test_r11_steps_since_the_newest_checkpoint_are_made_again_with_the_sam
     async with running(nats_url, hive, tmp_path / "killed", forge, checkpoint_every=3) as life:
         await life.dies(Point.TRAINER_STEP_SEEN)
         await life.dies(Point.TRAINER_STEP_MADE_AGAIN)
-        for _ in range(2):
+        for _ in range(effort(1, 2)):
             for point in points[:3] + points[4:]:
                 await life.dies(point, 2 if point in WEIGHTS else 1)
         await life.dies(Point.TRAINER_WEIGHTS_PRUNED, 4)

@@ -13,6 +13,7 @@ from bombus.hive import inbox
 from bombus.hive.events import OperationCompleted
 from bombus.operations import Operation
 from bombus_trainer.tenants.executor import OperationExecutor
+from tests.effort import long_only
 from tests.trainer.forked_trainers import Forge
 from tests.trainer.serving.serving_hive import LARGE, SMALL, TrainingClient, create, sampler, serving, steps, stopped
 from tests.trainer.serving.test_server_kills import comparable
@@ -112,6 +113,7 @@ async def test_a_trainer_that_dies_while_it_sleeps_leaves_its_sleep_to_the_next(
     await client.result("m", key)
 
 
+@long_only
 async def test_r17_killed_as_it_falls_asleep_and_as_it_wakes_up_a_trainer_changes_nothing(
     nats_url: str, bus: Bus, tmp_path: Path, forge: Forge
 ) -> None:

@@ -28,6 +28,7 @@ from bombus.operations import (
     encode_result,
 )
 from tests.conftest import SMALL_STREAMS
+from tests.effort import LONG
 from tests.trainer.forked_trainers import Forge
 from tests.trainer.serving.serving_hive import (
     LARGE,
@@ -49,7 +50,7 @@ KILLED = [p for p in Point if p.startswith(("operation.", "cover.", "serving."))
 FROZEN = (Point.OPERATION_READ, Point.OPERATION_EXECUTED, Point.OPERATION_SAID, Point.COVER_WRITTEN, Point.COVER_SEEN)
 OPERATION = [point for point in KILLED if point.startswith("operation.")]
 # With a cover every few gradients most lives begin with one and operations after it; without any, with all operations.
-LIVES = {1000: (*FIRST, *KILLED, *reversed(KILLED[1:])), 1 << 30: (*FIRST, *OPERATION)}
+LIVES = {1000: (*FIRST, *KILLED, *(reversed(KILLED[1:]) if LONG else ())), 1 << 30: (*FIRST, *OPERATION)}
 
 
 def script(seed: int) -> list[Operation]:

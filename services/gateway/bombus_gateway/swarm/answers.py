@@ -338,7 +338,14 @@ ANSWERS: dict[str, Any] = {
     "/touch_joint_episodes": TouchedAnswer,
 }
 
-# What any route of the door may answer instead, by status. Bugs, which are 500, are not described.
+# What any route of the door may answer instead, by status. Bugs, which are 500, are not described. The first one brings
+# the schema, to which the others refer: FastAPI makes a validator for each model that is named, which takes a while.
+_REFUSAL = {"$ref": f"#/components/schemas/{SwarmErrorAnswer.__name__}"}
+_FIRST, *_OTHERS = sorted({*STATUS.values()} - {500})
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": SwarmErrorAnswer, "description": "A refusal"} for status in sorted({*STATUS.values()} - {500})
+    _FIRST: {"description": "A refusal", "model": SwarmErrorAnswer},
+    **{
+        status: {"description": "A refusal", "content": {"application/json": {"schema": _REFUSAL}}}
+        for status in _OTHERS
+    },
 }

@@ -6,6 +6,7 @@ take whole groups in one request. Reads are answered from the folded state; comm
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -101,6 +102,7 @@ def _router(context: EngineContext, routes: Sequence[Route]) -> APIRouter:
     return router
 
 
+@cache
 def _documented(body: type[BaseModel]) -> dict[str, Any]:
     """Return a request's schema for the OpenAPI page. Bodies are parsed by hand, so FastAPI does not know it."""
     schema = body.model_json_schema()
