@@ -5,8 +5,9 @@ from math import sqrt
 from typing import assert_never
 
 from bombus.config.algorithms import Estimator
+from bombus.hive.rewards import differ, rewards_by_turn
 
-EPSILON = 1e-6  # rewards that differ by less count as equal
+DEVIATION_EPSILON = 1e-6  # what verl and slime add to the standard deviation
 
 
 def group_advantages(
@@ -31,7 +32,7 @@ def group_advantages(
     count = len(rewards)
     if estimator is Estimator.REINFORCE_PLUS_PLUS:
         return list(rewards)
-    if count < 2 or max(rewards) - min(rewards) < EPSILON:
+    if not differ(rewards):
         return [0.0] * count
     mean = sum(rewards) / count
     centred = [reward - mean for reward in rewards]
@@ -53,7 +54,7 @@ def group_advantages(
 def _over_deviation(centred: Sequence[float]) -> list[float]:
     """Divide by the sample standard deviation (n - 1)."""
     std = sqrt(sum(value * value for value in centred) / (len(centred) - 1))
-    return [value / (std + EPSILON) for value in centred]
+    return [value / (std + DEVIATION_EPSILON) for value in centred]
 
 
 def call_advantages(
@@ -80,19 +81,10 @@ def call_advantages(
     if all(given is None for given in call_rewards):
         whole = group_advantages(rewards, [sum(calls) for calls in lengths], estimator, normalise_std)
         return [[advantage] * len(calls) for advantage, calls in zip(whole, lengths, strict=True)]
-    spread = [
-        list(given) if given is not None else [reward] * len(calls)
-        for reward, given, calls in zip(rewards, call_rewards, lengths, strict=True)
-    ]
-    found = [[0.0] * len(episode) for episode in spread]
-    for turn in range(max(map(len, spread))):
-        there = [index for index, episode in enumerate(spread) if turn < len(episode)]
-        advantages = group_advantages(
-            [spread[index][turn] for index in there],
-            [lengths[index][turn] for index in there],
-            estimator,
-            normalise_std,
-        )
-        for index, advantage in zip(there, advantages, strict=True):
-            found[index][turn] = advantage
+    found = [[0.0] * len(calls) for calls in lengths]
+    for turn, there in enumerate(rewards_by_turn(rewards, call_rewards, [len(calls) for calls in lengths])):
+        lengths_there = [lengths[place][turn] for place in there]
+        advantages = group_advantages(list(there.values()), lengths_there, estimator, normalise_std)
+        for place, advantage in zip(there, advantages, strict=True):
+            found[place][turn] = advantage
     return found

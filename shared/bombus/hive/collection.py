@@ -12,6 +12,7 @@ from itertools import islice
 import msgspec
 
 from bombus.hive.events import BatchEpisode, BatchGroup, Collection, Method
+from bombus.hive.rewards import have_signal
 from bombus.hive.state import ACTIVE_S, Completed, EngineState
 
 
@@ -69,13 +70,13 @@ class BatchMethod(msgspec.Struct, frozen=True, kw_only=True):
     most_batches: Callable[[EngineState, Counter[str], int], int]
 
 
-def _signature(completed: Completed) -> tuple[float, tuple[float, ...] | None]:
-    return completed.reward, completed.call_rewards
-
-
 def has_signal(group: list[Completed]) -> bool:
     """Return whether the rewards of a group differ: when all are equal, every advantage is zero."""
-    return any(_signature(completed) != _signature(group[0]) for completed in group[1:])
+    return have_signal(
+        [completed.reward for completed in group],
+        [completed.call_rewards for completed in group],
+        [len(completed.calls) for completed in group],
+    )
 
 
 def pick(group: list[Completed], size: int) -> list[Completed]:
@@ -86,8 +87,8 @@ def pick(group: list[Completed], size: int) -> list[Completed]:
     chosen = group[:size]
     if len(group) > size and not has_signal(chosen):
         for later in group[size:]:
-            if _signature(later) != _signature(chosen[0]):
-                return [*chosen[:-1], later]
+            if has_signal(other := [*chosen[:-1], later]):
+                return other
     return chosen
 
 

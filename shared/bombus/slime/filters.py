@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bombus.hive.rewards import differ
 from bombus.slime.types import SlimeSample
-
-SPREAD_MIN = 1e-6  # of rewards, below which they are taken for equal
 
 
 @dataclass
@@ -38,7 +37,7 @@ def flattened(group: Sequence[Any]) -> list[Any]:
 def check_reward_nonzero_std(args: Namespace, samples: Sequence[Any], **_: object) -> DynamicFilterOutput:
     """Keep a group whose rewards differ: one in which all are equal teaches nothing."""
     rewards = [float(sample.get_reward_value(args)) for sample in flattened(samples)]
-    keep = max(rewards) - min(rewards) > SPREAD_MIN
+    keep = differ(rewards)
     return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 

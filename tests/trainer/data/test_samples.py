@@ -72,8 +72,7 @@ def rebuilt(found: Sequence[Sample]) -> PreparedBatch:
             lines.append(Line(merged, whole(ours["advantages"], 0, np.float32), first_id))
             first_id += sum(sample.loss_mask)
             tokens[merged.episode] = tokens.get(merged.episode, 0) + sum(sample.loss_mask)
-        signal = any(np.any(line.advantages_T[line.sequence.loss_mask_T]) for line in lines)
-        prepared.append(PreparedGroup(tuple(lines), tokens, bool(signal)))
+        prepared.append(PreparedGroup(tuple(lines), tokens))
     return PreparedBatch(tuple(prepared), first_id, 0, 0, ())
 
 

@@ -4,7 +4,7 @@ from math import sqrt
 
 import numpy as np
 
-from bombus.datums.advantages import EPSILON
+from bombus.hive.rewards import differ
 from bombus_trainer.data.sequences import Floats
 
 
@@ -14,7 +14,7 @@ def whitening(values_N: Floats) -> tuple[float, float]:
     The factor is 1 / sqrt(variance + 1e-8), the variance with n - 1: REINFORCE++, arXiv:2501.03262, as verl's
     masked_whiten computes it. With fewer than two tokens, or equal values, it is 0.
     """
-    if len(values_N) < 2 or float(np.ptp(values_N)) < EPSILON:
+    if not len(values_N) or not differ((float(values_N.min()), float(values_N.max()))):
         return 0.0, 0.0
     values = values_N.astype(np.float64)
     return float(values.mean()), float(1.0 / sqrt(values.var(ddof=1) + 1e-8))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
 from typing import assert_never
 
@@ -97,15 +98,19 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class PreparedGroup:
-    """A group's sequences. `tokens` counts each episode's trained tokens; `signal`: one of them has an advantage."""
+    """A group's sequences. `tokens` counts each episode's trained tokens."""
 
     lines: tuple[Line, ...]
     tokens: dict[str, int]
-    signal: bool
+
+    @cached_property
+    def signal(self) -> bool:
+        """Whether a trained token has an advantage."""
+        return any(bool(np.any(line.advantages_T[line.sequence.loss_mask_T])) for line in self.lines)
 
 
 ADVANTAGE_MAX = float(np.finfo(np.float32).max)
-NOT_FINITE = PreparedGroup(lines=(), tokens={}, signal=False)  # stands for a group whose advantages are not finite
+NOT_FINITE = PreparedGroup(lines=(), tokens={})  # stands for a group whose advantages are not finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +205,7 @@ def _prepare_group(
         for sequence in () if masked else merged.sequences:
             lines.append(_line(episode, sequence, table[sequence.calls_T], first_id))
             first_id += int(sequence.loss_mask_T.sum())
-    return PreparedGroup(lines=tuple(lines), tokens=tokens, signal=_signal(lines))
+    return PreparedGroup(lines=tuple(lines), tokens=tokens)
 
 
 def _line(episode: EpisodeCalls, sequence: TokenSequence, advantages_T: Floats, first_id: int) -> Line:
@@ -211,10 +216,6 @@ def _line(episode: EpisodeCalls, sequence: TokenSequence, advantages_T: Floats, 
     if scored is not None and scored.advantages_T is not None:
         return Line(sequence, scored.advantages_T, first_id, given=True)
     return Line(sequence, advantages_T, first_id)
-
-
-def _signal(lines: Sequence[Line]) -> bool:
-    return any(bool(np.any(line.advantages_T[line.sequence.loss_mask_T])) for line in lines)
 
 
 def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
@@ -232,7 +233,7 @@ def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
             )
             for line in group.lines
         )
-        found.append(replace(group, lines=lines, signal=_signal(lines)))
+        found.append(replace(group, lines=lines))
     return found
 
 

@@ -81,8 +81,7 @@ def _regroup(group: PreparedGroup, of_episode: Mapping[str, Any]) -> PreparedGro
         advantages_T = np.zeros(len(sequence), dtype=np.float32)
         advantages_T[mask_T] = of_episode[sequence.episode][start:end]
         lines.append(Line(sequence, advantages_T, line.first_id))
-    signal = any(bool(np.any(line.advantages_T)) for line in lines)
-    return PreparedGroup(tuple(lines), group.tokens, signal)
+    return PreparedGroup(tuple(lines), group.tokens)
 
 
 @dataclass(frozen=True)
