@@ -181,11 +181,24 @@ def test_the_metrics_are_of_tokens_that_count() -> None:
         given.logprobs_N, given.inputs, given.lines_N, 1, torch.tensor([1.0, 0.0, 1.0]), torch.ones(3)
     )
     found = term_metrics(read_loss(LossSpec("ppo")).of(counted), counted)
-    # k3 of d = ln 2 is 1/2 + ln 2 - 1
+    # k3 of r = 2 is 2 - ln 2 - 1
     assert found == pytest.approx(
-        {"ratio:min": 1.0, "ratio:max": 2.0, "clipped:sum": 1.0, "kl_sampled_k3:sum": LN2 - 0.5}, rel=1e-5
+        {"ratio:min": 1.0, "ratio:max": 2.0, "clipped:sum": 1.0, "kl_sampled_k3:sum": 1 - LN2}, rel=1e-5
     )
     assert all(":" in name for name in found)
+
+
+def test_the_divergence_in_the_metrics_is_that_of_the_policy_that_has_sampled() -> None:
+    sent, now = (0.5, 0.25, 0.25), (0.05, 0.2, 0.75)
+    drawn = [0, 0, 1, 2]  # each as often as it was likely, so that the mean is the divergence itself
+    given = tokens(
+        tuple(now[token] for token in drawn),
+        logprobs=logs(tuple(sent[token] for token in drawn)),
+        advantages=torch.ones(4),
+    )
+    found = term_metrics(read_loss(LossSpec("importance_sampling")).of(given), given)
+    divergence = sum(before * log(before / after) for before, after in zip(sent, now, strict=True))
+    assert found["kl_sampled_k3:sum"] / len(drawn) == pytest.approx(divergence, rel=1e-5)
 
 
 @pytest.mark.parametrize(

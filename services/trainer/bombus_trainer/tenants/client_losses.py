@@ -1,6 +1,6 @@
 """The losses by their names: which inputs and parameters each has, and the formula of `losses` that it stands for."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bombus.errors import Code, Refused
 from bombus.operations import LossSpec
+from bombus_trainer.algorithms.kl import kl_k1, kl_k2, kl_k3
 from bombus_trainer.algorithms.losses import token_ratio
 from bombus_trainer.tenants.losses import (
     RatioBounds,
@@ -22,9 +23,7 @@ from bombus_trainer.tenants.losses import (
     geometric_ratio,
     icepop,
     importance_sampling,
-    kl_k1,
-    kl_k2,
-    kl_k3,
+    kl_k3_of_differences,
     truncated_importance,
     z_loss,
 )
@@ -239,7 +238,7 @@ class ClippedPolicyLoss(ClientLoss, frozen=True):
         return TokenTerms(terms_N, ratio_N, found.clipped_N)
 
 
-KL_TYPES = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+KL_TYPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3_of_differences}
 
 
 class DrGrpoLoss(ClientLoss, frozen=True):
@@ -320,12 +319,12 @@ def term_metrics(found: TokenTerms, tokens: ScoredTokens) -> dict[str, float]:
     if found.ratio_N is None or not bool(counted_N.any()):
         return {}
     with torch.no_grad():
-        log_N = (tokens.logprobs_N.detach() - tokens.inputs[LOGPROBS])[counted_N]
+        now_N, sent_N = tokens.logprobs_N.detach()[counted_N], tokens.inputs[LOGPROBS][counted_N]
         ratio_N = found.ratio_N.detach()[counted_N]
         metrics = {
             "ratio:min": float(ratio_N.min()),
             "ratio:max": float(ratio_N.max()),
-            "kl_sampled_k3:sum": float(kl_k3(log_N, torch.zeros_like(log_N)).sum()),
+            "kl_sampled_k3:sum": float(kl_k3(sent_N, now_N).sum()),  # the targets were drawn from what was sent
         }
         if found.clipped_N is not None:
             metrics["clipped:sum"] = float(found.clipped_N[counted_N].sum())

@@ -91,17 +91,10 @@ def truncated_importance(old_N: Tensor, rollout_N: Tensor, bounds: RatioBounds) 
     return bounds.of(token_ratio(old_N, rollout_N).detach())
 
 
-def kl_k1(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """Compute d = lp - reference (Schulman 2020, "Approximating KL Divergence")."""
-    return logprobs_N - reference_N
+def kl_k3_of_differences(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """Compute exp(-d) + d - 1, with d = lp - reference held within `K3_BOUND`: xorl's k3.
 
-
-def kl_k2(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """Compute d^2 / 2."""
-    return 0.5 * (logprobs_N - reference_N).square()
-
-
-def kl_k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """Compute exp(-d) + d - 1, with d held within `K3_BOUND`."""
+    `algorithms.kl.kl_k3`, which is verl's, bounds the estimate itself.
+    """
     difference_N = (logprobs_N - reference_N).clamp(-K3_BOUND, K3_BOUND)
     return torch.exp(-difference_N) + difference_N - 1.0
