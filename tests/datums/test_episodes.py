@@ -8,9 +8,11 @@ import pytest
 
 from bombus.config.algorithms import Estimator
 from bombus.datums.episodes import EndedEpisode, datums_of, learnt_lines, read_ended
+from bombus.datums.groups import GroupedEpisode, group_of_episodes, sequences_of
 from bombus.errors import LogCorrupted
-from bombus.hive.records import CallRecord, unpack_logprobs, unpack_tokens
-from tests.trainer.small_batches import call
+from bombus.hive.records import CallRecord, CallStatus, unpack_logprobs, unpack_tokens
+from bombus_trainer.data.batch import EpisodeGroup, prepare
+from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
 
 def ended(
@@ -106,3 +108,23 @@ def test_an_episode_travels_as_json() -> None:
     assert read_ended([json.loads(msgspec.json.encode(episode))]) == [episode]
     with pytest.raises(msgspec.MsgspecError):
         read_ended([{"episode_uuid": 1}])
+
+
+def test_at_every_door_only_tokens_that_are_learnt_weigh_in_the_baseline_of_opo() -> None:
+    greedy = call("a1", [1], [2, 3, 4, 5, 6], temperature=0.0)
+    formed = call("a2", [7], [8, 9], [8, 8], parent=greedy, constrained=("response_format",))
+    lost = call("a3", [1], [2, 3], status=CallStatus.CUT_OFF)
+    unprompted = call("a4", [], [2, 3], [2, 4])  # nothing predicts the first token of each
+    calls = ((greedy, formed, lost, unprompted), (call("b1", [1], [2, 3]),))
+    lines = datums_of([ended(f"e{n}", 1.0 - n, *of) for n, of in enumerate(calls)], Estimator.OPO)
+    by_datum = {datum.episode: max(datum.advantages, key=abs) for datum in lines}
+    played = [sequences_of(GroupedEpisode(reward=1.0 - n, records=of)) for n, of in enumerate(calls)]
+    given = group_of_episodes(played, Estimator.OPO).advantages
+    assert given is not None
+    (of_group,) = given.rows([len(given)])
+    job = EpisodeGroup("t", tuple(episode(f"e{n}", 1.0 - n, *of) for n, of in enumerate(calls)))
+    (prepared,) = prepare([job], tiny_settings(adv_estimator="opo"), VOCAB).groups
+    of_job = {line.sequence.episode: float(line.advantages_T[-1]) for line in prepared.lines}
+    # two tokens of each episode are learnt, so the baseline is the mean
+    assert by_datum == of_job == {"e0": 0.5, "e1": -0.5}
+    assert {each for each in of_group if each} == {0.5, -0.5}

@@ -16,7 +16,7 @@ def group_advantages(
     estimator: Estimator = Estimator.GRPO,
     normalise_std: bool = True,
 ) -> list[float]:
-    """Compute one advantage for each of n samples of a group, from its reward r_i and its sampled tokens l_i.
+    """Compute one advantage for each of n samples of a group, from its reward r_i and its learnt tokens l_i.
 
     - GRPO (Shao et al. 2024, arXiv:2402.03300): r_i - mean(r), over the sample standard deviation (n - 1) if
       `normalise_std`.
@@ -64,7 +64,7 @@ def call_advantages(
     estimator: Estimator = Estimator.GRPO,
     normalise_std: bool = True,
 ) -> list[list[float]]:
-    """Compute one advantage for each call of each episode of a group; `lengths` are the calls' sampled tokens.
+    """Compute one advantage for each call of each episode of a group; `lengths` are the calls' learnt tokens.
 
     Without call rewards every call has its episode's advantage. If any episode has them, a call is compared with the
     calls at the same turn of the group's other episodes: turns differ in what they can earn, and with one baseline for

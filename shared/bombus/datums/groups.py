@@ -1,7 +1,6 @@
 """Ended episodes of one task as a scored group: a sequence for each line of tokens, with its episode's reward."""
 
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from itertools import compress
 from math import isfinite
@@ -11,7 +10,7 @@ import msgspec
 
 from bombus.config.algorithms import Estimator
 from bombus.datums.advantages import call_advantages
-from bombus.datums.lines import CallLine, choice_of, lines_of
+from bombus.datums.lines import CallLine, choice_of, learnt_tokens, lines_of
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord, unpack_tokens
 from bombus.hive.trajectories.records import PackedFloats, ScoredGroup, pack_ints
@@ -116,10 +115,7 @@ def _sequence(line: CallLine, records: Sequence[CallRecord]) -> _Sequence | None
 def _advantages(
     episodes: Sequence[GroupedEpisode], found: Sequence[list[_Sequence]], estimator: Estimator, normalise_std: bool
 ) -> PackedFloats:
-    learnt = [Counter(call for each in lines for call in each.calls) for lines in found]
-    lengths = [
-        [counts[call] for call in range(len(episode.records))] for episode, counts in zip(episodes, learnt, strict=True)
-    ]
+    lengths = [[learnt_tokens(record) for record in each.records] for each in episodes]
     rewards, of_calls = [each.reward for each in episodes], [each.call_rewards for each in episodes]
     advantages = call_advantages(rewards, of_calls, lengths, estimator, normalise_std)
     return PackedFloats.of(

@@ -69,6 +69,23 @@ def lines_of(records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) 
     return EpisodeLines(lines, len(merged))
 
 
+def is_learnt(record: CallRecord) -> bool:
+    """Return whether what an episode's own call has sampled is learnt; see `lines_of` for what is not."""
+    drawn = record.sampling.temperature > 0 and not record.constrained
+    return record.status == CallStatus.COMPLETE and drawn
+
+
+def learnt_tokens(record: CallRecord) -> int:
+    """Return how many tokens are learnt of an episode's own call, in all of its lines together.
+
+    Where there is no prompt, nothing comes before a first token, so nothing can predict it.
+    """
+    if not is_learnt(record):
+        return 0
+    first = 0 if record.prompt_tokens else 1
+    return sum(max(len(choice.tokens) // 4 - first, 0) for choice in record.choices)
+
+
 def choice_of(records: Sequence[CallRecord], span: SampledSpan) -> Choice:
     return records[span.call].choices[span.choice]
 
@@ -96,9 +113,7 @@ def _link(records: Sequence[CallRecord], context: Sequence[CallRecord]) -> list[
             if record.parent is not None and record.parent.id not in nodes:
                 later.append((index, record))
                 continue
-            learnt = index < len(records) and record.status == CallStatus.COMPLETE
-            drawn = record.sampling.temperature > 0 and not record.constrained
-            made = _nodes_of(index, record, nodes, ordered, learnt and drawn)
+            made = _nodes_of(index, record, nodes, ordered, index < len(records) and is_learnt(record))
             nodes[record.id] = made
             ordered.extend(made)
         if len(later) == len(waiting):

@@ -10,6 +10,7 @@ import numpy as np
 
 from bombus.config.algorithms import Aggregation
 from bombus.datums.advantages import call_advantages
+from bombus.datums.lines import learnt_tokens
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord
 from bombus_trainer.algorithms.advantages import whitening
@@ -51,11 +52,11 @@ class EpisodeCalls:
     context: tuple[CallRecord, ...] = ()
     scored: GivenTokens | None = None
 
-    def completion_tokens(self) -> list[int]:
-        """Return how many tokens each call has sampled."""
+    def learnt_tokens(self) -> list[int]:
+        """Return how many tokens are learnt of each call, unless the whole episode is left out of the loss."""
         if self.scored is not None:
             return [self.scored.trained_tokens]
-        return [record.completion_tokens() for record in self.records]
+        return [learnt_tokens(record) for record in self.records]
 
     def without_side_calls(self) -> "EpisodeCalls":
         """Return the episode with its side calls, and their rewards, moved out of the records.
@@ -184,7 +185,7 @@ def episode_advantages(episodes: Sequence[EpisodeCalls], settings: TrainerSettin
             None if each.call_rewards is None else [a + b for a, b in zip(each.call_rewards, penalty, strict=True)]
             for each, penalty in zip(episodes, added, strict=True)
         ],
-        [episode.completion_tokens() for episode in episodes],
+        [episode.learnt_tokens() for episode in episodes],
         settings.estimator,
         settings.config.normalise_by_std,
     )
