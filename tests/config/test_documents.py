@@ -150,7 +150,10 @@ def test_short_names_of_methods_are_accepted(name: str) -> None:
         ({"bombus": {"trainer": {"advantage_estimator": "ppo"}}}, ['advantage_estimator = "ppo" is refused: it needs']),
         ({"bombus": {"trainer": {"loss": "sapo"}}}, ["clipped, gspo, cispo, importance_sampling"]),
         ({"bombus": {"trainer": {"correction": "tis"}}}, ["one of none, token_tis, sequence_tis, icepop"]),
-        ({"bombus": {"trainer": {"loss_aggregation": "sum"}}}, ["one of episode, token, constant"]),
+        (
+            {"bombus": {"trainer": {"loss_aggregation": "sum"}}},
+            ["one of episode, token, constant, episode_sum, token_sum"],
+        ),
         ({"bombus": {"trainer": {"kl_estimator": "abs"}}}, ["one of k1, k2, k3, k3_unbiased"]),
         ({"bombus": {"trainer": {"correction": "icepop"}}}, ["needs a tis_clip_low and a tis_clip above 0"]),
         ({"bombus": {"trainer": {"tis_clip_low": 3.0}}}, ["tis_clip_low 3.0 is over tis_clip 2.0"]),
@@ -467,6 +470,8 @@ def test_options_that_slime_means_differently_are_refused(options: dict[str, obj
         ({"loss_aggregation": "token-mean"}, {"loss_aggregation": "token"}),
         ({"loss_aggregation": "seq-mean-token-mean"}, {"loss_aggregation": "episode"}),
         ({"loss_aggregation": "seq-mean-token-sum-norm"}, {"loss_aggregation": "constant"}),
+        ({"loss_aggregation": "seq-mean-token-sum"}, {"loss_aggregation": "episode_sum"}),
+        ({"loss_aggregation": "token-sum"}, {"loss_aggregation": "token_sum"}),
         ({"kl_estimator": "mse"}, {"kl_estimator": "k2"}),
     ],
 )

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo.core_algos import agg_loss, get_adv_estimator_fn, get_policy_loss_fn, kl_penalty
+from verl.trainer.ppo.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    agg_loss,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    kl_penalty,
+)
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_rejection_mask,
@@ -16,12 +23,16 @@ from verl.workers.config import ActorConfig
 
 from bombus.config.algorithms import Correction, Estimator, KlEstimator
 from bombus.datums.advantages import group_advantages
+from bombus.errors import EngineFault
 from bombus_trainer.algorithms.advantages import whitening
-from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
+from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_sum_weights, token_weights
 from bombus_trainer.algorithms.corrections import CorrectionRule, line_means, sampler_correction
 from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
+from bombus_trainer.backends.verl.algorithms import VerlEstimator
+from bombus_trainer.backends.verl.engine import algorithms
 from tests.trainer.small_batches import tiny_settings
+from tests.verl.rank import verl_settings
 
 SEQUENCES, LENGTH = 12, 10
 SEEDS = range(5)
@@ -119,6 +130,33 @@ def test_advantages_are_verls(batch: Batch, estimator: str, normalise_std: bool,
     assert_close(ours(batch, Estimator(estimator), normalise_std), batch.flat(advantages_ST))
 
 
+@pytest.mark.parametrize("normalise_std", [True, False])
+def test_verls_estimators_divide_by_the_deviation_where_the_job_says_so(batch: Batch, normalise_std: bool) -> None:
+    settings = tiny_settings(normalise_by_std=normalise_std)
+    rewards, counts = batch.rewards.tolist(), batch.lengths.tolist()
+    expected_N = ours(batch, Estimator.GRPO, normalise_std)
+    for name in ("grpo", "grpo_vectorized"):
+        estimator = VerlEstimator(get_adv_estimator_fn(name), AlgoConfig(), settings.config.normalise_by_std)
+        found_N = batch.flat(estimator(rewards, counts, batch.groups.tolist())[:, :LENGTH])
+        torch.testing.assert_close(found_N.double(), expected_N, atol=1e-4, rtol=1e-4)
+
+
+def test_every_name_of_verls_registries_works_or_is_refused_before_anything_is_trained() -> None:
+    refused: dict[str, str] = {}
+    for setting, registry in (("estimator_name", ADV_ESTIMATOR_REGISTRY), ("loss_name", POLICY_LOSS_REGISTRY)):
+        for name in (str(getattr(key, "value", key)) for key in registry):
+            try:
+                algorithms(verl_settings(**{setting: name}))
+            except EngineFault as error:
+                refused[name] = str(error).partition("is refused")[2]
+    critics = {"gae", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"}
+    assert refused.keys() == {"dro", "clip_cov", "kl_cov", "bypass_mode"} | critics
+    assert all("which this trainer does not compute" in refused[name] for name in critics)
+    assert "dro_beta must be a positive value" in refused["dro"]
+    assert all("compares the sequences" in refused[name] for name in ("clip_cov", "kl_cov"))
+    assert "it takes no weights" in refused["bypass_mode"]
+
+
 # ---- losses and aggregations ------------------------------------------------------------------------------------
 
 
@@ -208,8 +246,10 @@ def test_importance_sampling_is_verls_loss_with_a_bound_that_is_never_met(batch:
         (token_weights, "token-mean"),
         (episode_weights, "seq-mean-token-mean"),
         (lambda tokens: constant_weights(tokens, 25), "seq-mean-token-sum-norm"),
+        (lambda tokens: constant_weights(tokens, 1), "seq-mean-token-sum"),
+        (token_sum_weights, "token-sum"),
     ],
-    ids=["token", "episode", "constant"],
+    ids=["token", "episode", "constant", "episode_sum", "token_sum"],
 )
 def test_aggregations_are_verls(batch: Batch, weigh: Weigh, mode: str) -> None:
     batch.mask_ST[3] = 0.0  # of this sequence nothing is trained

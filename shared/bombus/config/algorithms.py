@@ -55,6 +55,8 @@ class Aggregation(StrEnum):
     EPISODE = "episode"
     TOKEN = "token"
     CONSTANT = "constant"
+    EPISODE_SUM = "episode_sum"
+    TOKEN_SUM = "token_sum"
 
 
 class KlEstimator(StrEnum):
@@ -100,6 +102,7 @@ ALIASES: dict[type[StrEnum], dict[str, str]] = {
         "token_mean": "token",
         "seq_mean_token_mean": "episode",
         "seq_mean_token_sum_norm": "constant",
+        "seq_mean_token_sum": "episode_sum",
     },
     KlEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k3+": "k3_unbiased", "low_var_kl+": "k3_unbiased"},
 }

@@ -53,6 +53,8 @@ def test_equal_rewards_in_all_groups_give_no_signal() -> None:
         ("episode", [1 / 6, 1 / 6, 1 / 3, 1 / 3]),  # three episodes, of 2, 1 and 1 tokens
         ("token", [1 / 4] * 4),
         ("constant", [1 / 30] * 4),  # three episodes, 10 tokens each
+        ("episode_sum", [1 / 3] * 4),
+        ("token_sum", [1.0] * 4),
     ],
 )
 def test_each_aggregation_gives_tokens_their_weights(aggregation: str, weights: list[float]) -> None:

@@ -20,11 +20,16 @@ def token_weights(tokens_of_episode: dict[str, int]) -> dict[str, float]:
     return {name: 1.0 / total for name, tokens in tokens_of_episode.items() if tokens}
 
 
+def token_sum_weights(tokens_of_episode: dict[str, int]) -> dict[str, float]:
+    """Weigh all tokens by 1: verl's token-sum. An update of more tokens is stronger before its gradient is clipped."""
+    return {name: 1.0 for name, tokens in tokens_of_episode.items() if tokens}
+
+
 def constant_weights(tokens_of_episode: dict[str, int], length: int) -> dict[str, float]:
     """Weigh all tokens by 1 / (episodes x a fixed `length` in tokens).
 
     Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): a wrong answer does not gain by being longer.
-    verl's seq-mean-token-sum-norm.
+    verl's seq-mean-token-sum-norm; with a length of 1 its seq-mean-token-sum.
     """
     episodes = sum(1 for tokens in tokens_of_episode.values() if tokens)
     return {name: 1.0 / (episodes * length) for name, tokens in tokens_of_episode.items() if tokens}

@@ -14,7 +14,12 @@ from bombus.datums.lines import learnt_tokens
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord
 from bombus_trainer.algorithms.advantages import whitening
-from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
+from bombus_trainer.algorithms.aggregation import (
+    constant_weights,
+    episode_weights,
+    token_sum_weights,
+    token_weights,
+)
 from bombus_trainer.algorithms.overlong import is_masked, penalties, was_cut
 from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.data.sequences import Floats, MergedEpisode, TokenSequence, merge_calls
@@ -123,6 +128,7 @@ class PreparedBatch:
     left_out: tuple[str, ...]  # episodes whose records cannot be trained, each an infrastructure failure
     cut: int = 0  # episodes one of whose calls was cut off at a limit of the job
     groups_left_out: int = 0  # whose advantages are not finite
+    is_estimated: bool = True  # false where the advantages that are trained are still to be computed by verl
 
 
 def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
@@ -170,7 +176,13 @@ def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_siz
     excluded = sum(group is NOT_FINITE for group in prepared)
     if settings.estimator.over_batch:
         prepared = _whitened(prepared)
-    return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut, excluded)
+    ours = not settings.verl_adv_estimator
+    return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut, excluded, ours)
+
+
+def episode_reward(episode: EpisodeCalls, settings: TrainerSettings) -> float:
+    """Return an episode's reward with the penalty of its worst call, if the job has penalties for overlong calls."""
+    return episode.reward + min(penalties(episode.records, settings), default=0.0)
 
 
 def episode_advantages(episodes: Sequence[EpisodeCalls], settings: TrainerSettings) -> list[list[float]]:
@@ -180,7 +192,7 @@ def episode_advantages(episodes: Sequence[EpisodeCalls], settings: TrainerSettin
     """
     added = [penalties(episode.records, settings) for episode in episodes]
     return call_advantages(
-        [episode.reward + min(penalty, default=0.0) for episode, penalty in zip(episodes, added, strict=True)],
+        [episode_reward(episode, settings) for episode in episodes],
         [
             None if each.call_rewards is None else [a + b for a, b in zip(each.call_rewards, penalty, strict=True)]
             for each, penalty in zip(episodes, added, strict=True)
@@ -288,6 +300,10 @@ def _weights(tokens_of_episode: dict[str, int], settings: TrainerSettings) -> di
             return token_weights(tokens_of_episode)
         case Aggregation.CONSTANT:
             return constant_weights(tokens_of_episode, settings.constant_length)
+        case Aggregation.EPISODE_SUM:
+            return constant_weights(tokens_of_episode, 1)
+        case Aggregation.TOKEN_SUM:
+            return token_sum_weights(tokens_of_episode)
         case _:
             assert_never(settings.config.loss_aggregation)
 

@@ -68,7 +68,7 @@ def samples_of(
     """Return the samples of a batch that `prepare` made of these groups. An episode without trained tokens has none.
 
     Without `decode` the texts are empty. `client_metadata` is what clients said of their episodes, by episode; its
-    `label` is the sample's.
+    `label` is the sample's. Samples have no advantages where verl is still to compute them.
     """
     samples: list[Sample] = []
     for index, (group, ready) in enumerate(zip(groups, prepared.groups, strict=True)):
@@ -80,7 +80,7 @@ def samples_of(
             ours = {**msgspec.to_builtins(origin), "task": group.task, "episode": episode.episode, "branch": branch}
             metadata = {
                 **(client_metadata or {}).get(episode.episode, {}),
-                OURS: ours | _token_metadata(line, episode),
+                OURS: ours | _token_metadata(line, episode, prepared.is_estimated),
             }
             place = _SamplePlace(group=index, index=len(samples), metadata=metadata)
             samples.append(_sample(place, line, episode, decode))
@@ -96,12 +96,12 @@ class _SamplePlace:
     metadata: dict[str, Any]
 
 
-def _token_metadata(line: Line, episode: EpisodeCalls) -> dict[str, Any]:
+def _token_metadata(line: Line, episode: EpisodeCalls, is_estimated: bool) -> dict[str, Any]:
     """Return what we add for each token of a sample's response."""
     sequence = line.sequence
     start = int(sequence.loss_mask_T.argmax())
     found: dict[str, Any] = {
-        "advantages": line.advantages_T[start:].tolist(),
+        **({"advantages": line.advantages_T[start:].tolist()} if is_estimated else {}),
         "temperatures": sequence.temperatures_T[start:].tolist(),
         "versions": sequence.versions_T[start:].tolist(),
     }

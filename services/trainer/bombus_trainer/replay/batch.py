@@ -79,7 +79,12 @@ async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[
         raise LogCorrupted(f"the calls of step {number} are not on the log any more: {next(iter(read.lost.values()))}")
     config = json.loads(files.get("config.json", b"{}"))
     vocabulary = int(config.get("vocab_size", VOCABULARY_MAX))
-    prepared = prepare(read.groups, TrainerSettings.of_job(logged.job), vocabulary)
+    settings = TrainerSettings.of_job(logged.job)
+    prepared = prepare(read.groups, settings, vocabulary)
+    if not prepared.is_estimated:
+        complain(
+            f"the samples have no advantages: {settings.verl_adv_estimator} is verl's, computed in its environment"
+        )
     decode = None
     if "tokenizer.json" in files:
         try:

@@ -18,6 +18,8 @@ def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], 
     more than the group.
     """
     settings = TrainerSettings.of_job(job)
+    if settings.verl_adv_estimator:
+        raise ValueError(f"{settings.verl_adv_estimator} is verl's estimator, and is computed in verl's environment")
     if settings.estimator.over_batch:
         raise ValueError(f"{settings.estimator} normalises over the whole batch: see `bombus replay batch`")
     episodes = [

@@ -40,7 +40,14 @@ from bombus_trainer.backends.torch.executor import loss_of_terms
 from bombus_trainer.backends.torch.flops import cost_of
 from bombus_trainer.backends.torch.lora import layers_to_adapt
 from bombus_trainer.backends.torch.model import ScoredTerms, probe, recompute_layers
-from bombus_trainer.backends.verl.algorithms import VerlPolicyLoss, check_estimator, look_up, with_advantages
+from bombus_trainer.backends.verl.algorithms import (
+    VerlEstimator,
+    VerlPolicyLoss,
+    look_up,
+    try_estimator,
+    try_loss,
+    with_advantages,
+)
 from bombus_trainer.backends.verl.head import TermsHead, of_sequences, query_of, tensors_of
 from bombus_trainer.backends.verl.ulysses import NAME as ULYSSES
 from bombus_trainer.backends.verl.ulysses import SplitRow, check_heads, joined, split_row
@@ -364,7 +371,7 @@ def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tu
 def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
     """Return what computes advantages instead of our code, if anything, and the loss.
 
-    Raises `EngineFault` for unknown names.
+    Raises `EngineFault` for names that are unknown, or cannot be computed with these settings.
     """
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
@@ -375,9 +382,10 @@ def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
     job = settings.config
     if name := settings.verl_adv_estimator:
         function = look_up("trainer.adv_estimator", name, ADV_ESTIMATOR_REGISTRY)
-        check_estimator(name, function)
         config = AlgoConfig(adv_estimator=name, norm_adv_by_std_in_grpo=job.normalise_by_std)
-        estimate = partial(with_advantages, estimate=function, config=config)
+        estimator = VerlEstimator(function, config, job.normalise_by_std)
+        try_estimator(name, estimator)
+        estimate = partial(with_advantages, estimator=estimator, settings=settings)
     if name := settings.verl_policy_loss:
         if job.use_opsm or job.dual_clip:
             option = "use_opsm" if job.use_opsm else "dual_clip"
@@ -389,5 +397,6 @@ def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
             clip_ratio_low=job.clip_low,
             clip_ratio_high=job.clip_high,
         )
-        loss = VerlPolicyLoss(look_up("trainer.loss", name, POLICY_LOSS_REGISTRY), actor)
+        loss = chosen = VerlPolicyLoss(look_up("trainer.loss", name, POLICY_LOSS_REGISTRY), actor)
+        try_loss(name, chosen)
     return estimate, loss
