@@ -36,7 +36,7 @@ from bombus_gateway.training.data.json_data import read_json_data
 from bombus_gateway.training.dialects import TrainingDialect
 from bombus_gateway.training.futures import failed, read_retrieve, try_again
 from bombus_gateway.training.generate import read_generate, write_generated
-from bombus_gateway.training.models import AdapterDefaults, read_create_model
+from bombus_gateway.training.models import AdapterDefaults, drawn_seed, read_create_model
 from bombus_gateway.training.results import kill_session_answer, write_result
 from bombus_gateway.training.samples import SampledTokens
 from bombus_gateway.training.steps import read_optim_step
@@ -114,7 +114,9 @@ def test_the_client_reads_scores_as_arrays_and_combines_them() -> None:
 def test_a_model_is_made(config: Any, adapter: AdapterSpec) -> None:
     given = {"model_id": "mine", "base_model": "b", "lora_config": config.to_dict()}
     submission = read_create_model(XORL, msgspec.json.encode(given), AdapterDefaults())
-    assert submission.operation == CreateModel(base="b", adapter=adapter)
+    assert submission.operation == CreateModel(
+        base="b", adapter=msgspec.structs.replace(adapter, seed=drawn_seed("mine"))
+    )
     answer = write_result(XORL, submission, ModelReady())
     found = parse_future_retrieve_response(msgspec.json.decode(answer.body))
     assert found == types.CreateModelResponse(model_id="mine")

@@ -7,7 +7,13 @@ from bombus.errors import Code, Refused
 from bombus.operations import AdapterPart, AdapterSpec, CreateModel, EndModel, Failed
 from bombus_gateway import limits
 from bombus_gateway.training.dialects import TrainingDialect
-from bombus_gateway.training.models import AdapterDefaults, read_create_by_load, read_create_model, read_end_model
+from bombus_gateway.training.models import (
+    AdapterDefaults,
+    drawn_seed,
+    read_create_by_load,
+    read_create_model,
+    read_end_model,
+)
 from bombus_gateway.training.submission import Submission
 
 TINKER, XORL = TrainingDialect.TINKER, TrainingDialect.XORL
@@ -54,6 +60,25 @@ def test_a_server_that_has_adapters_on_the_unembedding_gives_them(
     )
 
 
+def seed_of(submission: Submission) -> int:
+    assert isinstance(submission.operation, CreateModel)
+    assert submission.operation.adapter is not None
+    return submission.operation.adapter.seed
+
+
+def test_models_without_a_seed_differ_and_a_request_that_comes_again_is_the_same() -> None:
+    unseeded = [
+        {**CREATE, "session_id": session, "model_seq_id": number, "lora_config": {"rank": 8, "seed": None}}
+        for session in ("S", "T")
+        for number in (0, 1)
+    ]
+    assert len({seed_of(created(TINKER, fields)) for fields in unseeded}) == 4
+    assert created(TINKER, unseeded[0]) == created(TINKER, unseeded[0])
+    assert seed_of(created(TINKER, {**unseeded[0], "lora_config": {"rank": 8, "seed": 0}})) == 0
+    named = [{"model_id": name, "base_model": "org/name"} for name in ("policy", "reference")]
+    assert len({seed_of(created(XORL, fields)) for fields in named}) == 2
+
+
 def test_rank_zero_is_a_model_of_full_weights() -> None:
     assert created(TINKER, {**CREATE, "lora_config": {"rank": 0}}).operation == CreateModel(base="org/name")
 
@@ -73,7 +98,8 @@ def test_rank_zero_is_a_model_of_full_weights() -> None:
 def test_xorls_model_has_the_name_and_the_adapter_that_it_gives(lora: object, adapter: AdapterSpec) -> None:
     submission = created(XORL, {"model_id": "mine", "base_model": "org/name", "lora_config": lora})
     assert submission.model == "mine"
-    assert submission.operation == CreateModel(base="org/name", adapter=adapter)
+    seeded = msgspec.structs.replace(adapter, seed=drawn_seed("mine"))
+    assert submission.operation == CreateModel(base="org/name", adapter=seeded)
 
 
 def test_a_server_of_full_weights_gives_xorl_no_adapter() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from bombus.errors import Code, Refused
+from bombus.hive.records import digest
 from bombus.operations import AdapterPart, AdapterSpec, CreateModel, EndModel
 from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body
@@ -97,16 +98,16 @@ def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDe
     """Read a `create_model`, which is number 0 of its model. Raises `Refused` where it does not say which model."""
     check_size(body)
     if dialect == TrainingDialect.TINKER:
-        return _of_tinker(body, lambda: _create(dialect, body, defaults))
+        return _of_tinker(body, lambda model: _create(dialect, body, defaults, model))
     given = decode_body(_xorl_addresses, body)
     model = _new_xorl_model(given.model_id or given.session_id or DEFAULT_MODEL)
-    return Submission(model=model, seq=0, operation=attempted(lambda: _create(dialect, body, defaults)))
+    return Submission(model=model, seq=0, operation=attempted(lambda: _create(dialect, body, defaults, model)))
 
 
 def read_create_by_load(body: bytes) -> Submission:
     """Read Tinker's `load_weights` that makes a new model of a checkpoint, with the checkpoint's own adapter."""
     check_size(body)
-    return _of_tinker(body, lambda: _from_checkpoint(body))
+    return _of_tinker(body, lambda _: _from_checkpoint(body))
 
 
 def read_end_model(body: bytes, save_as: str = "") -> Submission:
@@ -118,11 +119,13 @@ def read_end_model(body: bytes, save_as: str = "") -> Submission:
     return Submission(model=model, seq=0, operation=end)
 
 
-def _of_tinker(body: bytes, make: Callable[[], CreateModel]) -> Submission:
+def _of_tinker(body: bytes, make: Callable[[str], CreateModel]) -> Submission:
     given = decode_body(_tinker_addresses, body)
     model = checked_name(tinker_model(given.session_id, given.model_seq_id), "model")
     return submitted(
-        model, 0, lambda: Submission(model=model, seq=0, operation=make(), metadata=kept_metadata(given.user_metadata))
+        model,
+        0,
+        lambda: Submission(model=model, seq=0, operation=make(model), metadata=kept_metadata(given.user_metadata)),
     )
 
 
@@ -148,7 +151,16 @@ def _new_xorl_model(model: str) -> str:
     return checked_name(model, "model")
 
 
-def _create(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults) -> CreateModel:
+def drawn_seed(model: str) -> int:
+    """Return the seed of a model for which its client names none: another for each name.
+
+    Tinker's names have the id of a session in them, which is drawn, so that models differ from run to run. A request
+    that is sent again has the same seed, and so is the same operation.
+    """
+    return int.from_bytes(digest(model.encode())[:4])
+
+
+def _create(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults, model: str) -> CreateModel:
     given = decode_body(_creates, body)
     _check_optimizer(given.optimizer_config)
     base = given.base_model or (defaults.base if dialect == TrainingDialect.XORL else "")
@@ -161,10 +173,10 @@ def _create(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults) ->
     rank = next((each for each in (lora.rank, lora.lora_rank) if each is not None), defaults.rank)
     if rank == 0:  # Tinker's client has no other way to say it
         return CreateModel(base=base)
-    return CreateModel(base=base, adapter=_adapter(lora, rank, defaults))
+    return CreateModel(base=base, adapter=_adapter(lora, rank, defaults, model))
 
 
-def _adapter(lora: _Lora, rank: int, defaults: AdapterDefaults) -> AdapterSpec:
+def _adapter(lora: _Lora, rank: int, defaults: AdapterDefaults, model: str) -> AdapterSpec:
     if not 0 < rank <= limits.ADAPTER_RANK:
         raise Refused(Code.MALFORMED, f"The rank of an adapter is 1 to {limits.ADAPTER_RANK}, and not {rank}.")
     if lora.dropout:
@@ -183,7 +195,8 @@ def _adapter(lora: _Lora, rank: int, defaults: AdapterDefaults) -> AdapterSpec:
         raise Refused(Code.UNSUPPORTED, "Nothing would be trained: set train_attn or train_mlp of the lora_config.")
     alphas = (lora.alpha, lora.lora_alpha, defaults.alpha)
     alpha = next(each for each in alphas if each is not None)
-    return AdapterSpec(rank=rank, alpha=alpha, seed=lora.seed or 0, parts=parts, targets=targets)
+    seed = drawn_seed(model) if lora.seed is None else lora.seed
+    return AdapterSpec(rank=rank, alpha=alpha, seed=seed, parts=parts, targets=targets)
 
 
 def _from_checkpoint(body: bytes) -> CreateModel:
