@@ -219,6 +219,14 @@ def test_the_answer_has_arrays_of_each_datum_and_the_sum_of_its_terms() -> None:
     }
 
 
+def test_what_compute_kl_stats_asks_for_has_xorls_names() -> None:
+    sums = {"kl_sampled_k3:sum": 0.5, "entropy_sampled:sum": 3.0}
+    scores = Scores(outputs=({"elementwise_loss": float32s(0.5)},), loss=0.5, tokens=2, metrics=sums)
+    means = {"loss:mean": 0.25, "kl_sample_train_k3:mean": 0.25, "entropy_sample:mean": 1.5}
+    metrics = write_json_scores(scores, "importance_sampling")["metrics"]
+    assert metrics == {**sums, **means, "loss:sum": 0.5, "valid_tokens:sum": 2.0}
+
+
 def test_a_loss_per_token_has_no_scalar() -> None:
     scores = Scores(outputs=({"elementwise_loss": float32s(0.5)},), loss=0.5, tokens=1)
     (one,) = msgspec.to_builtins(write_json_scores(scores, "per_token_ce"))["loss_fn_outputs"]

@@ -150,6 +150,19 @@ def test_the_third_bound_holds_what_a_negative_advantage_can_cost() -> None:
     assert (plain.tolist(), held.tolist()) == ([pytest.approx(8.0, rel=1e-5)], [pytest.approx(3.0)])
 
 
+@pytest.mark.parametrize(
+    ("config", "clipped"),
+    [({}, 2.0), ({"eps_clip_c": 3.0}, 3.0), ({"icepop_beta": 1.5}, 3.0), ({"eps_clip_c": 9.0}, 2.0)],
+)
+def test_a_token_is_counted_as_clipped_whichever_bound_of_the_loss_has_changed_it(
+    config: dict[str, float | str], clipped: float
+) -> None:
+    # r is 2, 1/2 and 8, and A 1, -2 and -1: the first two are held by the clip, the third by what is beyond it
+    given = tokens((0.5, 0.25, 0.8), logprobs=logs((0.25, 0.5, 0.1)), advantages=torch.tensor([1.0, -2.0, -1.0]))
+    found = term_metrics(read_loss(LossSpec("policy_loss", config)).of(given), given)
+    assert found["clipped:sum"] == clipped
+
+
 def test_the_z_loss_is_added_once_for_each_token_that_counts() -> None:
     given = ScoredTokens(
         logprobs_N=torch.tensor([-1.0, -2.0, -3.0]),
@@ -182,9 +195,8 @@ def test_the_metrics_are_of_tokens_that_count() -> None:
     )
     found = term_metrics(read_loss(LossSpec("ppo")).of(counted), counted)
     # k3 of r = 2 is 2 - ln 2 - 1
-    assert found == pytest.approx(
-        {"ratio:min": 1.0, "ratio:max": 2.0, "clipped:sum": 1.0, "kl_sampled_k3:sum": 1 - LN2}, rel=1e-5
-    )
+    expected = {"ratio:min": 1.0, "ratio:max": 2.0, "clipped:sum": 1.0, "kl_sampled_k3:sum": 1 - LN2}
+    assert found == pytest.approx({**expected, "entropy_sampled:sum": LN4 + LN25}, rel=1e-5)
     assert all(":" in name for name in found)
 
 

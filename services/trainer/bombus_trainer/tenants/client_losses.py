@@ -68,6 +68,8 @@ class TokenTerms:
 class ClientLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A loss with its parameters, which are the fields of its class. All losses take `target_tokens` and `mask`.
 
+    `compute_kl_stats`, which xorl's clients set, asks for what the metrics of a loss with a ratio always have.
+
     `needs` and `takes` are its other inputs. A target counts where `mask` is not 0; in a datum without a
     mask, where what `counted_by` names is not 0. A weight of 0 never counts. Only with `wide` may a token have several
     targets.
@@ -232,10 +234,11 @@ class ClippedPolicyLoss(ClientLoss, frozen=True):
             terms_N = dual_clipped(terms_N, advantages_N, self.eps_clip_c)
         if self.icepop_beta is not None:
             terms_N = icepop(terms_N, ratio_N, self.icepop_beta)
+        clipped_N = _changed(terms_N, ratio_N, advantages_N)
         if self.use_tis:
             within = RatioBounds(self.tis_clip_low, self.tis_clip_high)
             terms_N = truncated_importance(tokens.inputs[LOGPROBS], tokens.inputs[ROLLOUT], within) * terms_N
-        return TokenTerms(terms_N, ratio_N, found.clipped_N)
+        return TokenTerms(terms_N, ratio_N, clipped_N)
 
 
 KL_TYPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3_of_differences}
@@ -290,7 +293,12 @@ def ratio_of(tokens: ScoredTokens) -> Tensor:
 
 def _bounded_terms(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds) -> TokenTerms:
     terms_N = bounded(ratio_N, advantages_N, bounds)
-    return TokenTerms(terms_N, ratio_N, terms_N.detach() != (-ratio_N * advantages_N).detach())
+    return TokenTerms(terms_N, ratio_N, _changed(terms_N, ratio_N, advantages_N))
+
+
+def _changed(terms_N: Tensor, ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """Return whether bounds have made a term [N] another one than -r A."""
+    return terms_N.detach() != (-ratio_N * advantages_N).detach()
 
 
 def read_loss(spec: LossSpec) -> ClientLoss:
@@ -325,6 +333,7 @@ def term_metrics(found: TokenTerms, tokens: ScoredTokens) -> dict[str, float]:
             "ratio:min": float(ratio_N.min()),
             "ratio:max": float(ratio_N.max()),
             "kl_sampled_k3:sum": float(kl_k3(sent_N, now_N).sum()),  # the targets were drawn from what was sent
+            "entropy_sampled:sum": float(-sent_N.sum()),
         }
         if found.clipped_N is not None:
             metrics["clipped:sum"] = float(found.clipped_N[counted_N].sum())

@@ -33,6 +33,8 @@ _INPUT_IDS, _CHUNKS = "input_ids", "chunks"
 # Settings of xorl that ask for what is always in an answer, or, where they are false, for nothing.
 _ALWAYS_DONE = ("return_per_token",)
 _OPTIONAL = ("compute_kl_stats",)
+# xorl's names of means over the tokens that count, and the sums that they are made of.
+_MEANS = {"kl_sample_train_k3": "kl_sampled_k3:sum", "entropy_sample": "entropy_sampled:sum"}
 
 
 class _Chunk(msgspec.Struct):
@@ -77,13 +79,19 @@ def write_json_scores(scores: Scores, loss: str) -> dict[str, object]:
     Its `loss` is the sum of its `elementwise_loss`, in the form of an array, since xorl-client reads it so. A loss per
     token has none.
     """
-    counted = scores.outputs and scores.tokens
     return {
         "loss_fn_output_type": loss,
         "loss_fn_outputs": [_output(output, loss) for output in scores.outputs],
-        "metrics": metrics_of(scores) | ({"loss:mean": scores.loss / scores.tokens} if counted else {}),
+        "metrics": metrics_of(scores) | _means(scores),
         "info": {},
     }
+
+
+def _means(scores: Scores) -> dict[str, float]:
+    if not scores.outputs or not scores.tokens:
+        return {}
+    sums = {name: scores.metrics[of] for name, of in _MEANS.items() if of in scores.metrics}
+    return {f"{name}:mean": total / scores.tokens for name, total in {"loss": scores.loss, **sums}.items()}
 
 
 def _output(output: Mapping[str, Array], loss: str) -> dict[str, object]:
