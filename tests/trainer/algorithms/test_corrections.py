@@ -77,6 +77,20 @@ def test_only_tokens_with_a_negative_advantage_in_sequences_far_from_the_sampler
         assert policy_loss(inputs, tiny_settings(use_opsm=True, opsm_delta=delta)).masked_N.tolist() == masked
 
 
+def test_off_policy_masking_compares_the_policy_that_is_trained_with_the_sampler_and_not_the_old_one() -> None:
+    # the old policy is the sampler; the current one has gone on 0.5 nats in the first sequence and back in the second
+    inputs = LossInputs(
+        logprobs_N=torch.tensor([-2.5, -1.5]),
+        old_logprobs_N=torch.tensor([-2.0, -2.0]),
+        sampler_logprobs_N=torch.tensor([-2.0, -2.0]),
+        advantages_N=torch.tensor([-1.0, -1.0]),
+        weights_N=torch.ones(2),
+        lines_N=torch.tensor([0, 1]),
+        lines=2,
+    )
+    assert policy_loss(inputs, tiny_settings(use_opsm=True, opsm_delta=0.4)).masked_N.tolist() == [True, False]
+
+
 def test_off_policy_masking_combines_with_a_correction() -> None:
     inputs = LossInputs(
         logprobs_N=torch.tensor([-2.0, -1.0]),

@@ -79,6 +79,14 @@ def test_a_penalty_lowers_the_reward_that_is_compared() -> None:
     assert not kept.groups[0].signal
 
 
+def test_an_episodes_reward_is_lowered_by_the_penalty_of_its_worst_call_alone() -> None:
+    settings = tiny_settings(TURN_100, overlong="penalty", overlong_buffer=20, normalise_by_std=False)
+    long = [of_length(length, f"c{length}") for length in (90, 2, 95)]
+    # rewards 1 - 0.75 and 1: the penalties of the other calls are 0.5 and 0
+    found = prepare(group(episode("a", 1.0, *long), episode("b", 1.0, of_length(2))), settings, VOCAB)
+    assert [float(line.advantages_T[-1]) for line in found.groups[0].lines] == [-0.375] * 3 + [0.375]
+
+
 def test_a_penalty_lowers_the_reward_of_that_call_only() -> None:
     settings = tiny_settings(TURN_100, overlong="penalty", overlong_buffer=20, normalise_by_std=False)
     first, second = of_length(2, "x"), call("y", [9], [4] * 90)

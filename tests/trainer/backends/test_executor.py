@@ -246,6 +246,33 @@ def test_sharing_prefixes_and_splitting_bins_changes_no_algorithm(folder: Path, 
     assert [found[1][name] for name in names] == pytest.approx([found[0][name] for name in names], rel=2e-3, abs=1e-5)
 
 
+def test_matrices_decay_and_vectors_do_not(folder: Path) -> None:
+    executor = Executor(folder, tiny_settings(weight_decay=0.5))
+    before = {name: value.detach().clone() for name, value in executor.model.trainable().items()}
+    for value in executor.model.trainable().values():
+        value.grad = torch.zeros_like(value)
+    executor.optimizer.step(0.1)
+    assert {value.ndim for value in before.values()} == {1, 2}
+    for name, value in executor.model.trainable().items():
+        torch.testing.assert_close(value.detach(), before[name] * (1.0 if value.ndim == 1 else 1.0 - 0.1 * 0.5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "clipped"), [({}, False), ({"ppo_epochs": 2}, True), ({"mini_batch_num": 2}, True)]
+)
+def test_after_the_first_update_on_a_batch_the_ratio_is_to_the_policy_from_before_it(
+    folder: Path, changes: dict[str, object], clipped: bool
+) -> None:
+    """Tokens of the second update have moved by more than the clip. Where that makes them worse they are clipped."""
+    executor = Executor(folder, tiny_settings(clip_low=1e-5, clip_high=1e-5, **changes))
+    metrics = executor.train_step(batch(), 1)
+    assert metrics["updates"] == (2 if clipped else 1)
+    assert metrics["clip_fraction"] > 0.05 if clipped else metrics["clip_fraction"] == 0.0
+    assert metrics["kl_sampler"] == pytest.approx(
+        Executor(folder, tiny_settings()).train_step(batch(), 1)["kl_sampler"]
+    )
+
+
 def test_an_entropy_bonus_widens_the_distribution(folder: Path) -> None:
     entropies = []
     for coefficient in (0.0, 1.0):

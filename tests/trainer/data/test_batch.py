@@ -124,3 +124,18 @@ def test_a_group_without_signal_is_computed_where_a_kl_term_or_a_bonus_trains_it
         settings = tiny_settings(**{pull: value})
         (items,) = mini_batches(prepare(two_groups(), settings, VOCAB), settings, 1, 0)
         assert len(items) == computed
+
+
+def test_groups_without_signal_are_spread_over_a_batchs_updates_so_that_each_is_as_strong_as_the_others() -> None:
+    rewards = {"a": (0.0, 1.0), "b": (0.0, 1.0), "c": (1.0, 1.0), "d": (1.0, 1.0)}
+    groups = [
+        EpisodeGroup(
+            task, tuple(episode(f"{task}{n}", each, call(f"{task}{n}", [1], [2])) for n, each in enumerate(of))
+        )
+        for task, of in rewards.items()
+    ]
+    settings = tiny_settings(mini_batch_num=2)
+    updates = mini_batches(prepare(groups, settings, VOCAB), settings, 1, 0)
+    # each update has a group of two episodes that is computed, and one that only counts
+    weights = [[float(weight) for item in items for weight in item.terms.weights_N] for items in updates]
+    assert weights == [[0.25, 0.25], [0.25, 0.25]]
