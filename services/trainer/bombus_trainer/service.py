@@ -299,7 +299,8 @@ class Trainer:
             remove = partial(remove_others, self._checkpoints(), named, ownership.epoch)
             await in_thread(Kind.REMOVAL, "removing old checkpoints", remove)
             reached(Point.TRAINER_CHECKPOINTS_PRUNED)
-        log.info("step %d: reward %.4g, loss %.4g", batch.step, metrics["reward_mean"], metrics["loss"])
+        shown = [f"{name} {metrics[name]:.4g}" for name in ("reward_mean", "loss") if name in metrics]
+        log.info("step %d: %s", batch.step, ", ".join(shown) or "nothing was trained")
 
     async def _train(self, executor: TrainerBackend, batch: BatchReady) -> dict[str, float]:
         start = perf_counter()

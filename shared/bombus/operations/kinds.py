@@ -200,12 +200,21 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class StepTaken(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step_taken", tag_field="kind"):
-    """A step was taken, the `step`th of this model. The gradient was divided by `divisor` and had `grad_norm` then."""
+    """A step was taken, the `step`th of this model. The gradient was divided by `divisor` and had `grad_norm` then.
+
+    Without a gradient there was none to be measured, and `grad_norm` is 0.
+    """
 
     step: int
     divisor: float
     grad_norm: float
     metrics: dict[str, float] = {}
+    has_gradient: bool = True
+
+    def figures(self) -> dict[str, float]:
+        """Return what is shown of the step."""
+        norm = {"grad_norm": self.grad_norm} if self.has_gradient else {}
+        return {**norm, "divisor": self.divisor, **self.metrics}
 
 
 class EpochAborted(msgspec.Struct, frozen=True, kw_only=True, tag="epoch_aborted", tag_field="kind"):

@@ -54,7 +54,7 @@ def test_whatever_limit_cut_a_call_counts_but_its_own(limit: LengthLimit) -> Non
     assert is_masked((record,), masking) == wanted
     assert soft_penalty(record, PENALTY) == (-1.0 if wanted else 0.0)
     found = prepare(group(episode("a", 0.0, record), episode("b", 1.0, of_length(2))), masking, VOCAB)
-    assert found.cut == wanted
+    assert (found.cut, found.cut_by_request) == ((1, 0) if wanted else (0, 1))
 
 
 def test_one_of_several_choices_is_enough_for_a_call_to_be_cut() -> None:
@@ -110,4 +110,4 @@ def test_a_masked_episode_does_not_count_in_the_loss_and_still_counts_in_the_mea
     assert [line.first_id for line in ready.lines] == [0, 2]
     assert (found.terms, found.cut) == (5, 1)
     asked_for = prepare(group(*members), longer, VOCAB)
-    assert (asked_for.terms, asked_for.cut) == (10, 0)
+    assert (asked_for.terms, asked_for.cut, asked_for.cut_by_request) == (10, 0, 1)

@@ -1,8 +1,5 @@
 """What functions of verl's registries get from a batch, and which of them are refused. verl itself is not needed."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +13,8 @@ from bombus_trainer.backends.verl.algorithms import (
     try_loss,
     with_advantages,
 )
-from bombus_trainer.data.batch import EpisodeGroup, GivenTokens, PreparedBatch, prepare
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, prepare
 from bombus_trainer.data.samples import Origin, samples_of
-from bombus_trainer.data.sequences import merge_calls
 from bombus_trainer.replay.formulas import call_advantages
 from bombus_trainer.settings import TrainerSettings
 from tests.trainer.algorithms.test_overlong import cut
@@ -84,20 +80,10 @@ def test_verls_estimators_divide_by_the_deviation_only_where_the_job_says_so() -
     assert scaled == pytest.approx({name: value / deviation for name, value in plain.items()})
 
 
-def test_a_group_of_one_has_nothing_to_compare_and_given_advantages_stay() -> None:
+def test_a_group_of_one_has_nothing_to_compare() -> None:
     settings, alone = tiny_settings(), EpisodeGroup("u", (episode("e", 5.0, call("e", [1], [2])),))
     assert advantages(settings, alone) == {"e": 0.0}
     assert advantages(settings, alone, cut_group())["e"] == 0.0
-    given = scored_group()
-    assert last_advantages(prepare([given], settings, VOCAB))["s"] == pytest.approx(0.25)
-    assert advantages(settings, given, cut_group())["s"] == pytest.approx(0.25)
-
-
-def scored_group() -> EpisodeGroup:
-    (sequence,) = merge_calls("s", [call("s", [1], [2])]).sequences
-    given = GivenTokens(sequence, np.array([0.0, 0.25], dtype=np.float32))
-    member = replace(episode("s", 1.0), scored=given)
-    return EpisodeGroup("s", (member, replace(member, episode="other", scored=GivenTokens(None))))
 
 
 def test_advantages_of_verls_estimators_are_not_shown_as_those_of_another() -> None:

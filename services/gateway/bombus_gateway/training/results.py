@@ -63,8 +63,7 @@ def _content(
         case StepTaken():
             # Tinker's recipes log these beside a `step` of their own.
             count = "optimizer_step" if dialect == TrainingDialect.TINKER else "step"
-            metrics = {count: float(result.step), "divisor": result.divisor, "grad_norm": result.grad_norm}
-            return {"metrics": metrics | result.metrics, "info": {}}
+            return {"metrics": {count: float(result.step)} | result.figures(), "info": {}}
         case EpochAborted():
             aborted = {"step": result.step, "forward_backward_step": result.operations}
             return {"success": True, "model_id": model, **aborted, "info": {}}

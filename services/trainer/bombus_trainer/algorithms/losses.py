@@ -64,12 +64,13 @@ class Surrogate:
 class PolicyLoss:
     """`loss` is a scalar with gradient; the others are detached, one entry for each token.
 
-    `capped_N`: the importance weight was bounded. `masked_N`: a mask left the token's surrogate out.
+    `capped_N`: the importance weight was bounded. `masked_N`: a mask left the token's surrogate out. `clipped_N` is
+    None where the loss does not say which tokens it has clipped.
     """
 
     loss: Tensor
     ratio_N: Tensor
-    clipped_N: Tensor
+    clipped_N: Tensor | None
     importance_N: Tensor
     capped_N: Tensor
     masked_N: Tensor

@@ -6,7 +6,7 @@ DAPO (Yu et al. 2025, arXiv:2503.14476), section 3.4. Its overlong filtering is 
 from typing import assert_never
 
 from bombus.config.algorithms import Overlong
-from bombus.hive.records import CallRecord
+from bombus.hive.records import CallRecord, FinishReason
 from bombus_trainer.settings import TrainerSettings
 
 
@@ -14,6 +14,11 @@ def was_cut(records: tuple[CallRecord, ...], settings: TrainerSettings) -> bool:
     """Return whether one of an episode's calls was cut off at a limit of the job, see `CallRecord.was_cut`."""
     limits = settings.job.rollout
     return any(record.was_cut(limits.max_response_length_in_one_turn, limits.max_model_len) for record in records)
+
+
+def was_ended_by_length(records: tuple[CallRecord, ...]) -> bool:
+    """Return whether one of an episode's calls was cut off at any limit, its request's own included."""
+    return any(choice.finish == FinishReason.LENGTH for record in records for choice in record.choices)
 
 
 def is_masked(records: tuple[CallRecord, ...], settings: TrainerSettings) -> bool:

@@ -20,7 +20,7 @@ from bombus_trainer.algorithms.aggregation import (
     token_sum_weights,
     token_weights,
 )
-from bombus_trainer.algorithms.overlong import is_masked, penalties, was_cut
+from bombus_trainer.algorithms.overlong import is_masked, penalties, was_cut, was_ended_by_length
 from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.data.sequences import Floats, MergedEpisode, TokenSequence, merge_calls
 from bombus_trainer.settings import TrainerSettings
@@ -127,6 +127,7 @@ class PreparedBatch:
     merged_calls: int
     left_out: tuple[str, ...]  # episodes whose records cannot be trained, each an infrastructure failure
     cut: int = 0  # episodes one of whose calls was cut off at a limit of the job
+    cut_by_request: int = 0  # the others of which one was cut off at its request's own `max_tokens`
     groups_left_out: int = 0  # whose advantages are not finite
     is_estimated: bool = True  # false where the advantages that are trained are still to be computed by verl
 
@@ -149,7 +150,7 @@ def _merged(episode: EpisodeCalls) -> MergedEpisode:
     if scored is None:
         return merge_calls(episode.episode, episode.records, episode.context)
     sequences = () if scored.sequence is None else (scored.sequence,)
-    return MergedEpisode(sequences, calls=1, merged_calls=0, trained_tokens=scored.trained_tokens)
+    return MergedEpisode(sequences, calls=0, merged_calls=0, trained_tokens=scored.trained_tokens)
 
 
 def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
@@ -160,7 +161,7 @@ def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_siz
     """
     prepared: list[PreparedGroup] = []
     left_out: list[str] = []
-    terms = calls = merged_calls = cut = 0
+    terms = calls = merged_calls = cut = cut_by_request = 0
     for group in groups:
         kept: list[tuple[EpisodeCalls, MergedEpisode]] = []
         for episode in group.episodes:
@@ -172,12 +173,16 @@ def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_siz
         terms += sum(prepared[-1].tokens.values())
         calls += sum(merged.calls for _, merged in kept)
         merged_calls += sum(merged.merged_calls for _, merged in kept)
-        cut += sum(was_cut(episode.records, settings) for episode, _ in kept)
+        at_limits = [was_cut(episode.records, settings) for episode, _ in kept]
+        cut += sum(at_limits)
+        cut_by_request += sum(was_ended_by_length(episode.records) for episode, _ in kept) - sum(at_limits)
     excluded = sum(group is NOT_FINITE for group in prepared)
     if settings.estimator.over_batch:
         prepared = _whitened(prepared)
     ours = not settings.verl_adv_estimator
-    return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut, excluded, ours)
+    return PreparedBatch(
+        tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut, cut_by_request, excluded, ours
+    )
 
 
 def episode_reward(episode: EpisodeCalls, settings: TrainerSettings) -> float:
@@ -259,7 +264,7 @@ def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
     versions_N = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
     versions_N = versions_N[versions_N >= 0]
     if not len(versions_N):
-        return {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_share": 0.0}
+        return {}
     ages_N = step - 1 - versions_N
     return {
         "staleness_mean": float(ages_N.mean()),

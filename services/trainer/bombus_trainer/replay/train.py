@@ -212,10 +212,10 @@ def _write_metrics(path: Path, logged: LoggedRun, assignments: list[str], steps:
 def _line(trained: Trained) -> str:
     """Format a step as `step 3: loss 0.01 (log 0.02), grad_norm 0.5`, with the log's value where it differs."""
     parts = []
-    for name in SHOWN:
+    for name in (each for each in SHOWN if each in trained.metrics):
         ours, logged = f"{trained.metrics[name]:.4g}", f"{trained.logged.get(name, trained.metrics[name]):.4g}"
         parts.append(f"{name} {ours}" if ours == logged else f"{name} {ours} (log {logged})")
-    return f"step {trained.step}: {', '.join(parts)}"
+    return f"step {trained.step}: {', '.join(parts) or 'nothing was trained'}"
 
 
 def _say(line: str) -> None:

@@ -24,7 +24,7 @@ def metrics_of(result: Result) -> dict[str, float]:
     if isinstance(result, Scores):
         found = {"loss": result.loss, "tokens": float(result.tokens), **result.metrics}
     elif isinstance(result, StepTaken):
-        found = {"grad_norm": result.grad_norm, "divisor": result.divisor, **result.metrics}
+        found = result.figures()
     return {name: value for name, value in found.items() if isfinite(value)}
 
 

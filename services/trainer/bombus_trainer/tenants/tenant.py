@@ -174,7 +174,7 @@ class TrainedTenant:
             self.optimizer.step(adam)
         self.clear()
         self.step += 1
-        return StepTaken(step=self.step, divisor=divisor, grad_norm=norm)
+        return StepTaken(step=self.step, divisor=divisor, grad_norm=norm, has_gradient=bool(grads))
 
     def _scaled(self, grads: list[Tensor], divisor: float, norm_max: float) -> float:
         """Divide the gradient, then bound its norm unless `norm_max` is 0. Returns the norm after the division."""

@@ -128,13 +128,13 @@ class Executor:
         settings, device = self.settings, self.model.device
         scored = self.model.score(packed)
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[packed.terms.ids_N]).to(device)
-        scored = with_sampler(scored, old_N)
+        sampler_N, scored = scored.terms["sampler_logprobs_N"], with_sampler(scored, old_N)
         reference_N = self.model.score_reference(packed) if settings.config.kl_coef > 0.0 else None
         result = loss_of_terms(scored, old_N, reference_N, settings)
         loss = float(result.loss.detach())
         if isfinite(loss):
             result.loss.backward()
-            tally.note_terms(result, old_N, scored.terms["sampler_logprobs_N"], scored.entropy_N.detach())
+            tally.note_terms(result, old_N, sampler_N, scored.entropy_N.detach())
         return loss
 
     def _old_logprobs(
@@ -211,11 +211,21 @@ def batch_metrics(groups: list[EpisodeGroup], batch: PreparedBatch) -> dict[str,
         **reward_metrics(groups),
         "groups": float(len(groups)),
         "groups_left_out": float(batch.groups_left_out),
-        "groups_without_signal": float(sum(not group.signal for group in batch.groups)),
+        "groups_without_signal": float(sum(not group.signal for group in batch.groups) - batch.groups_left_out),
         "episodes": float(sum(len(group.episodes) for group in groups)),
         "episodes_left_out": float(len(batch.left_out)),
-        "episodes_cut": float(batch.cut),
-        "calls": float(batch.calls),
-        "merged_share": batch.merged_calls / max(batch.calls, 1),
+        **_of_calls(batch),
         "tokens_trained": float(batch.terms),
+    }
+
+
+def _of_calls(batch: PreparedBatch) -> dict[str, float]:
+    """Return what only the calls of episodes can say: sequences that others have scored have none."""
+    if not batch.calls:
+        return {}
+    return {
+        "calls": float(batch.calls),
+        "merged_share": batch.merged_calls / batch.calls,
+        "episodes_cut": float(batch.cut),
+        "episodes_cut_by_request": float(batch.cut_by_request),
     }

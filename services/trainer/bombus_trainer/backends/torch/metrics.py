@@ -1,5 +1,6 @@
 """Collect the metrics of a step: sums over trained tokens, turned into means at the end."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
@@ -14,16 +15,15 @@ from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.packing import Bin
 
 LEFT_OUT = "updates_left_out"
-MEANS = ("kl_sampler", "kl_sampler_abs", "clip_fraction", "importance_capped", "masked_share", "entropy")
 
 
 class Tally:
-    """The metrics of one step. Nothing in here affects what is trained."""
+    """The metrics of one step. Nothing in here affects what is trained, and what was not measured has no metric."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._sums = dict.fromkeys(MEANS, 0.0)
-        self._terms = 0
+        self._sums: dict[str, float] = {}
+        self._terms: Counter[str] = Counter()  # how many tokens are in each sum
         self._updates: list[tuple[float, float]] = []  # loss, norm
         self._left_out = 0
         self._tokens = [0, 0, 0]  # computed, without sharing, padded
@@ -56,19 +56,22 @@ class Tally:
         self._flops += flops
 
     def note_terms(self, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
+        """Count N tokens. `sampler_N` is NaN where the sampler's logprobs are not known."""
+        known_N = ~sampler_N.isnan()
+        of_old, of_sampler = old_N[known_N], sampler_N[known_N]
         columns = {
-            "kl_sampler": kl_k3(sampler_N, old_N),
-            "kl_sampler_abs": (old_N - sampler_N).abs(),
+            "kl_sampler": kl_k3(of_sampler, of_old),
+            "kl_sampler_abs": (of_old - of_sampler).abs(),
             "clip_fraction": loss.clipped_N,
             "importance_capped": loss.capped_N,
             "masked_share": loss.masked_N,
             "entropy": entropy_N,
+            "kl_reference": loss.kl_reference_N,
         }
-        if loss.kl_reference_N is not None:
-            columns["kl_reference"] = loss.kl_reference_N
-        self._terms += len(old_N)
         for name, values_N in columns.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(values_N.float().sum())
+            if values_N is not None and len(values_N):
+                self._sums[name] = self._sums.get(name, 0.0) + float(values_N.float().sum())
+                self._terms[name] += len(values_N)
 
     def note_update(self, loss: float, norm: float) -> None:
         """Count an update. One whose loss or norm is not finite was left out, and is in no mean."""
@@ -79,7 +82,7 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         """Add what another rank has counted of the same step. Times and updates are the same on all ranks."""
-        self._terms += other._terms
+        self._terms.update(other._terms)
         for name, total in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + total
 
@@ -89,28 +92,36 @@ class Tally:
         `tokens_unshared` and `tokens_padded` are what the same sequences cost without the trie, and padded. `mfu` is
         the share of `peak_flops`, the device's, where that is known.
         """
-        per_s = self._flops / max(sum(self.seconds.values()), 1e-9)
-        updates = max(len(self._updates), 1)
         computed, unshared, padded = self._tokens
         return {
-            "loss": sum(loss for loss, _ in self._updates) / updates,
-            "grad_norm": sum(norm for _, norm in self._updates) / updates,
+            **self._of_updates(),
             "updates": float(len(self._updates)),
             LEFT_OUT: float(self._left_out),
-            **{name: total / max(self._terms, 1) for name, total in self._sums.items()},
+            **{name: total / self._terms[name] for name, total in self._sums.items()},
             "sequences": float(self._sequences),
             "bins": float(self._bins),
-            "model_flops_per_s": per_s,
-            **({"mfu": per_s / peak_flops} if peak_flops else {}),
+            **self._speed(peak_flops),
             "tokens_computed": float(computed),
             "tokens_unshared": float(unshared),
             "tokens_padded": float(padded),
             **{f"seconds_{name}": seconds for name, seconds in self.seconds.items()},
         }
 
+    def _of_updates(self) -> dict[str, float]:
+        if not self._updates:
+            return {}
+        losses, norms = zip(*self._updates, strict=True)
+        return {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
+
+    def _speed(self, peak_flops: float | None) -> dict[str, float]:
+        if not self._flops:
+            return {}
+        per_s = self._flops / max(sum(self.seconds.values()), 1e-9)
+        return {"model_flops_per_s": per_s, **({"mfu": per_s / peak_flops} if peak_flops else {})}
+
 
 def reward_metrics(groups: list[EpisodeGroup]) -> dict[str, float]:
     rewards = torch.tensor([episode.reward for group in groups for episode in group.episodes])
     if not len(rewards):
-        return {"reward_mean": 0.0, "reward_std": 0.0}
+        return {}
     return {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std(correction=0))}

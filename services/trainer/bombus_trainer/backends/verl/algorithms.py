@@ -82,7 +82,7 @@ def try_estimator(name: str, estimator: VerlEstimator) -> None:
 def with_advantages(
     batch: PreparedBatch, groups: Iterable[EpisodeGroup], estimator: VerlEstimator, settings: TrainerSettings
 ) -> PreparedBatch:
-    """Return the batch with verl's advantages, but for those that were given.
+    """Return the batch with verl's advantages.
 
     Each episode is one response: all its trained tokens in order. As with our estimators, an episode that is left out
     of the loss counts among its group, and a group of one has nothing to compare: its advantages are 0.
@@ -108,7 +108,7 @@ def _regroup(group: PreparedGroup, of_episode: Mapping[str, Any]) -> PreparedGro
         advantages_T = np.zeros(len(line.sequence), dtype=np.float32)
         if name in of_episode:
             advantages_T[mask_T] = of_episode[name][start:end]
-        lines.append(line if line.given else replace(line, advantages_T=advantages_T))
+        lines.append(replace(line, advantages_T=advantages_T))
     return replace(group, lines=tuple(lines))
 
 
@@ -154,7 +154,7 @@ class VerlPolicyLoss:
         return PolicyLoss(
             loss=loss,
             ratio_N=token_ratio(logprobs_N, old_N).detach(),
-            clipped_N=torch.zeros_like(logprobs_N, dtype=torch.bool),
+            clipped_N=None,
             importance_N=correction.importance_N,
             capped_N=correction.capped_N,
             masked_N=correction.masked_N,
