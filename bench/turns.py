@@ -241,7 +241,7 @@ async def run(turns: int, sizes: Sequence[tuple[int, int]]) -> None:
                 "max_response_length_in_one_turn": 64, "max_model_len": CONTEXT,
             }  # fmt: skip
             bombus: dict[str, Json] = {"rollout": lengths, "model": {"path": model, "tools": "hermes"}}
-            job = Job(model=model, batch_size=1000, num_repeat=1, bombus=bombus)
+            job = Job(model=model, batch_size=1000, num_repeat=2, bombus=bombus)
             await client.auto_sync_train_config_and_start_engine(job)
             lines: list[Line] = []
             async with httpx.AsyncClient(base_url=url, timeout=600) as http:

@@ -261,6 +261,58 @@ def test_keys_that_a_job_adds_by_itself_are_not_listed_and_those_of_its_author_a
     assert Job(model="tiny", n_gpu=2, swarm_mode=True).run.ignored == ("ajet.trainer_common.n_gpus_per_node",)
 
 
+COMPARED = {"rollout": {"num_repeat": 1}}
+ALONE = "compares the episodes of a task with each other"
+DUMMIES = "rollout_until_finish_enough_non_dummy_tasks"
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"bombus": COMPARED}, f"bombus.rollout.num_repeat = 1 is refused: adv_estimator grpo {ALONE}"),
+        ({"ajet": COMPARED}, f"ajet.rollout.num_repeat = 1 is refused: adv_estimator grpo {ALONE}"),
+        ({"bombus": {**COMPARED, "trainer": {"adv_estimator": "gpg", "backend": "verl"}}}, f"gpg {ALONE}"),
+        (
+            {
+                "bombus": {
+                    **COMPARED, "collection": {"method": DUMMIES}, "trainer": {"adv_estimator": "reinforce_plus_plus"},
+                },
+            },
+            f"so {DUMMIES} never has a batch: set it to 2 or more",
+        ),
+        ({"bombus": {"rollout": {"temperature": 0}}}, "bombus.rollout.temperature = 0.0 is refused: the most likely"),
+        (
+            {"bombus": {"trainer": {"correction": "token_mask", "tis_clip": 0.5}}},
+            "bombus.trainer.tis_clip = 0.5 is refused: correction token_mask leaves out every token",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_can_learn_nothing_together_are_refused(document: dict[str, object], words: str) -> None:
+    with pytest.raises(Refused) as refused:
+        parse_job(document)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "bombus",
+    [
+        {**COMPARED, "trainer": {"adv_estimator": "reinforce++"}},
+        {**COMPARED, "trainer": {"kl_coef": 0.1}},
+        {**COMPARED, "collection": {"method": "rollout_until_finish_enough_episodes"}},  # groups as large as they are
+        {**COMPARED, "collection": {"scored_groups": True}},
+        {"rollout": {"temperature": 0, "sampling": "obey"}},
+        {"trainer": {"correction": "token_mask", "tis_clip": 0}},
+    ],
+)
+def test_settings_with_which_something_is_learnt_are_accepted(bombus: dict[str, object]) -> None:
+    assert parse_job({"bombus": bombus}).ignored == ()
+
+
+def test_a_job_that_was_accepted_before_it_could_be_known_to_learn_nothing_is_still_read_from_the_log() -> None:
+    job = RunConfig.model_validate(COMPARED)
+    assert RunConfig.from_json(job.to_json()) == job
+
+
 def test_lengths_that_do_not_fit_are_refused() -> None:
     why = refusal(
         {"ajet": {"data": {"max_prompt_length": 10, "max_response_length": 10}, "rollout": {"max_model_len": 15}}}

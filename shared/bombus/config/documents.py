@@ -12,6 +12,7 @@ from typing import Any
 from bombus.config import xorl
 from bombus.config.groups import Tree, bad_config, shown
 from bombus.config.job import GROUPS, RolloutConfig, RunConfig, validated
+from bombus.config.learning import why_nothing_is_learnt
 from bombus.config.slime import from_slime
 from bombus.errors import Code, Refused
 
@@ -105,7 +106,16 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
             names[f"{group}.{field}"] = f"bombus.{group}.{option}"
     _derive_lengths(given.setdefault("rollout", {}))
     config = validated(given, names)
+    _check_it_can_learn(config, names)
     return config.model_copy(update={"ignored": tuple(ignored[:IGNORED_MAX])})
+
+
+def _check_it_can_learn(job: RunConfig, names: Mapping[str, str]) -> None:
+    path, why = why_nothing_is_learnt(job)
+    if path:
+        group, _, field = path.partition(".")
+        value = getattr(getattr(job, group), field)
+        raise bad_config(f"{names.get(path, f'bombus.{path}')} = {value} is refused: {why}")
 
 
 def _read_agentjet(block: object) -> tuple[Tree, dict[str, str], list[str]]:

@@ -61,6 +61,7 @@ class BatchMethod(msgspec.Struct, frozen=True, kw_only=True):
 
     is_by_agreement: bool  # clients say when a batch is complete
     counts_tasks: bool  # a batch needs episodes of `batch_size` different tasks
+    needs_signal: bool  # of which only those count whose rewards differ
     enough: Callable[[EngineState, Collection, int], bool]  # whether the pool holds a batch, at a time in ns
     completed_ns: Callable[[EngineState], int]  # when it came to hold one
     select: Callable[[EngineState], Selection]
@@ -309,6 +310,7 @@ BATCH_METHODS: dict[Method, BatchMethod] = {
     Method.ENOUGH_EPISODES: BatchMethod(
         is_by_agreement=False,
         counts_tasks=False,
+        needs_signal=False,
         enough=_enough_episodes,
         completed_ns=_episodes_completed_ns,
         select=_select_episodes,
@@ -319,6 +321,7 @@ BATCH_METHODS: dict[Method, BatchMethod] = {
     Method.ENOUGH_TASKS: BatchMethod(
         is_by_agreement=False,
         counts_tasks=True,
+        needs_signal=False,
         enough=_enough_tasks,
         completed_ns=_tasks_completed_ns,
         select=_select_tasks,
@@ -329,6 +332,7 @@ BATCH_METHODS: dict[Method, BatchMethod] = {
     Method.ENOUGH_NON_DUMMY_TASKS: BatchMethod(
         is_by_agreement=False,
         counts_tasks=True,
+        needs_signal=True,
         enough=_enough_non_dummy_tasks,
         completed_ns=_non_dummy_tasks_completed_ns,
         select=_select_non_dummy_tasks,
@@ -339,6 +343,7 @@ BATCH_METHODS: dict[Method, BatchMethod] = {
     Method.ANY_CLIENT_AGREES: BatchMethod(
         is_by_agreement=True,
         counts_tasks=False,
+        needs_signal=False,
         enough=_any_client_agrees,
         completed_ns=_tasks_completed_ns,  # never called, nor is `most_batches`: see `BatchMethod`
         select=_select_all,
@@ -349,6 +354,7 @@ BATCH_METHODS: dict[Method, BatchMethod] = {
     Method.ALL_CLIENTS_AGREE: BatchMethod(
         is_by_agreement=True,
         counts_tasks=False,
+        needs_signal=False,
         enough=_all_clients_agree,
         completed_ns=_tasks_completed_ns,  # never called, nor is `most_batches`: see `BatchMethod`
         select=_select_all,
