@@ -5,6 +5,7 @@
     ├── BusUnavailable     the bus cannot be reached, or is full: try again later
     ├── Deposed            another coordinator leads now
     ├── LogCorrupted       the log contradicts itself (a reference that does not match, a gap)
+    │   └── StreamEndLost  a stream does not have any more what was read or stored there before
     └── EngineFault        a model, tokenizer or device that cannot do what was requested
 
 A refusal tells the caller what to do next. A bug raises none of these: it crashes.
@@ -135,6 +136,20 @@ class Deposed(BombusError):
 
 class LogCorrupted(BombusError):
     """A message on the log does not match its reference, or cannot be decoded."""
+
+
+class StreamEndLost(LogCorrupted):
+    """`stream` does not have message `known` any more, or has another in its place: it lost its end.
+
+    That happens in a power cut, or when an older copy of the stream was put in its place (R6).
+    """
+
+    def __init__(self, stream: str, known: int) -> None:
+        super().__init__(
+            f"{stream} lost its end, in a power cut or to an older copy: message {known} is gone or is another one now"
+        )
+        self.stream = stream
+        self.known = known
 
 
 class EngineFault(BombusError):

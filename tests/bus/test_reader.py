@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from bombus.bus import Bus, EmbeddedServer, Reader, ServerRefused, Stored
-from bombus.errors import LogCorrupted
+from bombus.errors import StreamEndLost
 from tests.conftest import kill
 from tests.patience import PATIENCE_S
 
@@ -115,7 +115,7 @@ async def test_a_closed_reader_leaves_no_consumer(bus: Bus) -> None:
 async def test_a_position_after_the_end_of_the_log_is_a_corrupted_log(bus: Bus) -> None:
     await fill(bus, 3)
     async with Reader(bus, bus.subjects.calls_stream, start_seq=5) as reader:
-        with pytest.raises(LogCorrupted, match="ends at 3"):
+        with pytest.raises(StreamEndLost, match="message 4 is gone"):
             await reader.read()
     async with Reader(bus, bus.subjects.calls_stream, start_seq=4) as reader:
         reading = asyncio.create_task(reader.read())

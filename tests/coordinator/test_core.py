@@ -952,6 +952,19 @@ def test_no_message_that_comes_before_the_first_tick_after_an_outage_ends_a_wait
     assert straggler in harness.engine.open
 
 
+# ---- streams that lost their ends ----
+
+
+def test_r6_a_tick_of_an_earlier_leader_tells_that_the_log_was_longer_once(harness: CoreHarness) -> None:
+    harness.core.live.began_after, harness.core.live.inherited = 10, harness.core.live.seq + 3
+    assert harness.send(inbox.Tick(id=harness.id(), log_end=10)) == []
+    (lost,) = harness.send(inbox.Tick(id=harness.id(), log_end=14))
+    assert (lost.what, lost.known, lost.kept) == ("events", 14, 10)  # type: ignore[union-attr]
+    assert harness.send(inbox.Tick(id=harness.id(), log_end=13)) == [], "only once"
+    assert harness.send(inbox.Tick(id=harness.id(), log_end=99)) == [], "its own ticks are ahead of what was before it"
+    assert "warning: stream events has lost its end: messages 11 to 14 are gone" in render_status(harness.core.hive)
+
+
 # ---- storage ----
 
 

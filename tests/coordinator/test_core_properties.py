@@ -60,7 +60,13 @@ def test_random_runs_keep_every_guarantee() -> None:
                 ("session.", "sampling.", "model.", "operation", "weights.", "endpoint.", "rest.", "episodes.")
             )
         }
-        elsewhere = {"engine.progressed", "message.set_aside", "log.compacted", "compaction.failed"} | operations
+        elsewhere = {
+            "engine.progressed",
+            "message.set_aside",
+            "log.compacted",
+            "compaction.failed",
+            "stream.went_back",
+        } | operations
         scored = (
             "trainer.registered",
             "batches.begun",

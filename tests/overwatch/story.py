@@ -345,6 +345,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: story.tell(ev.StorageFreed(what="calls", used=5, size=100)),
         lambda: story.tell(ev.CompactionFailed(why="the archive cannot be written")),
         lambda: story.tell(ev.LogCompacted(below=7)),
+        lambda: story.tell(ev.StreamWentBack(what="calls", known=90, kept=60, needed=2)),
         lambda: story.tell(ev.MessageSetAside(message="end", about="main", id="m", why="ValueError")),
         lambda: tell(ev.PoolCleared, reason=ev.DropReason.OVERFLOW, episodes=3, bytes=99),
         lambda: story.train(draw.randint(0, 3)),

@@ -72,6 +72,10 @@ class Core:
         opened = ev.EpochOpened(at_ns=self.hive.now_ns, epoch=self.hive.epoch + 1, leader=leader)
         return self._fold(Decision(events=(opened,)), 0).decision
 
+    def note_lost(self, lost: Iterable[ev.StreamWentBack]) -> Decision:
+        """Decide that streams have lost their ends, as a new leader has found (R6)."""
+        return self._fold(Decision(events=tuple(lost)), 0).decision
+
     def receive(self, message: inbox.AnyMessage, seq: int, at_ns: int) -> Iterator[PendingDecision]:
         """Decide the inbox message at `seq`, which the server stamped `at_ns`.
 
@@ -198,6 +202,7 @@ class Core:
         if isinstance(message, inbox.Tick):
             if message.answered is not None:
                 self.live.tick(message.answered)
+            yield from self._folded(log_upkeep.ticked(self.hive, self.live, message))
             yield from self._pass_time()
             return
         if (rule := _HIVE_RULES.get(type(message))) is not None:

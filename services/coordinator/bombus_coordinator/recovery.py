@@ -5,11 +5,11 @@ import logging
 from collections.abc import Sequence
 from typing import Self
 
-from bombus.bus import INBOX, Bus, Reader, Stored, snapshots
+from bombus.bus import Bus, Place, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.headers import MSG_ID
 from bombus.bus.snapshots import Snapshot
-from bombus.errors import LogCorrupted
+from bombus.errors import LogCorrupted, StreamEndLost
 from bombus.hive.state import Hive, evolve
 from bombus_coordinator.lease import Lease
 
@@ -23,7 +23,7 @@ class Overtaken(LogCorrupted):
 
 
 class Fold:
-    """The state up to event `position`, that event's message id, and the inbox sequence that it answers.
+    """The state up to event `position`, that event's message id, and the inbox message that it answers.
 
     `snapshot` is the position of the snapshot that it began at.
     """
@@ -33,7 +33,7 @@ class Fold:
         self.hive: Hive = start.hive
         self.position = start.position
         self.event_id = start.event_id
-        self.answered = start.answered
+        self.answered = Place(start.answered)
 
     @classmethod
     async def begin(cls, bus: Bus) -> Self:
@@ -49,12 +49,21 @@ class Fold:
             self.position = stored.seq
         if group:
             self.event_id = group[-1].headers.get(MSG_ID, "")
-            self.answered = int(group[-1].headers[INBOX])
+            self.answered = group[-1].answers
 
     async def catch_up(self, bus: Bus) -> None:
-        """Fold everything that is on the log now."""
+        """Fold everything that is on the log now, and learn what its last event answers.
+
+        Raises `StreamEndLost` when the log is shorter than this fold.
+        """
         newest = await bus.last(bus.subjects.events_stream)
-        if newest is None or newest.seq <= self.position:
+        end = (await bus.state(bus.subjects.events_stream)).last_seq if newest is None else newest.seq
+        if end < self.position:
+            raise StreamEndLost(bus.subjects.events_stream, self.position)
+        if newest is None:
+            return
+        if newest.seq == self.position:
+            self.answered = newest.answers  # a snapshot has no digest
             return
         async with Reader(bus, bus.subjects.events_stream, self.position + 1) as reader:
             while self.position < newest.seq:

@@ -3,27 +3,42 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from bombus import telemetry
-from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, append, log_id
+from bombus.bus import (
+    EPOCH,
+    INBOX,
+    INBOX_DIGEST,
+    REPLY,
+    TRACEPARENT,
+    Bus,
+    Outgoing,
+    Place,
+    Reader,
+    Stored,
+    append,
+    log_id,
+    snapshots,
+)
 from bombus.bus.snapshots import Snapshot
 from bombus.config.streams import AS_THEY_ARE, StreamLimits
-from bombus.errors import BombusError, BusUnavailable, Deposed
+from bombus.errors import BombusError, BusUnavailable, Deposed, StreamEndLost
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
+from bombus.hive.describe import line_of
 from bombus.hive.state import FOLD
 from bombus.task_groups import settled
-from bombus_coordinator import compaction, grouping, releasing, retention, storage
+from bombus_coordinator import compaction, grouping, lost_ends, releasing, retention, storage
 from bombus_coordinator.compaction import Compaction
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.lease import Lease
 from bombus_coordinator.recovery import Fold, Overtaken, check_compacted, stand_by
-from bombus_coordinator.rules.decision import CommandReply
+from bombus_coordinator.rules.decision import CommandReply, Decision
 from bombus_coordinator.snapshotter import EVENTS, Snapshotter
 
 log = logging.getLogger(__name__)
@@ -54,6 +69,17 @@ class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
     compaction: Compaction | None = None
 
 
+class Memory(msgspec.Struct):
+    """What a process remembers from one term as leader to the next.
+
+    `set_aside` has the inbox messages that could not be decided, by sequence, and why. `log_end` is an event that the
+    log had before it lost its end, 0 where it has not.
+    """
+
+    set_aside: dict[int, str] = {}
+    log_end: int = 0
+
+
 class Coordinator:
     """Leads one hive from `lead()` until it is cancelled or deposed. To lead again, make a new one.
 
@@ -66,9 +92,8 @@ class Coordinator:
         leader: str = "",
         lease: Lease | None = None,
         housekeeping: Housekeeping | None = None,
-        set_aside: dict[int, str] | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        """`set_aside` has the inbox messages that could not be decided, by sequence, and why. It gets those of ours."""
         self.bus = bus
         self.leader = leader or f"coordinator-{secrets.token_hex(4)}"
         self.core = Core()
@@ -78,14 +103,16 @@ class Coordinator:
         self._snapshots = Snapshotter(bus, self._housekeeping.snapshot_events)
         self._last = 0  # sequence of the last event that is stored
         self._event_id = ""  # and its message id
-        self._answered = 0  # inbox sequence that the last event answers
+        self._answered = Place()  # the inbox message that the last event answers
+        self._deciding: dict[int, Stored] = {}  # the messages that are being decided, by sequence
         self._consumed = 0  # inbox sequence up to which everything is decided and stored
+        self._newest_consumed: Stored | None = None  # and its message, once this leader has decided one
         self._is_stored = True  # whether the log has everything that is in the core's state
         self._reply_to: dict[str, str] = {}
         self._patient = {
             bus.subjects.inbox(str(kind.__struct_config__.tag)) for kind in (inbox.CallRecorded, inbox.Touch)
         }
-        self._set_aside = {} if set_aside is None else set_aside
+        self._memory = Memory() if memory is None else memory
 
     async def lead(self, fold: Fold | None = None) -> None:
         """Take over from `fold` (by default from a snapshot) and decide until cancelled.
@@ -102,6 +129,7 @@ class Coordinator:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             tasks.create_task(self._trim())
+            tasks.create_task(self._look_for_calls())
             tasks.create_task(retention.run(self.bus, lambda: self.core.hive, lambda: self._consumed, upkeep.trim_s))
             for bodies in (releasing.OPERATIONS, releasing.TRAJECTORIES):
                 tasks.create_task(
@@ -131,12 +159,14 @@ class Coordinator:
             await check_compacted(self.bus, fold)
             return False
         self._snapshots.pace.note(fold.snapshot, await self.bus.state(self.bus.subjects.events_stream))
+        found = await lost_ends.find(self.bus, fold, self._memory.log_end)
         self._last, self._event_id = fold.position, fold.event_id
-        self._answered = self._consumed = fold.answered
+        self._answered = fold.answered
         self.core = Core(fold.hive, self.bus.publisher.message_bytes_max)
+        self.core.live.began_after, self.core.live.inherited = fold.position, found.inherited
         wanted = self.core.hive.epoch + 1
         try:
-            await self._open_epoch()
+            await self._open_epoch(found)
         except Deposed:
             newest = await self.bus.last(self.bus.subjects.events_stream)
             if newest is not None and int(newest.headers[EPOCH]) >= wanted:
@@ -144,11 +174,25 @@ class Coordinator:
             return False
         return True
 
-    async def _open_epoch(self) -> None:
-        """Append `epoch.opened` alone: if another leader has written meanwhile, the fence refuses it (R4)."""
-        opening = PendingDecision(self.core.open_epoch(self.leader), self._answered)
-        await self._append([(opening, "")])
-        await self._append([(PendingDecision(decision, self._answered), "") for decision in self.core.recover()])
+    async def _open_epoch(self, found: lost_ends.Found) -> None:
+        """Append `epoch.opened` alone: if another leader has written meanwhile, the fence refuses it (R4).
+
+        Then say what streams have lost, after which the inbox is read from another place (R6).
+        """
+        await self._append_own([self.core.open_epoch(self.leader)])
+        self._answered = found.answered
+        self._consumed = found.answered.seq
+        if found.lost:
+            await self._append_own([self.core.note_lost(found.lost)])
+            for lost in found.lost:
+                log.error("the hive goes on without what was lost: %s", line_of(lost))
+            await snapshots.prune(self.bus, self._last)
+            self._memory.log_end = 0
+        await self._append_own(self.core.recover())
+
+    async def _append_own(self, decisions: Iterable[Decision]) -> None:
+        """Append decisions that no message has asked for."""
+        await self._append([(PendingDecision(decision, self._answered.seq), "") for decision in decisions])
 
     async def _may_decide(self) -> None:
         """Wait while the lease is lost. Raises `Deposed` only for a higher epoch on the log (R4)."""
@@ -164,14 +208,14 @@ class Coordinator:
             fold=FOLD,
             position=self._last,
             event_id=self._event_id,
-            answered=self._answered,
+            answered=self._answered.seq,
             hive=self.core.hive,
         )
 
     # ---- deciding ----
 
     async def _serve(self) -> None:
-        async with Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=self._answered + 1) as reader:
+        async with Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=self._answered.seq + 1) as reader:
             while True:
                 group = await self._read_group(reader)
                 await self._may_decide()
@@ -206,6 +250,7 @@ class Coordinator:
         """Decide message by message, append all events at once, then send all replies (R3)."""
         pending: list[tuple[PendingDecision, str]] = []  # with the trace of its message
         self._is_stored = False
+        self._deciding = {stored.seq: stored for stored in group}
         for stored in group:
             try:
                 message = inbox.decode_message(stored.data)
@@ -223,20 +268,20 @@ class Coordinator:
                 pending += [(each, span.traceparent) for each in self._decided(message, stored)]
         pending += [(each, "") for each in self.core.flush()]
         await self._append(pending)
-        self._consumed = group[-1].seq
+        self._consumed, self._newest_consumed = group[-1].seq, group[-1]
         self._is_stored = True
         await self._reply([reply for each, _ in pending for reply in each.decision.replies])
 
     def _decided(self, message: inbox.AnyMessage, stored: Stored) -> list[PendingDecision]:
-        why = self._set_aside.get(stored.seq)
+        why = self._memory.set_aside.get(stored.seq)
         if why is not None:
             return list(self.core.set_aside(message, stored.seq, stored.time_ns, why))
         try:
             return list(self.core.receive(message, stored.seq, stored.time_ns))
         except Exception as error:  # whatever it is, the next message has to be read
             log.exception("inbox message %d could not be decided: %s", stored.seq, inbox.kind_of(message))
-            self._set_aside[stored.seq] = f"{type(error).__name__}: {error}"[:WHY_CHARS_MAX]
-            raise Undecidable(f"inbox message {stored.seq}: {self._set_aside[stored.seq]}") from error
+            self._memory.set_aside[stored.seq] = f"{type(error).__name__}: {error}"[:WHY_CHARS_MAX]
+            raise Undecidable(f"inbox message {stored.seq}: {self._memory.set_aside[stored.seq]}") from error
 
     def _note_reply_to(self, command: str, reply_to: str) -> None:
         self._reply_to[command] = reply_to
@@ -248,10 +293,11 @@ class Coordinator:
         seq = self._last
         for each, trace in pending:
             events: list[Outgoing] = []
+            if each.answers != self._answered.seq and each.decision.events:
+                self._answered = self._deciding[each.answers].place
             for event, body in zip(each.decision.events, each.bodies or map(ev.encode_event, each.decision.events)):
                 seq += 1
-                events.append(self._outgoing(event, body, seq, each.answers, trace))
-                self._answered = each.answers
+                events.append(self._outgoing(event, body, seq, trace))
             if events:
                 outgoing.append(events)
         if not outgoing:
@@ -268,9 +314,11 @@ class Coordinator:
                 log.warning("decisions wait for the log: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    def _outgoing(self, event: ev.Event, body: bytes, seq: int, answers: int, trace: str) -> Outgoing:
+    def _outgoing(self, event: ev.Event, body: bytes, seq: int, trace: str) -> Outgoing:
         epoch = self.core.hive.epoch
-        headers = {EPOCH: str(epoch), INBOX: str(answers)}
+        headers = {EPOCH: str(epoch), INBOX: str(self._answered.seq)}
+        if self._answered.digest:
+            headers[INBOX_DIGEST] = self._answered.digest
         if trace:
             headers[TRACEPARENT] = trace
         return Outgoing(
@@ -311,23 +359,48 @@ class Coordinator:
             await self._may_decide()
             count += 1
             try:
-                await self.bus.inbox.send(inbox.Tick(id=f"tick-{epoch}-{count}", answered=self._consumed))
+                await self.bus.inbox.send(
+                    inbox.Tick(id=f"tick-{epoch}-{count}", answered=self._consumed, log_end=self._last)
+                )
             except BusUnavailable as error:
                 log.warning("the clock waits for the bus: %s", error)
             await asyncio.sleep(TICK_S)
 
     async def _trim(self) -> None:
-        """Drop inbox messages that are decided (R12)."""
-        trimmed = 0
+        """Drop inbox messages that were decided a while ago (R12).
+
+        Raises `StreamEndLost` when the stream went back: then what is there under these numbers is not decided.
+        """
+        stream = self.bus.subjects.inbox_stream
+        decided: Stored | None = None
         while True:
+            below, decided = decided, self._newest_consumed
             await asyncio.sleep(self._housekeeping.trim_s)
-            if self._consumed <= trimmed:
+            if below is None or below is decided:
                 continue
             try:
-                await self.bus.purge_below(self.bus.subjects.inbox_stream, self._consumed)
-                trimmed = self._consumed
+                if not await self.bus.is_kept(stream, below.place):
+                    raise StreamEndLost(stream, below.seq)
+                await self.bus.purge_below(stream, below.seq)
             except BusUnavailable as error:
                 log.warning("the inbox could not be trimmed: %s", error)
+
+    async def _look_for_calls(self) -> None:
+        """Raise `StreamEndLost` when needed calls are gone after a reconnection. Readers see it of other streams."""
+        back = asyncio.Event()
+        stop_listening = self.bus.on_reconnect(back.set)
+        try:
+            while True:
+                await back.wait()
+                back.clear()
+                try:
+                    if lost := await lost_ends.lost_calls(self.bus, self.core.hive):
+                        raise StreamEndLost(self.bus.subjects.calls_stream, lost.known)
+                except BusUnavailable as error:
+                    log.warning("whether calls are lost is not known: %s", error)
+                    back.set()
+        finally:
+            stop_listening()
 
 
 async def run(
@@ -341,13 +414,14 @@ async def run(
     async with await Bus.connect(url, hive, name="coordinator") as bus:
         await bus.ensure_streams(limits)
         lease = Lease(bus, leader)
-        set_aside: dict[int, str] = {}
+        memory = Memory()
         while True:
-            await _lead_once(Coordinator(bus, leader, lease, upkeep, set_aside), lease)
+            await _lead_once(Coordinator(bus, leader, lease, upkeep, memory), lease, memory)
 
 
-async def _lead_once(coordinator: Coordinator, lease: Lease) -> None:
-    """Stand by, then lead. Return when deposed, when a message could not be decided, or when the bus was away for long.
+async def _lead_once(coordinator: Coordinator, lease: Lease, memory: Memory) -> None:
+    """Stand by, then lead. Return when deposed, when a message could not be decided, when a stream has lost its end, or
+    when the bus was away for long.
 
     Raises `LogCorrupted`, and `BusUnavailable` when the bus was closed.
     """
@@ -359,6 +433,11 @@ async def _lead_once(coordinator: Coordinator, lease: Lease) -> None:
         log.warning("deposed, standing by: %s", group.exceptions[0])
     except* Undecidable as group:
         log.error("folding the log again, to set a message aside: %s", group.exceptions[0])
+    except* StreamEndLost as group:
+        for error in group.exceptions:
+            log.error("folding the log again: %s", error)
+            if isinstance(error, StreamEndLost) and error.stream == bus.subjects.events_stream:
+                memory.log_end = max(memory.log_end, error.known)
     except* BusUnavailable as group:
         if bus.is_closed:
             raise

@@ -87,6 +87,7 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.MessageSetAside: EventGroup.ENGINE,
     ev.LogCompacted: EventGroup.ENGINE,
     ev.CompactionFailed: EventGroup.ENGINE,
+    ev.StreamWentBack: EventGroup.ENGINE,
 }
 
 TROUBLE: frozenset[type[Event]] = frozenset(
@@ -104,6 +105,7 @@ TROUBLE: frozenset[type[Event]] = frozenset(
         ev.StorageFilled,
         ev.MessageSetAside,
         ev.CompactionFailed,
+        ev.StreamWentBack,
     }
 )
 

@@ -3,14 +3,15 @@
 from bombus.bus.append import Outgoing, append, log_id
 from bombus.bus.blobs import BlobMissing, Blobs
 from bombus.bus.connection import Bus
-from bombus.bus.headers import EPOCH, INBOX, REPLY, TRACEPARENT
+from bombus.bus.headers import EPOCH, INBOX, INBOX_DIGEST, REPLY, TRACEPARENT
 from bombus.bus.reader import Reader
 from bombus.bus.server import EmbeddedServer
-from bombus.bus.wire import AckLost, PubAck, ServerRefused, Stored, StreamState, WrongSequence
+from bombus.bus.wire import AckLost, Place, PubAck, ServerRefused, Stored, StreamState, WrongSequence
 
 __all__ = [
     "EPOCH",
     "INBOX",
+    "INBOX_DIGEST",
     "REPLY",
     "TRACEPARENT",
     "AckLost",
@@ -19,6 +20,7 @@ __all__ = [
     "Bus",
     "EmbeddedServer",
     "Outgoing",
+    "Place",
     "PubAck",
     "Reader",
     "ServerRefused",

@@ -23,7 +23,7 @@ from bombus.bus.headers import (
     MSG_ID,
 )
 from bombus.bus.wire import EpochFence, PubAck, ServerRefused
-from bombus.errors import BombusError, BusUnavailable, Deposed, LogCorrupted, Refused
+from bombus.errors import BombusError, BusUnavailable, Deposed, Refused, StreamEndLost
 from bombus.hive.events import HIVE, EpochOpened
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_las
     Each decision is stored as a whole or not at all. After a failure the same call may be made again over the same bus:
     what is already stored is recognised. The first append of an epoch is its `epoch.opened`, alone. Raises `Deposed`
     when another coordinator has written, `BusUnavailable` when the log cannot be reached within `timeout_s` or is full,
-    `LogCorrupted` when it is shorter than `expected_last`, `ValueError` for a decision of more than 1,000 events.
+    `StreamEndLost` when it is shorter than `expected_last`, `ValueError` for a decision of more than 1,000 events.
     """
     rest = [decision for decision in decisions if decision]
     for decision in rest:
@@ -183,7 +183,7 @@ async def _count_stored(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expec
     stored = await bus.last(bus.subjects.events_stream)
     last = 0 if stored is None else stored.seq
     if last < expected_last:
-        raise LogCorrupted(f"the event log ends at {last}; {expected_last} was acknowledged before")
+        raise StreamEndLost(bus.subjects.events_stream, expected_last)
     if stored is not None and int(stored.headers.get(EPOCH, "0")) > epoch:
         raise Deposed(f"epoch {stored.headers[EPOCH]} is open, ours was {epoch}")
     if last == expected_last or stored is None:

@@ -31,6 +31,7 @@ from bombus.bus.wire import (
     NO_HEADERS,
     NO_MESSAGE,
     EpochFence,
+    Place,
     ServerRefused,
     Stored,
     StreamState,
@@ -300,6 +301,16 @@ class Bus:
         if stored is None:
             raise LogCorrupted(f"{stream} has no message at {seq}")
         return stored
+
+    async def is_kept(self, stream: str, place: Place) -> bool:
+        """Return whether a stream still has a message, or has had it until it was purged: whether it kept its end."""
+        state = await self.state(stream)
+        if not state.first_seq <= place.seq <= state.last_seq:
+            return place.seq < state.first_seq
+        try:
+            return not place.digest or (await self.get(stream, place.seq)).place == place
+        except LogCorrupted:
+            return False
 
     async def get_many(self, stream: str, seqs: Sequence[int]) -> list[Stored]:
         """Return the messages at `seqs`, in that order, by many requests at once. Raises as `get` does.

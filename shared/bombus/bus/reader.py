@@ -20,11 +20,12 @@ from bombus.bus.connection import Bus
 from bombus.bus.requests import ApiCall
 from bombus.bus.wire import (
     NO_HEADERS,
+    Place,
     ReceivedMessage,
     Stored,
     decode_consumer,
 )
-from bombus.errors import BombusError, BusUnavailable, LogCorrupted
+from bombus.errors import BombusError, BusUnavailable, StreamEndLost
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Reader:
         self._bus = bus
         self._filter = filter_subject
         self._last = start_seq - 1  # the last stream sequence taken in
+        self._newest: Stored | None = None  # and its message, None before the first
         self._buffer: list[Stored] = []
         self._buffer_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -73,7 +75,7 @@ class Reader:
     async def read(self, max_messages: int = CREDIT_MESSAGES) -> list[Stored]:
         """Wait for at least one message and return those that have arrived, in order. A cancelled read loses nothing.
 
-        Raises `LogCorrupted` when the stream ends before the reader's position, `BusUnavailable` when the bus was
+        Raises `StreamEndLost` when the stream has lost what was read last, `BusUnavailable` when the bus was
         closed, `ServerRefused` when there is no such stream. While the bus is only disconnected, it waits.
         """
         if self._keeper is None:
@@ -133,7 +135,8 @@ class Reader:
         if seq > self._last:
             self._last = seq
             data = message.data
-            self._buffer.append(Stored(seq, message.subject, data, message.headers or NO_HEADERS, int(tokens[at + 4])))
+            self._newest = Stored(seq, message.subject, data, message.headers or NO_HEADERS, int(tokens[at + 4]))
+            self._buffer.append(self._newest)
             self._buffer_bytes += len(data)
             self._notify()
         if self._wants_more():
@@ -219,7 +222,8 @@ class Reader:
 
     async def _take(self, group: list[Stored]) -> None:
         """Append a group to the buffer; return when there is room for another."""
-        self._last = group[-1].seq
+        self._newest = group[-1]
+        self._last = self._newest.seq
         self._buffer += group
         self._buffer_bytes += sum([len(stored.data) for stored in group])
         self._notify()
@@ -239,7 +243,7 @@ class Reader:
             name = f"{_flat(self._inbox)}-{self._generation}"
             try:
                 await self._create(name, self._last + 1, timeout_s)
-                await self._check_length()
+                await self._check_end()
                 break
             except BusUnavailable as unavailable:
                 if self._bus.is_closed:
@@ -277,16 +281,11 @@ class Reader:
         if self._bus.is_connected:
             await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.{self.stream}.{name}")
 
-    async def _check_length(self) -> None:
-        """Raise `LogCorrupted` when the stream has lost its end: the server accepts a position after it (R6)."""
-        if self._last == 0:
-            return
-        state = await self._bus.state(self.stream)
-        if state.last_seq < self._last:
-            raise LogCorrupted(
-                f"{self.stream} ends at {state.last_seq}, but was read up to {self._last} before: "
-                "it lost its end, in a power cut perhaps"
-            )
+    async def _check_end(self) -> None:
+        """Raise `StreamEndLost` when the stream went back: the server accepts a position after its end (R6)."""
+        place = Place(self._last) if self._newest is None else self._newest.place
+        if place.seq > 0 and not await self._bus.is_kept(self.stream, place):
+            raise StreamEndLost(self.stream, place.seq)
 
     async def _give_credit(self) -> None:
         """Request messages whenever there is room; return when a new consumer is needed."""

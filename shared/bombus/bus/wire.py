@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Protocol
+from zlib import crc32
 
 import msgspec
 
+from bombus.bus.headers import INBOX, INBOX_DIGEST, MSG_ID
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -46,6 +48,16 @@ class ServerRefused(BombusError):
         self.description = description
 
 
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """A message in a stream: its sequence, and a digest by which another one under that sequence is told from it (R6).
+
+    The digest is "" where it is not known, as on events of versions before it.
+    """
+
+    seq: int = 0
+    digest: str = ""
+
+
 class Stored(msgspec.Struct, frozen=True, gc=False):
     """A message stored in a stream. `time_ns` is the server's clock when it was stored."""
 
@@ -54,6 +66,17 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     data: bytes
     headers: Mapping[str, str]
     time_ns: int
+
+    @property
+    def place(self) -> Place:
+        """Return where it is stored. Its digest has the time at which it was stored, and a sum of its id and body."""
+        checksum = crc32(self.data, crc32(self.headers.get(MSG_ID, "").encode()))
+        return Place(self.seq, f"{self.time_ns:x}{checksum:08x}")
+
+    @property
+    def answers(self) -> Place:
+        """Return the inbox message that this event answers."""
+        return Place(int(self.headers[INBOX]), self.headers.get(INBOX_DIGEST, ""))
 
 
 class PubAck(msgspec.Struct, frozen=True, gc=False):

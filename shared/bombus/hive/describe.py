@@ -7,7 +7,7 @@ from bombus.figures import byte_size, one_line
 from bombus.hive import events as ev
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.events import Event
-from bombus.hive.status.detail import format_text, stall_text
+from bombus.hive.status.detail import format_text, lost_text, stall_text
 
 METRICS_SHOWN = 3
 
@@ -52,6 +52,11 @@ def _(event: ev.LogCompacted) -> str:
 @_text.register
 def _(event: ev.CompactionFailed) -> str:
     return f"the log could not be compacted: {event.why}"
+
+
+@_text.register
+def _(event: ev.StreamWentBack) -> str:
+    return lost_text(event)
 
 
 @_text.register

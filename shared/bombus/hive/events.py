@@ -956,6 +956,19 @@ class CompactionFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag
     why: str
 
 
+class StreamWentBack(Event, frozen=True, kw_only=True, omit_defaults=True, tag="stream.went_back"):
+    """The stream `what` has lost its end: it had message `known`, and has kept those up to `kept`.
+
+    The hive goes on with what is there. Of `inbox`, whatever came after `kept` is decided from here on. Of `calls`,
+    `needed` of the lost ones belong to episodes that are open or were still to be trained.
+    """
+
+    what: str
+    known: int
+    kept: int
+    needed: int = 0
+
+
 AnyEvent = (
     EpochOpened
     | EngineConfigured
@@ -1024,6 +1037,7 @@ AnyEvent = (
     | MessageSetAside
     | LogCompacted
     | CompactionFailed
+    | StreamWentBack
 )
 
 _encoder = msgspec.msgpack.Encoder()

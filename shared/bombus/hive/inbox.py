@@ -318,10 +318,11 @@ class PublishWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag
 class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
     """The clock of the hive (R5): the leader sends one every second, and time passes only by these.
 
-    `answered` is the inbox sequence up to which all answers had been sent by then.
+    `answered` is the inbox sequence up to which all answers had been sent by then, `log_end` the last event.
     """
 
     answered: int | None = None
+    log_end: int = 0
 
 
 class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch"):

@@ -352,6 +352,7 @@ class Hive(msgspec.Struct, kw_only=True):
     full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
     aside: list[ev.MessageSetAside] = []  # the newest messages that could not be decided
     uncompacted: str = ""  # why the log is longer than it should be, "" when it is not
+    went_back: dict[str, ev.StreamWentBack] = {}  # by stream: the newest loss of its end
     released: int = 0  # what is before this sequence of the stream `ops` may be purged
     trajectories_released: int = 0  # the same of the stream `trajectories`
 
@@ -402,31 +403,49 @@ def evolve(hive: Hive, event: Event) -> None:
     """Fold one event into the state, in place."""
     if event.at_ns > hive.now_ns:
         hive.now_ns = event.at_ns
-    if isinstance(event, ev.EpochOpened):
-        hive.epoch = event.epoch
-        return
-    if isinstance(event, ev.StorageFilled):
-        hive.full[event.what] = event
-        return
-    if isinstance(event, ev.StorageFreed):
-        hive.full.pop(event.what, None)
-        return
-    if isinstance(event, ev.MessageSetAside):
-        hive.aside = [*hive.aside[1 - ASIDE_KEPT :], event]
-        return
-    if isinstance(event, ev.OperationsReleased):
-        _released(hive, event)
-        return
-    if isinstance(event, ev.TrajectoriesReleased):
-        hive.trajectories_released = event.below
-        return
-    if isinstance(event, ev.LogCompacted | ev.CompactionFailed):
-        hive.uncompacted = event.why if isinstance(event, ev.CompactionFailed) else ""
+    if isinstance(event, _OF_THE_HIVE):
+        _evolve_hive(hive, event)
         return
     engine = hive.engines.get(event.engine)
     if engine is None:
         engine = hive.engines[event.engine] = EngineState(name=event.engine)
     _handlers[type(event)](engine, event)
+
+
+_OF_THE_HIVE = (
+    ev.EpochOpened,
+    ev.StorageFilled,
+    ev.StorageFreed,
+    ev.MessageSetAside,
+    ev.OperationsReleased,
+    ev.TrajectoriesReleased,
+    ev.LogCompacted,
+    ev.CompactionFailed,
+    ev.StreamWentBack,
+)
+
+
+def _evolve_hive(hive: Hive, event: Event) -> None:
+    """Fold an event that is about no engine."""
+    match event:
+        case ev.EpochOpened():
+            hive.epoch = event.epoch
+        case ev.StorageFilled():
+            hive.full[event.what] = event
+        case ev.StorageFreed():
+            hive.full.pop(event.what, None)
+        case ev.MessageSetAside():
+            hive.aside = [*hive.aside[1 - ASIDE_KEPT :], event]
+        case ev.OperationsReleased():
+            _released(hive, event)
+        case ev.TrajectoriesReleased():
+            hive.trajectories_released = event.below
+        case ev.LogCompacted():
+            hive.uncompacted = ""
+        case ev.CompactionFailed():
+            hive.uncompacted = event.why
+        case ev.StreamWentBack():
+            hive.went_back[event.what] = event
 
 
 def _released(hive: Hive, event: ev.OperationsReleased) -> None:

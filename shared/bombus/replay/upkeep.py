@@ -41,7 +41,8 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
     """Fold from the first event that is kept, compare each snapshot on the way, and read the calls still needed.
 
     Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch or an inbox position that
-    goes backwards, an operation or a batch out of its order, a joint episode that begins or ends in parts, a snapshot
+    goes backwards where the log does not say that the inbox did, an inbox that lacks what the last event answers, an
+    operation or a batch out of its order, a joint episode that begins or ends in parts, a snapshot
     that cannot be read or is not the fold of the events before it, or a call of an open episode, the pool or the
     outstanding batch, or the body or the result of an operation, that does not match its reference. Scored groups that
     are gone are no fault of the log: they are counted. Raises `NotOnLog` when the log was compacted meanwhile.
@@ -65,6 +66,7 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
                     check.compare(waiting[stored.seq])
             progress(check.position, end)
     check.check_joint()
+    await _check_inbox(bus, newest)
     refs = sorted(set(calls_held_by(check.hive)), key=lambda ref: ref.seq)
     for start in range(0, len(refs), CALLS_AT_ONCE):
         some = refs[start : start + CALLS_AT_ONCE]
@@ -75,6 +77,18 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
     bodies = await _read_bodies(bus, check.hive)
     groups, lost = await _look_for_groups(bus, check.hive)
     return Verified(first, end, check.epochs, agreed, other, len(refs), bodies, groups, lost)
+
+
+async def _check_inbox(bus: Bus, newest: Stored | None) -> None:
+    """Raise `LogCorrupted` when the inbox does not have any more what the log's last event answers."""
+    if newest is None or not newest.answers.digest:
+        return
+    if not await bus.is_kept(bus.subjects.inbox_stream, newest.answers):
+        raise LogCorrupted(
+            f"event {newest.seq} answers message {newest.answers.seq} of the inbox, which is gone or is another one "
+            "now: the inbox has lost its end. The next coordinator that leads goes on from what is left, and says so "
+            "on the log (`stream.went_back`)"
+        )
 
 
 async def _read_bodies(bus: Bus, hive: Hive) -> int:
@@ -183,7 +197,7 @@ class LogCheck:
         self.position = stored.seq
         if epoch < self._epoch or epoch != self.hive.epoch:
             raise LogCorrupted(f"event {stored.seq} is of epoch {epoch}, inside epoch {self.hive.epoch}")
-        if answered < self._answered:
+        if answered < self._answered and not isinstance(event, ev.StreamWentBack):
             raise LogCorrupted(f"event {stored.seq} answers inbox message {answered}, after {self._answered}")
         self.epochs += epoch > self._epoch
         self._epoch, self._answered = epoch, answered

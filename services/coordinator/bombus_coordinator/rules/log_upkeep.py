@@ -1,7 +1,7 @@
-"""Put on the log what became of its compaction, so that every status shows it."""
+"""Put on the log what became of its compaction, and that it has lost its end, so that every status shows it."""
 
 from bombus.hive import events as ev
-from bombus.hive.inbox import CompactionTried
+from bombus.hive.inbox import CompactionTried, Tick
 from bombus.hive.state import Hive
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.live import Live
@@ -14,3 +14,13 @@ def tried(hive: Hive, live: Live, message: CompactionTried) -> Decisions:
             yield Decision(events=(ev.CompactionFailed(at_ns=live.now_ns, why=message.why),))
     elif message.below or hive.uncompacted:
         yield Decision(events=(ev.LogCompacted(at_ns=live.now_ns, below=message.below),))
+
+
+def ticked(hive: Hive, live: Live, tick: Tick) -> Decisions:
+    """Note that the log has lost its end, which a tick of an earlier leader knows of (R6)."""
+    if live.seq > live.inherited or tick.log_end <= live.began_after:
+        return
+    said = hive.went_back.get("events")
+    if said is None or said.kept != live.began_after or said.known < tick.log_end:
+        lost = ev.StreamWentBack(at_ns=live.now_ns, what="events", known=tick.log_end, kept=live.began_after)
+        yield Decision(events=(lost,))

@@ -2,12 +2,12 @@
 
 import msgspec
 
-from bombus.figures import seconds_between
+from bombus.figures import duration, seconds_between
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.collection import measures
 from bombus.hive.pacing import pace
 from bombus.hive.state import EngineState, Episode, EvalStats, Hive, Phase, Replica, engine_of
-from bombus.hive.status.detail import detail_of, disagreement_of, no_trainer, noting
+from bombus.hive.status.detail import detail_of, disagreement_of, lost_text, no_trainer, noting
 from bombus.hive.status.rows import (
     DataSetStatus,
     EngineStatus,
@@ -24,6 +24,8 @@ from bombus.hive.status.rows import (
 )
 from bombus.hive.tenants.state import TenantModel
 from bombus.hive.trajectories.status import scored_status
+
+LOSS_SHOWN_S = 86_400.0  # since it was found
 
 
 def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
@@ -218,6 +220,11 @@ def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
         refusing=hive.refusing_groups,
         set_aside=aside,
         uncompacted=hive.uncompacted,
+        went_back=tuple(
+            f"{lost_text(lost)} (found {duration(ago_s)} ago)"
+            for lost in hive.went_back.values()
+            if (ago_s := seconds_between(lost.at_ns, now_ns)) < LOSS_SHOWN_S
+        ),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from bombus.figures import counted, duration, seconds_between
 from bombus.hive.collection import Measure, measures
-from bombus.hive.events import ConversationFormat, TrainerStalled
+from bombus.hive.events import ConversationFormat, StreamWentBack, TrainerStalled
 from bombus.hive.pacing import last_chances, pace
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.rows import EngineStatus, FormatStatus
@@ -29,6 +29,11 @@ def stall_text(stalled: TrainerStalled) -> str:
     at = f" at {stalled.doing}" if stalled.doing else ""
     how = "was not heard from" if stalled.silent else "made no progress"
     return f"{stalled.trainer} {how}{at} for {duration(stalled.still_s)}"
+
+
+def lost_text(lost: StreamWentBack) -> str:
+    gone = f"stream {lost.what} has lost its end: messages {lost.kept + 1:,} to {lost.known:,} are gone"
+    return f"{gone}, {counted(lost.needed, 'call')} of them still needed" if lost.needed else gone
 
 
 def _phase_detail(engine: EngineState, now_ns: int) -> str:

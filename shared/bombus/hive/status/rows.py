@@ -182,3 +182,4 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     refusing: str = ""  # why no new work is taken
     set_aside: tuple[str, ...] = ()  # the newest messages that could not be decided: a fault of bombus
     uncompacted: str = ""  # why the log is longer than it should be
+    went_back: tuple[str, ...] = ()  # streams that have lost their ends in the last day

@@ -212,16 +212,17 @@ def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> st
     """Return the status of one engine, or of all when `engine` is "", as text that ends with a newline."""
     status = hive_status(hive, now_ns)
     chosen = [row for row in status.engines if engine in ("", row.engine)]
-    if not chosen:
+    if not chosen and engine:
         known = ", ".join(row.engine for row in status.engines) or "none"
-        return f"no engine {engine!r} on this hive; known engines: {known}\n" if engine else "no engine yet\n"
+        return f"no engine {engine!r} on this hive; known engines: {known}\n"
     alarms = [
         f"warning: a message could not be decided and was set aside, please report it: {one_line(why)}\n"
         for why in status.set_aside
     ]
     if status.uncompacted:
         alarms.append(f"warning: the log could not be compacted: {one_line(status.uncompacted)}\n")
+    alarms += [f"warning: {lost}\n" for lost in status.went_back]
     parts = [_engine_text(row, status.now_ns) for row in chosen]
     if joint := _joint_lines([row for row in status.joint if engine in ("", *row.engines)]):
         parts.append("\n".join(joint))
-    return "\n\n".join(parts) + "\n" + "".join(alarms)
+    return ("\n\n".join(parts) or "no engine yet") + "\n" + "".join(alarms)

@@ -1,0 +1,100 @@
+"""Find what streams have lost, in a power cut or because an older copy of one was put in its place (R6).
+
+Streams tell on each other: an event names the inbox message that it answers, and calls by sequence and digest; a tick
+and a snapshot name an event. What is missing was there once.
+"""
+
+import logging
+
+import msgspec
+
+from bombus.bus import Bus, Place, ServerRefused, snapshots
+from bombus.errors import LogCorrupted
+from bombus.hive import events as ev
+from bombus.hive.events import StreamWentBack
+from bombus.hive.records import CallRef, decode_record
+from bombus.hive.state import Hive
+from bombus.replay.export import calls_held_by
+from bombus_coordinator.recovery import Fold
+
+log = logging.getLogger(__name__)
+
+INBOX, EVENTS, CALLS = "inbox", "events", "calls"
+
+
+class Found(msgspec.Struct, frozen=True):
+    """`answered` is the inbox message after which to go on, `inherited` the newest one that is there already."""
+
+    answered: Place
+    inherited: int
+    lost: tuple[StreamWentBack, ...]
+
+
+async def find(bus: Bus, fold: Fold, log_end: int = 0) -> Found:
+    """Compare the streams with the fold of the whole log, which had an event `log_end` once.
+
+    Each loss is returned once: not if the log says it already.
+    """
+    lost: list[StreamWentBack] = []
+    hive = fold.hive
+    known = max([log_end, *await snapshots.positions(bus)])
+    if known > fold.position:
+        lost.append(StreamWentBack(at_ns=hive.now_ns, what=EVENTS, known=known, kept=fold.position))
+    answered = fold.answered
+    if not await bus.is_kept(bus.subjects.inbox_stream, answered):
+        answered = await _answered_and_kept(bus, fold.position)
+        lost.append(StreamWentBack(at_ns=hive.now_ns, what=INBOX, known=fold.answered.seq, kept=answered.seq))
+    if calls := await lost_calls(bus, hive):
+        lost.append(calls)
+    inherited = (await bus.state(bus.subjects.inbox_stream)).last_seq
+    return Found(answered, inherited, tuple(lost))
+
+
+async def _answered_and_kept(bus: Bus, position: int) -> Place:
+    """Return the newest inbox message that an event answers and that is still there.
+
+    `position` is that of the last event, whose message is gone. Sequences rise from event to event, but for the places
+    where the log says that the inbox went back: the search begins at the last of them. Without any such event, it is
+    the message before the first one that is there.
+    """
+    events, stream = bus.subjects.events_stream, bus.subjects.inbox_stream
+    first = (await bus.state(events)).first_seq
+    went_back = await bus.last(events, bus.subjects.event(ev.HIVE, str(StreamWentBack.__struct_config__.tag)))
+    low, high = first - 1, position
+    if went_back is not None and went_back.seq >= first:
+        if await bus.is_kept(stream, went_back.answers):
+            low = went_back.seq
+        else:
+            high = went_back.seq
+    while high - low > 1:
+        middle = (low + high) // 2
+        if await bus.is_kept(stream, (await bus.get(events, middle)).answers):
+            low = middle
+        else:
+            high = middle
+    if low >= first:
+        return (await bus.get(events, low)).answers
+    return Place((await bus.state(stream)).first_seq - 1)
+
+
+async def lost_calls(bus: Bus, hive: Hive) -> StreamWentBack | None:
+    """Return that calls went back, if some that are still needed are lost and the log does not say so yet."""
+    refs = sorted(set(calls_held_by(hive)), key=lambda ref: ref.seq)
+    said = hive.went_back.get(CALLS)
+    if not refs or (said is not None and said.known == refs[-1].seq) or await _is_kept(bus, refs[-1]):
+        return None
+    low, high = -1, len(refs) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if await _is_kept(bus, refs[middle]) else (low, middle)
+    kept = refs[low].seq if low >= 0 else 0
+    count = len(refs) - high
+    return StreamWentBack(at_ns=hive.now_ns, what=CALLS, known=refs[-1].seq, kept=kept, needed=count)
+
+
+async def _is_kept(bus: Bus, ref: CallRef) -> bool:
+    try:
+        decode_record((await bus.get(bus.subjects.calls_stream, ref.seq)).data, ref)
+    except (LogCorrupted, ServerRefused):  # of a sequence that cannot be: anybody may publish nonsense
+        return False
+    return True
