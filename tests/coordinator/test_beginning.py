@@ -189,7 +189,7 @@ def test_steps_since_the_beginning_are_kept_to_be_made_again() -> None:
     roll(harness, 2)
     step(harness, saved=False)
     step(harness, saved=False)
-    assert [each.batch.step for each in harness.engine.steps] == [2, 3, 4]
+    assert [each.batch.step for each in harness.engine.steps] == [1, 2, 3, 4], "step 1 has the older checkpoint"
     step(harness)
     step(harness)
     assert [each.batch.step for each in harness.engine.steps] == [5, 6]

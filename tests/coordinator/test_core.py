@@ -14,6 +14,7 @@ from bombus.hive.inbox import Done, Found, Granted, Refusal
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.state import DATA_SETS_MAX, FORMATS_MAX, Phase
 from bombus.hive.status.text import render_status
+from bombus_coordinator import storage
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 
@@ -979,6 +980,11 @@ def test_new_work_is_refused_while_less_than_the_reserve_is_left(harness: CoreHa
     assert "calls" in filled.why
     assert "calls" in refused(harness.request(harness.claim_message()), Code.STORAGE_FULL)
     assert sees(harness, 95) == [], "only once"
+
+
+def test_inodes_are_counted_and_not_said_in_bytes(harness: CoreHarness) -> None:
+    filled = only(sees(harness, 91, storage.INODES), ev.StorageFilled)
+    assert "of the disk's inodes 9 of 100 are left. Remove files" in filled.why  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stream", ["inbox", "events", "calls", "blobs"])

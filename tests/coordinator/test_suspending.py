@@ -38,7 +38,7 @@ def resume(harness: CoreHarness, command: str = "") -> inbox.AnyAnswer:
     return harness.request(inbox.Resume(id=command or harness.id(), engine=ENGINE))
 
 
-def break_step(harness: CoreHarness) -> list[ev.AnyEvent]:
+def break_step(harness: CoreHarness, waits: bool = False) -> list[ev.AnyEvent]:
     return harness.send(
         inbox.StepBroke(
             id=harness.id(),
@@ -47,6 +47,7 @@ def break_step(harness: CoreHarness) -> list[ev.AnyEvent]:
             step=harness.engine.step,
             trainer_epoch=harness.engine.trainer_epoch,
             reason=REASON,
+            waits=waits,
         )
     )
 
@@ -55,6 +56,15 @@ def refused(answer: inbox.AnyAnswer, code: Code) -> str:
     assert isinstance(answer, inbox.Refusal), answer
     assert answer.code == code
     return answer.why
+
+
+def test_a_step_that_waits_for_room_is_told_each_time_and_counts_as_no_failure() -> None:
+    harness = rolling(batch_size=1, num_repeat=2)
+    harness.play("a", 1.0)
+    harness.play("a", 0.0)
+    told = [event for _ in range(4) for event in break_step(harness, waits=True)]
+    assert [(type(event), getattr(event, "failures", None)) for event in told] == 4 * [(ev.StepFailed, 0)]
+    assert not harness.engine.suspended
 
 
 def test_r8_a_fault_that_may_pass_suspends_the_run_which_keeps_its_episodes_pool_and_version() -> None:

@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from bombus_coordinator import storage
 from bombus_gateway.keys import Keys
 from tests.conftest import MB, SMALL_STREAMS, freeze, kill, thaw
 from tests.gateway.openai_hive import ENGINE, MODEL, SECRET, GatewayHive, gateway_hive, new_id
+from tests.patience import PATIENCE_S
+from tests.small_disk import fill, small_disk
 
 USER: Any = [{"role": "user", "content": "how are you?"}]
 SOON_S = 15.0
@@ -222,29 +223,13 @@ async def test_decisions_wait_while_the_event_log_is_full_and_are_stored_when_it
 # ---- the disk is full ----
 
 
+INODES = 300  # of the small disk
+
+
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a disk of 96 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def fill(ballast: Path) -> None:
-    """Use every byte that is left on the disk."""
-    with ballast.open("ab", buffering=0) as file:
-        for size in (MB, 4096, 1):
-            try:
-                while file.write(b"x" * size) == size:
-                    pass
-            except OSError:
-                continue
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", f"size=96m,nr_inodes={INODES}") as folder:
+        yield folder
 
 
 async def keep_running(server: EmbeddedServer) -> None:
@@ -256,15 +241,15 @@ async def keep_running(server: EmbeddedServer) -> None:
         await asyncio.sleep(0.1)
 
 
-async def test_a_full_disk_refuses_new_work_and_loses_nothing_and_work_continues_with_room(small_disk: Path) -> None:
-    server = EmbeddedServer(small_disk / "nats", store_bytes_max=100 << 30)
+async def test_a_full_disk_refuses_new_work_and_loses_nothing_and_work_continues_with_room(disk: Path) -> None:
+    server = EmbeddedServer(disk / "nats", store_bytes_max=100 << 30)
     await asyncio.to_thread(server.start)
-    ballast = small_disk / "ballast"
+    ballast = disk / "ballast"
     acknowledged: list[str] = []
     try:
         async with await Bus.connect(server.url, "h") as bus:
             await bus.ensure_streams(SMALL_STREAMS)
-            async with gateway_hive(bus, bus_timeout_s=1.0) as hive, watched(hive, bus, small_disk, 40 * MB):
+            async with gateway_hive(bus, bus_timeout_s=1.0) as hive, watched(hive, bus, disk, 40 * MB):
                 episode, key = await hive.claim()
                 acknowledged += [await ask(hive, key) for _ in range(3)]
                 ballast.write_bytes(b"x" * 60 * MB)
@@ -288,5 +273,31 @@ async def test_a_full_disk_refuses_new_work_and_loses_nothing_and_work_continues
                 assert [record.id for record in await hive.records(episode, 4)] == acknowledged
                 await hive.end(episode)
                 keeping.cancel()
+    finally:
+        await asyncio.to_thread(server.stop, 2)
+
+
+async def test_a_server_without_inodes_says_so_and_is_restarted_once_it_can_write_again(disk: Path) -> None:
+    server = EmbeddedServer(disk / "nats", store_bytes_max=100 << 30)
+    await asyncio.to_thread(server.start)
+    try:
+        async with await Bus.connect(server.url, "h") as bus:
+            await bus.ensure_streams(SMALL_STREAMS)
+            subject = bus.subjects.call(ENGINE, "e")
+            taken = [disk / f"file-{number}" for number in range(INODES)]
+            with suppress(OSError):
+                for path in taken:
+                    path.touch()
+            with suppress(BusUnavailable):
+                for number in range(20):  # a stream begins a new file every 8 MB
+                    await bus.publisher.publish(subject, bytes(MB), msg_id=f"m{number}", timeout_s=2)
+            assert "No space" in server.broken or "no space" in server.broken
+            assert not server.needs_restart()
+            for path in taken:
+                path.unlink(missing_ok=True)
+            keeping = asyncio.create_task(keep_running(server))
+            await bus.publisher.publish(subject, b"again", msg_id="again", timeout_s=PATIENCE_S)
+            keeping.cancel()
+            assert not server.broken
     finally:
         await asyncio.to_thread(server.stop, 2)

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 from bombus.bus import Bus
 from bombus.hive import inbox
-from bombus.hive.events import WeightsReady
+from bombus.hive.events import StepFailed, WeightsReady
 from bombus.hive.state import Phase
 from bombus.weights.models import resolve_model
 from bombus_trainer.publish.checkpoint import MANIFEST, CheckpointLost, read_facts
+from tests.small_disk import fill, small_disk
 from tests.trainer.small_batches import tiny_model_folder
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
 
@@ -69,6 +70,46 @@ async def test_a_run_begins_with_another_learning_rate_where_the_last_one_was_st
     assert published(stage, run=2)[2] == published(stage, run=1)[2], "step 3 left no checkpoint"
     await play(stage, 3, 3)
     assert published(stage, run=2)[3] == published(stage, run=1)[2], "nothing is learned at a rate of 0"
+
+
+async def test_a_step_for_which_a_disk_has_no_room_is_made_once_there_is_some_and_suspends_nothing(
+    bus: Bus, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", "size=64m") as disk:
+        async with staged(bus, tmp_path) as stage:
+            stage.train(options=stage.options.model_copy(update={"folder": disk, "retry_s": 0.02, "retry_s_max": 0.1}))
+            await stage.start(stage.job())
+            await stage.until(Phase.ROLLING, version=0)
+            fill(disk / "ballast")
+            await stage.play_batch(shift=1)
+            await stage.follower.wait_for(lambda _: sum(isinstance(e, StepFailed) for e in stage.events) > 3, WAIT_S)
+            assert stage.engine.step_failures == 0
+            assert not stage.engine.suspended
+            (disk / "ballast").unlink()
+            await stage.until(Phase.ROLLING, version=1)
+
+
+async def test_a_run_that_begins_at_a_damaged_checkpoint_goes_on_from_the_one_before_with_the_same_bytes(
+    stage: Stage,
+) -> None:
+    stage.train()
+    await stage.start(stage.job(checkpoint_every=2))
+    await play(stage, 1, 4)
+    await stop(stage)
+    older, newest = sorted(stage.options.folder.glob("checkpoints/*/main/run-1/step-*"))
+    (newest / MANIFEST).write_bytes(b"damaged")
+    await stage.start(stage.job(checkpoint_every=2))
+    await play(stage, 5, 5)
+    assert published(stage, run=2)[4] == published(stage, run=1)[4]
+    done = stage.engine.step_done
+    assert done is not None
+    assert done.metrics["steps_made_again"] == 2
+    await stop(stage)
+    (older / MANIFEST).write_bytes(b"damaged")
+    await stage.start(stage.job(checkpoint_every=2))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), WAIT_S)
+    assert "not be loaded: the checkpoint" in stage.engine.suspended, "at once: it does not mend by itself"
+    assert stage.engine.suspended.endswith(LOADED)
 
 
 async def test_a_checkpoint_that_is_away_suspends_the_run_that_begins_at_it(stage: Stage) -> None:

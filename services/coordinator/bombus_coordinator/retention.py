@@ -40,7 +40,8 @@ class Floor(msgspec.Struct, frozen=True):
 
 def floor(engine: EngineState) -> Floor:
     """Return the floor of this state and of every state that may follow it."""
-    made = min(engine.steps_needed, engine.step - engine.begun)  # those of earlier runs are kept for replay alone
+    before = sum(step.batch.step < engine.begun for step in engine.steps)  # of the run before, from which it goes on
+    made = min(engine.steps_needed, engine.step - engine.begun + before)  # other steps are kept for replay alone
     held = [engine.newest_call, *engine.steps_from[len(engine.steps_from) - made :]]
     held += [episode.calls_from for episode in engine.open.values()]
     held += [completed.calls_from for completed in engine.pool.values()]

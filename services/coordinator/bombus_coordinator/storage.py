@@ -6,6 +6,7 @@ one and a half times the reserve is free, so that it does not go back and forth.
 
 import asyncio
 import logging
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ RESERVE = 0.1  # of a stream
 DISK_RESERVE_BYTES = 256 << 20
 FREE_AGAIN = 1.5  # times the reserve
 DISK = "the disk"
+INODES = "the disk's inodes"
+INODES_RESERVE = 1024
 _ADVICE = {
     "inbox": "It is trimmed as soon as the coordinator has caught up; or raise its limit with --inbox-bytes-max.",
     "events": "It is compacted when it is over 60 % full, unless that is switched off or fails, which `bombus status` "
@@ -38,6 +41,7 @@ _ADVICE = {
     "trajectories": "It is trimmed as batches are handed out; or raise its limit with --trajectories-bytes-max.",
     "blobs": "Raise its limit with --blobs-bytes-max.",
     DISK: "Make room where the bus keeps its data.",
+    INODES: "Remove files where the bus keeps its data: it can make no more of them, however many bytes are free.",
 }
 
 
@@ -52,8 +56,9 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
     if full == (place.what in hive.full):
         return
     if full:
-        name = place.what if place.what == DISK else f"stream {place.what}"
-        left = f"{byte_size(max(0, place.size - place.used))} of {byte_size(place.size)} are left"
+        name = place.what if place.what in (DISK, INODES) else f"stream {place.what}"
+        text = str if place.what == INODES else byte_size
+        left = f"{text(max(0, place.size - place.used))} of {text(place.size)} are left"
         oldest = _oldest_group(hive) if place.what == SCORED_GROUPS else ""
         why = f"Storage is nearly full: of {name} {left}. {_ADVICE.get(place.what, 'Make room.')}{oldest}"
         filled = ev.StorageFilled(at_ns=live.now_ns, what=place.what, used=place.used, size=place.size, why=why)
@@ -105,6 +110,11 @@ async def _measure(bus: Bus, disk: Path | None, disk_reserve: int) -> AsyncItera
     if disk is not None:
         usage = shutil.disk_usage(disk)
         yield StorageSeen(id="", what=DISK, used=usage.total - usage.free, size=usage.total, reserve=disk_reserve)
+        inodes = os.statvfs(disk)
+        if inodes.f_files:  # some file systems have as many as they have room for
+            reserve = min(INODES_RESERVE, int(RESERVE * inodes.f_files))
+            used = inodes.f_files - inodes.f_favail
+            yield StorageSeen(id="", what=INODES, used=used, size=inodes.f_files, reserve=reserve)
     for what, state in (await bus.limited_states()).items():
         if state.max_bytes > 0:
             reserve = int(RESERVE * state.max_bytes)

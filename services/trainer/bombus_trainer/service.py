@@ -33,7 +33,7 @@ from bombus_trainer.ownership import RunOver, RunOwnership
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.publish.export import digest_like
-from bombus_trainer.recovery.faults import backoff
+from bombus_trainer.recovery.faults import backoff, lacks_room
 from bombus_trainer.recovery.progress import STALLS, Kind, in_thread, watch_here
 from bombus_trainer.recovery.reports import RunReports, reason_of
 from bombus_trainer.recovery.restoring import restored
@@ -113,7 +113,7 @@ class Trainer:
     async def _make_steps(self, versions: Versions) -> None:
         ownership, options = self._ownership, self._options
         executor: TrainerBackend | None = None
-        failures = 0
+        failures = attempts = 0  # in a row; those for want of room are no failures
         while True:
             try:
                 executor = executor or await self._catch_up(await self._boot(versions))
@@ -121,7 +121,7 @@ class Trainer:
                 await self._check_finite()
                 await self._next_batch()
                 await self._step(executor, self._outstanding())
-                failures = 0
+                failures = attempts = 0
                 continue
             except Interrupted:
                 raise RunOver from None
@@ -133,14 +133,14 @@ class Trainer:
             except BusUnavailable as error:
                 log.warning("run %d waits for the bus: %s", ownership.run, error)
             except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
-                failures += 1
+                failures, attempts = failures + (not lacks_room(error)), attempts + 1
                 log.exception("run %d: attempt %d failed", ownership.run, self._attempt)
                 await self._report_failure(error, failures)
             executor = None  # free what the attempt left in it before the next one is loaded
             if ownership.engine.waits_for_operator:
-                failures = 0
+                failures = attempts = 0
             else:
-                await ownership.pause(backoff(failures, options.retry_s, options.retry_s_max))
+                await ownership.pause(backoff(attempts, options.retry_s, options.retry_s_max))
 
     async def _next_batch(self) -> None:
         start = perf_counter()
@@ -377,8 +377,9 @@ class Trainer:
         """Report a failure. The coordinator counts those of a step, this trainer those outside of one."""
         ownership = self._ownership
         batch = ownership.engine.batch
+        waits = lacks_room(error)
         if batch is None:
-            if failures >= ownership.engine.collection.max_step_failures:
+            if not waits and failures >= ownership.engine.collection.max_step_failures:
                 await self._reports.suspend(reason_of(error))
             return
         before = _counts(ownership.engine)
@@ -389,9 +390,11 @@ class Trainer:
             step=batch.step,
             trainer_epoch=ownership.epoch,
             reason=reason_of(error),
+            waits=waits,
         )
         await ownership.send(broke)
-        await ownership.wait(lambda engine: _counts(engine) != before)
+        if not waits:
+            await ownership.wait(lambda engine: _counts(engine) != before)
 
     def _checkpoint_every(self, executor: TrainerBackend) -> int:
         """Return after how many steps there is a checkpoint: as registered for scored groups, or as the job says."""

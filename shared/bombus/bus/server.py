@@ -1,5 +1,6 @@
 """A nats-server as a child process, with its data in one folder. It ends when this process ends."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from bombus.config.streams import PAYLOAD_BYTES
 from bombus.errors import BusUnavailable
@@ -24,9 +25,11 @@ USER = "bombus"
 PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # for a URL, and for a configuration
 MAX_PENDING_BYTES = 64 << 20
 _POLL_S = 0.02
-# A stream that could not write stays broken until the server is restarted, even when there is room again.
-FULL_BYTES = 16 << 20  # on the disk: twice the largest message
-ROOM_BYTES = 32 << 20
+# A stream that could not write stays broken until the server is restarted, even when it could write again.
+ROOM_BYTES = 16 << 20  # that have to fit before: twice the largest message
+AGAIN_S_MAX = 60.0  # before a server is restarted that is broken again
+LOG_BYTES_MAX, LOGS_KEPT = 16 << 20, 4
+_BROKEN = (b"critical write error", b"failed to store a msg")
 
 # This runs in the child before it becomes the server, so that Linux kills it when its parent dies. A preexec_fn could
 # do the same but is unsafe in a process with threads. Checking the parent afterwards closes a race.
@@ -69,7 +72,9 @@ class EmbeddedServer:
         self._password = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._exited = threading.Event()
-        self._was_full = False
+        self.broken = ""  # what the server said when it could not write, "" while it can
+        self._restarts = 0  # since it was last sound for long
+        self._started_s = self._broken_s = 0.0
 
     @property
     def url(self) -> str:
@@ -92,7 +97,7 @@ class EmbeddedServer:
         if self.pid is not None:
             raise RuntimeError("the server is running")
         binary = find_server()
-        self._was_full = False
+        self.broken, self._started_s = "", time.monotonic()
         private_folder(self.data_dir)
         lock = _lock(self.data_dir)
         self._password = _password_in(self.data_dir)
@@ -116,13 +121,25 @@ class EmbeddedServer:
             raise
 
     def needs_restart(self) -> bool:
-        """Return whether the disk was full since the start and has room again.
+        """Return whether the server could not write (see `broken`), for whatever reason, and now could.
 
-        Call it often: it looks at the disk only when it is called.
+        One that is broken again soon after a restart is restarted after twice the pause, up to a minute.
         """
-        free = shutil.disk_usage(self.data_dir).free
-        self._was_full = self._was_full or free < FULL_BYTES
-        return self._was_full and free > ROOM_BYTES
+        if not self.broken:
+            return False
+        if self._broken_s - self._started_s > AGAIN_S_MAX:
+            self._restarts = 0
+        pause_s = min(2.0**self._restarts - 1, AGAIN_S_MAX)
+        if time.monotonic() - self._broken_s < pause_s or not _has_room(self.data_dir):
+            return False
+        self._restarts += 1
+        return True
+
+    def _note(self, line: bytes) -> None:
+        """Learn from a line of the server's log whether it can write."""
+        if not self.broken and any(symptom in line for symptom in _BROKEN):
+            self._broken_s = time.monotonic()
+            self.broken = line.decode(errors="replace").strip()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Wait until the server has exited and return its exit code; None when it still runs after `timeout_s`."""
@@ -157,24 +174,26 @@ class EmbeddedServer:
 
         def keep() -> None:
             try:
-                with self.log_path.open(
-                    "ab"
-                ) as log:  # it logs to the file itself, unless it cannot read its configuration
-                    self._process = process = subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,  # Ctrl-C goes to the services first; the server is stopped after
-                        env=os.environ | {"GOMEMLIMIT": self._memory_limit},
-                        pass_fds=(lock.fileno(),),
-                    )
+                self._process = process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,  # what it says is read here also when the disk takes no log
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C goes to the services first; the server is stopped after
+                    env=os.environ | {"GOMEMLIMIT": self._memory_limit},
+                    pass_fds=(lock.fileno(),),
+                )
             except OSError as error:
                 failures.append(error)
                 return
             finally:
                 lock.close()
                 spawned.set()
+            assert process.stdout is not None
+            with _ServerLog(self.log_path) as log, process.stdout as said:
+                for line in said:
+                    log.write(line)
+                    self._note(line)
             process.wait()
             exited.set()
 
@@ -192,9 +211,6 @@ port: {self.port or -1}
 {monitor}server_name: {self._name}
 authorization {{ user: {USER}, password: "{self._password}" }}
 ports_file_dir: {json.dumps(str(self.data_dir))}
-log_file: {json.dumps(str(self.log_path))}
-logfile_size_limit: {16 << 20}
-logfile_max_num: 4
 max_payload: {PAYLOAD_BYTES}
 max_pending: {MAX_PENDING_BYTES}
 max_connections: 4096
@@ -229,6 +245,57 @@ jetstream {{
             return " | ".join(self.log_path.read_text(errors="replace").splitlines()[-8:])
         except FileNotFoundError:
             return "(it wrote no log)"
+
+
+class _ServerLog:
+    """The file of a server's log, and the older ones. What a full disk does not take is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+
+    def write(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):
+            if self._file is None or self._file.tell() > LOG_BYTES_MAX:
+                self._open()
+            if self._file is not None:
+                self._file.write(line)
+
+    def _open(self) -> None:
+        self.close()
+        if self._path.exists() and self._path.stat().st_size > LOG_BYTES_MAX:
+            for number in range(LOGS_KEPT - 1, 0, -1):
+                older = self._path.with_suffix(f".log.{number}")
+                if older.exists():
+                    older.replace(self._path.with_suffix(f".log.{number + 1}"))
+            self._path.replace(self._path.with_suffix(".log.1"))
+        self._file = self._path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _has_room(folder: Path) -> bool:
+    """Return whether a file of the size that a server may need can be made: there are bytes, inodes and quota."""
+    probe = folder / "room"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(ROOM_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        return True
+    except OSError:
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _lock(folder: Path) -> IO[bytes]:

@@ -450,6 +450,7 @@ class StepBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ste
     step: int
     trainer_epoch: int
     reason: str
+    waits: bool = False  # for room on a disk: it does not count, and the trainer tries again until there is some
 
 
 class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.saved"):

@@ -15,13 +15,13 @@ from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import LeftRun, goes_on, keep, leave, step_of
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall, RunKind
 from bombus.hive.records import BodyRef, CallRef, CallStatus
-from bombus.hive.steps import SealedStep, complete, lacking
+from bombus.hive.steps import SealedStep, complete, lacking, up_to
 from bombus.hive.tenants import state as tenancy
 from bombus.hive.tenants.state import Tenants
 from bombus.hive.trajectories import state as scored
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 9  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 10  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -531,7 +531,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         trajectories=engine.trajectories,
     )
     if event.begins is not None:
-        _begin_at(fresh, event.begins)
+        _begin_at(fresh, event.begins, engine.steps)
         if goes_on(event.begins, engine.run, engine.started):
             fresh.counters = engine.counters
             kept = {version: stats for version, stats in engine.evals.items() if version <= event.begins.step}
@@ -548,13 +548,22 @@ def _release_replicas(engine: EngineState) -> None:
         replica.quarantined = None
 
 
-def _begin_at(engine: EngineState, begins: ev.Beginning) -> None:
-    """Let a run begin as if it had made the step of that checkpoint itself. Its batch is not needed again."""
+def _begin_at(engine: EngineState, begins: ev.Beginning, before: list[SealedStep]) -> None:
+    """Let a run begin as if it had made the step of that checkpoint itself.
+
+    Where the run before it made that step, with the same settings, its trainer can fall back to an older checkpoint as
+    that of the run before would. Otherwise no batch is needed again.
+    """
     batch = ev.BatchReady(engine=engine.name, run=begins.run, step=begins.step, groups=(), config_digest="")
     done = step_of(engine.name, begins)
     engine.step = engine.begun = begins.step
     engine.step_done = done
-    engine.steps = [SealedStep(batch=batch, done=done)]
+    kept = [] if begins.changed else up_to(before, begins.checkpoint)
+    engine.steps = kept or [SealedStep(batch=batch, done=done)]
+    unfinished = len(before) - len(kept) if kept else 0
+    for _ in range(min(unfinished, len(engine.steps_from) - 1)):  # so that one bound is one step again
+        *older, last, newest = engine.steps_from
+        engine.steps_from = [*older, min(last, newest)]
 
 
 @_on(ev.EngineProgressed)

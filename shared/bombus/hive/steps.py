@@ -31,6 +31,20 @@ def complete(steps: list[SealedStep], done: StepCompleted) -> None:
     del steps[: max(len(steps) - STEPS_KEPT, saved[-2] if len(saved) > 1 else 0)]
 
 
+def up_to(steps: list[SealedStep], checkpoint: str) -> list[SealedStep]:
+    """Return the steps up to the one that left this checkpoint, from which a new run can go on as its trainer would.
+
+    None where there is no older checkpoint among them, or where one of them was never completed.
+    """
+    at = next((number for number, step in enumerate(steps) if step.saved and _left(step, checkpoint)), -1)
+    found = steps[: at + 1]
+    return found if len(checkpoints(found)) > 1 and all(step.done is not None for step in found) else []
+
+
+def _left(step: SealedStep, checkpoint: str) -> bool:
+    return step.done is not None and step.done.checkpoint == checkpoint
+
+
 def lacking(steps: list[SealedStep]) -> int:
     """Return how many of the newest steps the older of two checkpoints lacks, or the model as loaded."""
     return len(steps) - (sum(step.saved for step in steps) > 1)

@@ -168,7 +168,7 @@ class Supervisor:
             if code is None:
                 if await asyncio.to_thread(server.needs_restart):
                     # A stream that could not write stays silent until its server is restarted.
-                    log.error("the disk was full and has room again: nats-server is restarted")
+                    log.error("nats-server could not write and can again, so it is restarted: %s", server.broken)
                     await asyncio.to_thread(server.stop)
                 continue
             log.error("nats-server ended with code %s; it is restarted with the same data", code)

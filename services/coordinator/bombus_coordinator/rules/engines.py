@@ -317,7 +317,7 @@ def step_done(engine: EngineState, live: Live, message: StepDone) -> Decisions:
 def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions:
     if not _is_current_step(engine, message):
         return
-    failures = engine.step_failures + 1
+    failures = engine.step_failures + (not message.waits)
     failed = ev.StepFailed(
         at_ns=live.now_ns,
         engine=engine.name,

@@ -32,6 +32,10 @@ class CheckpointLost(EngineFault):
     """Raised when a checkpoint is missing or damaged: an older one may do."""
 
 
+class CheckpointDamaged(CheckpointLost):
+    """Raised when a checkpoint is there and is not what was written, which no second attempt changes."""
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Which attempt this is, and what it is about to report. See `machine.this_machine` for `machine`.
 
@@ -142,7 +146,7 @@ def load(path: Path, digest: str) -> Checkpoint:
     _check_backend(path, manifest, "torch", 1)
     try:
         if file_sha256(path / STATE) != manifest.state_sha256:
-            raise CheckpointLost(f"the checkpoint {path} is damaged: {STATE} does not match its manifest")
+            raise CheckpointDamaged(f"the checkpoint {path} is damaged: {STATE} does not match its manifest")
         return Checkpoint(manifest.facts, load_file(path / STATE))
     except (OSError, SafetensorError) as error:
         raise CheckpointLost(f"the checkpoint {path} cannot be read: {error}") from error
@@ -159,7 +163,7 @@ def verify_files(path: Path, digest: str, backend: str, ranks: int, is_ours: Cal
     for name, seal in manifest.files.items():
         try:
             if is_ours(name) and file_sha256(path / name) != seal.sha256:
-                raise CheckpointLost(f"the checkpoint {path} is damaged: {name} does not match its manifest")
+                raise CheckpointDamaged(f"the checkpoint {path} is damaged: {name} does not match its manifest")
         except OSError as error:
             raise CheckpointLost(f"the checkpoint {path} cannot be read: {error}") from error
     return manifest.reshards
@@ -203,7 +207,7 @@ def _read_manifest(path: Path, digest: str) -> _Manifest:
     except OSError as error:
         raise CheckpointLost(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     if sha256(body).hexdigest() != digest:
-        raise CheckpointLost(f"the checkpoint {path} is damaged: its manifest is not the one that the log names")
+        raise CheckpointDamaged(f"the checkpoint {path} is damaged: its manifest is not the one that the log names")
     try:
         return decoded(_manifest.decode, body)
     except msgspec.MsgspecError as error:

@@ -3,6 +3,9 @@
 A model that does not exist is a fault of the job; a full GPU, or a file system that is away, is one of the moment.
 """
 
+import errno
+import re
+
 import torch
 from torch import distributed
 
@@ -10,6 +13,7 @@ from bombus.errors import BusUnavailable
 from bombus_trainer.publish.checkpoint import CheckpointLost
 
 DOUBLINGS_MAX = 32
+NO_ROOM = re.compile(rf"No space left on device|os error ({errno.ENOSPC}|{errno.EDQUOT})\b")  # also as Rust says it
 OF_THE_MOMENT = (
     BusUnavailable,
     CheckpointLost,  # which the run began at, so it was there
@@ -29,6 +33,14 @@ def may_pass(error: BaseException, has_loaded: bool) -> bool:
     """
     return has_loaded or any(
         isinstance(each, OF_THE_MOMENT) and not isinstance(each, OF_THE_JOB) for each in _with_causes(error)
+    )
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Return whether a disk has no room for what was to be written, or no inodes or quota: others may make some."""
+    return any(
+        (isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT)) or NO_ROOM.search(str(each))
+        for each in _with_causes(error)
     )
 
 

@@ -13,12 +13,12 @@ from bombus.hive.state import Phase
 from bombus_trainer.backend import BackendLost, Interrupted
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
+from bombus_trainer.publish.checkpoint import CheckpointDamaged
 from bombus_trainer.recovery.faults import LoadPatience, may_pass
 
 log = logging.getLogger(__name__)
 
 REASON_CHARS_MAX = 2000
-STAGE_CHARS_MAX = 200
 T = TypeVar("T")
 
 
@@ -50,13 +50,15 @@ class RunReports:
                 reason = reason_of(error)
                 if not may_pass(error, has_loaded=has_loaded()):
                     await self.give_up(reason)
+                is_damaged = isinstance(error, CheckpointDamaged)
             gc.collect()  # so that the next attempt has the memory of this one
-            pause_s = patience.pause(perf_counter())
+            pause_s = None if is_damaged else patience.pause(perf_counter())
             if pause_s is not None:
                 await self.stage(f"loading the model failed, trying again: {reason}", f"failed-{self._loads}")
                 await self._ownership.pause(pause_s)
             else:
-                await self.suspend(f"the model could not be loaded {patience.failures} times: {reason}")
+                times = f" {patience.failures} times" if patience.failures else ""
+                await self.suspend(f"the model could not be loaded{times}: {reason}")
                 await self.until_resumed()
                 patience = self._patience()
 
@@ -68,7 +70,7 @@ class RunReports:
         ownership = self._ownership
         if ownership.engine.phase == Phase.BOOTING:
             message = StageReached(
-                id=ownership.id(name), engine=self._options.engine, run=ownership.run, stage=stage[:STAGE_CHARS_MAX]
+                id=ownership.id(name), engine=self._options.engine, run=ownership.run, stage=stage[:REASON_CHARS_MAX]
             )
             await ownership.send(message)
 

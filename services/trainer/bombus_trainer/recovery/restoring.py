@@ -49,7 +49,7 @@ def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[T
             raise EngineFault(f"{error}, {ANEW}") from error  # an earlier run's checkpoint does not fit
     if lost is not None and engine.begun:
         began = ". The run began at it" if newest.step == engine.begun else ", and those before it are lost too"
-        raise CheckpointLost(f"{lost}{began}: bring it back, {ANEW}") from lost
+        raise type(lost)(f"{lost}{began}: bring it back, {ANEW}") from lost
     if engine.begun or steps_after(engine.steps, 0, newest.step) is None:
         raise lost or EngineFault(f"step {newest.step} is on the log, and no checkpoint is left to go on from")
     return executor, 0
