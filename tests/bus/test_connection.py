@@ -1,4 +1,5 @@
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -269,3 +270,12 @@ async def test_a_bus_that_is_closed_while_it_reconnects_leaves_nothing_behind(
     await asyncio.wait_for(bus.close(), PATIENCE_S)
     assert hidden
     assert bus.client._reconnection_task.done()
+
+
+async def test_a_command_does_not_wait_for_a_server_whose_port_is_closed() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"nats://bombus:secret@127.0.0.1:{closed.getsockname()[1]}"
+        async with asyncio.timeout(5):
+            with pytest.raises(BusUnavailable, match=r"no NATS server listens at nats://127\.0\.0\.1"):
+                await Bus.connect(url, "h", patient=False)

@@ -984,7 +984,8 @@ def test_new_work_is_refused_while_less_than_the_reserve_is_left(harness: CoreHa
 
 def test_inodes_are_counted_and_not_said_in_bytes(harness: CoreHarness) -> None:
     filled = only(sees(harness, 91, storage.INODES), ev.StorageFilled)
-    assert "of the disk's inodes 9 of 100 are left. Remove files" in filled.why  # type: ignore[union-attr]
+    assert isinstance(filled, ev.StorageFilled)
+    assert "of the disk's inodes 9 of 100 are left. Remove files" in filled.why
 
 
 @pytest.mark.parametrize("stream", ["inbox", "events", "calls", "blobs"])

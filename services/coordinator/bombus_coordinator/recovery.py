@@ -93,8 +93,12 @@ async def check_compacted(bus: Bus, fold: Fold) -> None:
 
 async def _follow(bus: Bus, fold: Fold, lease: Lease) -> None:
     loop = asyncio.get_running_loop()
+    waits = False
     async with Reader(bus, bus.subjects.events_stream, fold.position + 1) as reader:
         while not await lease.acquire():
+            if not waits:
+                log.info("standing by: another coordinator leads hive %s", bus.subjects.hive)
+            waits = True
             try_at = loop.time() + TRY_S
             try:
                 async with asyncio.timeout_at(try_at):

@@ -17,7 +17,7 @@ from bombus.errors import BusUnavailable, EngineFault
 from bombus.faults import Point, reached
 from bombus.hive.events import BatchReady, RunKind, TrainerRegistered, WeightsReady
 from bombus.hive.inbox import GiveUpGroups, LostGroup, StepBroke, StepDone, WeightsSaved
-from bombus.hive.state import EngineState
+from bombus.hive.state import EngineState, Phase
 from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.hive.trajectories.training import checkpoint_folder
 from bombus.private import private_folder
@@ -87,6 +87,8 @@ class Trainer:
         ownership = self._ownership
         await ownership.caught_up()
         while True:
+            if ownership.engine.phase == Phase.OFFLINE:
+                log.info("waiting for a job: engine %s is offline until it is started", self._options.engine)
             await ownership.next_run()
             while ownership.is_running():
                 try:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from nats.aio.client import Client
 from nats.errors import Error
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 0.1
 LOOK_AGAIN_S = 0.02
+LOOK_S = 1.0  # for a port to say that it is closed
+DEFAULT_PORT = 4222
 PENDING_BYTES_MAX = 8 << 20
 GET_MESSAGES_IN_FLIGHT = 64
 GET_BYTES_IN_FLIGHT = 16 << 20  # under the 64 MB that the server holds for a connection before it cuts it off
@@ -93,14 +96,18 @@ class Bus:
         }
 
     @classmethod
-    async def connect(cls, url: str, hive: str, name: str = "bombus", timeout_s: float = 10.0) -> Self:
+    async def connect(
+        cls, url: str, hive: str, name: str = "bombus", timeout_s: float = 10.0, *, patient: bool = True
+    ) -> Self:
         """Connect to `url` (several servers with commas between). `name` shows in the server's monitoring.
 
-        Raises `BusUnavailable` when no server answers within `timeout_s`, `Refused` when it takes only tiny messages or
+        Raises `BusUnavailable` when no server answers within `timeout_s`, or at once, unless `patient`, where all ports
+        are closed, `Refused` when it takes only tiny messages or
         the URL cannot be read, `ValueError` for a bad hive name.
         """
         check_bus_address(url)
         subjects = Subjects(hive)
+        await _look_for_server(url, patient)
         token = secrets.token_hex(8)
         prefix = f"_INBOX.{hive}.{_NOT_IN_A_TOKEN.sub('-', name)}"
         client = Client()
@@ -426,6 +433,24 @@ class _ErrorLog:
     def forget(self) -> None:
         """Log every error again, now that the connection is back."""
         self._logged.clear()
+
+
+async def _look_for_server(url: str, patient: bool) -> None:
+    """Raise `BusUnavailable` where nothing listens at the ports of these servers, unless `patient`."""
+    if patient:
+        return
+    for each in url.split(","):
+        parts = urlsplit(each if "//" in each else f"//{each}")
+        try:
+            async with asyncio.timeout(LOOK_S):
+                _, writer = await asyncio.open_connection(parts.hostname, parts.port or DEFAULT_PORT)
+            writer.close()
+        except ConnectionRefusedError:
+            continue
+        except OSError:  # a name that is not known yet, say: the client finds out
+            pass
+        return
+    raise BusUnavailable(f"no NATS server listens at {without_login(url)}")
 
 
 async def _connect(client: Any, **options: Any) -> None:

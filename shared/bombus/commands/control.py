@@ -40,7 +40,7 @@ def run(what: str, arguments: argparse.Namespace, act: Act) -> int:
 
 
 async def _run(what: str, arguments: argparse.Namespace, act: Act) -> str:
-    async with await Bus.connect(arguments.nats, arguments.hive, name=what) as bus:
+    async with await Bus.connect(arguments.nats, arguments.hive, name=what, patient=False) as bus:
         hive = await fold(bus)
         state = hive.engines.get(arguments.engine)
         if state is None:

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _look(url: str, name: str) -> tuple[Hive, dict[str, StreamState], dict[str, str], list[ShownServer]]:
-    async with await Bus.connect(url, name, name="status") as bus:
+    async with await Bus.connect(url, name, name="status", patient=False) as bus:
         hive = await fold(bus)
         return hive, await bus.limited_states(), await _doing(bus, hive), await shown_servers(bus)
 

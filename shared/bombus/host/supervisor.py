@@ -6,13 +6,17 @@ gateways inwards, so that work in progress still reaches the log. No process out
 
 import asyncio
 import contextlib
+import fcntl
 import http.client
 import logging
+import os
 import signal
 import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -21,7 +25,7 @@ from bombus.bus.follow import Follower
 from bombus.bus_address import without_login
 from bombus.cli import URL_FILE
 from bombus.config.job import RunConfig
-from bombus.errors import BombusError, BusUnavailable
+from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus.host.layout import Layout, Service, services
@@ -37,6 +41,15 @@ RESTART_S_MAX = 10.0
 HEALTHY_S = 10.0  # after a run this long the pause is the shortest again
 STOP_S = 20.0
 READY_S = 180.0
+SLOW_S = 2.0  # after which it is said what a stop waits for
+STOP_ORDER = (("gateway",), ("inference", "trainer"), ("coordinator",))
+LOCK = "up"
+WAITS_FOR = {
+    "gateway": "to end its open calls",
+    "inference": "to end its answers",
+    "trainer": "to leave its work at a good place",
+    "coordinator": "to store a snapshot",
+}
 
 
 class Child:
@@ -84,12 +97,19 @@ class Child:
         log.error("%s is silent for %.0f s: it is killed", self._service.name, watching.limit_s)
         kill(process)
 
+    def kill(self) -> None:
+        """End the process at once, for good."""
+        self._stopping = True
+        if self._process is not None and self._process.returncode is None:
+            kill(self._process)
+
     async def stop(self) -> None:
         self._stopping = True
         process = self._process
         if process is None or process.returncode is not None:
             return
         process.send_signal(signal.SIGTERM)
+        slow = asyncio.get_running_loop().call_later(SLOW_S, self._say_what_it_waits_for)
         try:
             async with asyncio.timeout(STOP_S):
                 await process.wait()
@@ -97,6 +117,11 @@ class Child:
             log.warning("%s did not stop within %.0f s and is killed", self._service.name, STOP_S)
             kill(process)
             await process.wait()
+        finally:
+            slow.cancel()
+
+    def _say_what_it_waits_for(self) -> None:
+        log.info("waiting for %s %s, for %.0f s at most", self._service.name, WAITS_FOR[self.kind], STOP_S - SLOW_S)
 
 
 class Supervisor:
@@ -113,16 +138,18 @@ class Supervisor:
 
     async def run(self) -> None:
         """Start everything, announce when it is ready, and keep it running; stop everything when cancelled."""
-        private_folder(self.layout.data_dir)
-        gateway = self.cluster.gateway
-        if not gateway.count:
-            await self._run()
-            return
-        with hold_port(gateway.host, gateway.port) as port:
-            if port != gateway.port:
-                log.info("port 0 is any that is free: clients connect to port %d", port)
-                self._listen_at(port)
-            await self._run()
+        with hold_folder(self.layout.data_dir) as held:
+            gateway = self.cluster.gateway
+            if not gateway.count:
+                await self._run()
+                return
+            with hold_port(gateway.host, gateway.port) as port:
+                if port != gateway.port:
+                    log.info("port 0 is any that is free: clients connect to port %d", port)
+                    self._listen_at(port)
+                held.write(f"{self.url}\n")
+                held.flush()
+                await self._run()
 
     def _listen_at(self, port: int) -> None:
         """Give the gateways the port that was found free."""
@@ -144,8 +171,10 @@ class Supervisor:
                     tasks.create_task(child.keep_running())
                 tasks.create_task(self._announce(nats))
         finally:
-            await asyncio.shield(self._stop())
-            url_file.unlink(missing_ok=True)
+            try:
+                await self._stop_unless_told_twice()
+            finally:
+                url_file.unlink(missing_ok=True)
 
     async def _make_streams(self, nats: str) -> None:
         """Make or change the streams before anything uses them. Stop the server where that fails."""
@@ -212,13 +241,48 @@ class Supervisor:
         while gateway.count and not await asyncio.to_thread(_is_ready, gateway.host, gateway.port):
             await asyncio.sleep(0.05)
 
+    async def _stop_unless_told_twice(self) -> None:
+        """Stop everything in order, or at once when cancelled again."""
+        stopping = asyncio.ensure_future(self._stop())
+        try:
+            await asyncio.shield(stopping)
+        except asyncio.CancelledError:
+            log.warning("ending all services at once")
+            for child in self._children:
+                child.kill()
+            await stopping
+            raise
+
     async def _stop(self) -> None:
         """Stop the gateways first, then replicas and trainers, then the coordinators, and the bus last."""
-        log.info("stopping the services, which takes some seconds; the log is kept")
-        for kind in ("gateway", "inference", "trainer", "coordinator"):
-            await asyncio.gather(*(child.stop() for child in self._children if child.kind == kind))
+        log.info("stopping the services in order; the log is kept. Ctrl-C once more ends them at once")
+        for kinds in STOP_ORDER:
+            await asyncio.gather(*(child.stop() for child in self._children if child.kind in kinds))
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[IO[str]]:
+    """Keep other supervisors out of a data folder, and yield the file that tells them where clients connect.
+
+    Raises `Refused` when one is at work there, or nothing can be written.
+    """
+    try:
+        private_folder(folder)
+        held = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+")
+    except OSError as error:
+        why = f"the data folder {folder} cannot be used: {error.strerror}; name another one with --data-dir"
+        raise Refused(Code.BAD_CONFIG, why) from error
+    with held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            at = f", at {url}" if (url := held.read().strip()) else ""
+            why = f"a hive runs here{at}: use it, or start another one with --data-dir DIR and --port PORT"
+            raise Refused(Code.BAD_CONFIG, why) from None
+        held.truncate(0)
+        yield held
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ async def open_source(arguments: argparse.Namespace) -> AsyncIterator[Source]:
 
 @asynccontextmanager
 async def _on_bus(url: str, hive: str, title: str, timeout_s: float = CONNECT_S) -> AsyncIterator[BusSource]:
-    async with await Bus.connect(url, hive, name="replay", timeout_s=timeout_s) as bus:
+    async with await Bus.connect(url, hive, name="replay", timeout_s=timeout_s, patient=False) as bus:
         try:
             await bus.state(bus.subjects.events_stream)
         except ServerRefused as refused:
