@@ -8,7 +8,7 @@ import logging
 
 import msgspec
 
-from bombus.bus import Bus, Place, ServerRefused, snapshots
+from bombus.bus import Bus, MessagePlace, ServerRefused, snapshots
 from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive.events import StreamWentBack
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 INBOX, EVENTS, CALLS = "inbox", "events", "calls"
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundStreams(msgspec.Struct, frozen=True):
     """`answered` is the inbox message after which to go on, `inherited` the newest one that is there already."""
 
-    answered: Place
+    answered: MessagePlace
     inherited: int
     lost: tuple[StreamWentBack, ...]
 
 
-async def find(bus: Bus, fold: Fold, log_end: int = 0) -> Found:
+async def find(bus: Bus, fold: Fold, log_end: int = 0) -> FoundStreams:
     """Compare the streams with the fold of the whole log, which had an event `log_end` once.
 
     Each loss is returned once: not if the log says it already.
@@ -47,10 +47,10 @@ async def find(bus: Bus, fold: Fold, log_end: int = 0) -> Found:
     if calls := await lost_calls(bus, hive):
         lost.append(calls)
     inherited = (await bus.state(bus.subjects.inbox_stream)).last_seq
-    return Found(answered, inherited, tuple(lost))
+    return FoundStreams(answered, inherited, tuple(lost))
 
 
-async def _answered_and_kept(bus: Bus, position: int) -> Place:
+async def _answered_and_kept(bus: Bus, position: int) -> MessagePlace:
     """Return the newest inbox message that an event answers and that is still there.
 
     `position` is that of the last event, whose message is gone. Sequences rise from event to event, but for the places
@@ -74,7 +74,7 @@ async def _answered_and_kept(bus: Bus, position: int) -> Place:
             high = middle
     if low >= first:
         return (await bus.get(events, low)).answers
-    return Place((await bus.state(stream)).first_seq - 1)
+    return MessagePlace((await bus.state(stream)).first_seq - 1)
 
 
 async def lost_calls(bus: Bus, hive: Hive) -> StreamWentBack | None:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from typing import Self
 
-from bombus.bus import Bus, Place, Reader, Stored, snapshots
+from bombus.bus import Bus, MessagePlace, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.headers import MSG_ID
 from bombus.bus.snapshots import Snapshot
@@ -33,7 +33,7 @@ class Fold:
         self.hive: Hive = start.hive
         self.position = start.position
         self.event_id = start.event_id
-        self.answered = Place(start.answered)
+        self.answered = MessagePlace(start.answered)
 
     @classmethod
     async def begin(cls, bus: Bus) -> Self:

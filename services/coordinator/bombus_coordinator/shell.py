@@ -16,8 +16,8 @@ from bombus.bus import (
     REPLY,
     TRACEPARENT,
     Bus,
+    MessagePlace,
     Outgoing,
-    Place,
     Reader,
     Stored,
     append,
@@ -103,7 +103,7 @@ class Coordinator:
         self._snapshots = Snapshotter(bus, self._housekeeping.snapshot_events)
         self._last = 0  # sequence of the last event that is stored
         self._event_id = ""  # and its message id
-        self._answered = Place()  # the inbox message that the last event answers
+        self._answered = MessagePlace()  # the inbox message that the last event answers
         self._deciding: dict[int, Stored] = {}  # the messages that are being decided, by sequence
         self._consumed = 0  # inbox sequence up to which everything is decided and stored
         self._newest_consumed: Stored | None = None  # and its message, once this leader has decided one
@@ -174,7 +174,7 @@ class Coordinator:
             return False
         return True
 
-    async def _open_epoch(self, found: lost_ends.Found) -> None:
+    async def _open_epoch(self, found: lost_ends.FoundStreams) -> None:
         """Append `epoch.opened` alone: if another leader has written meanwhile, the fence refuses it (R4).
 
         Then say what streams have lost, after which the inbox is read from another place (R6).

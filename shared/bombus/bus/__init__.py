@@ -6,7 +6,7 @@ from bombus.bus.connection import Bus
 from bombus.bus.headers import EPOCH, INBOX, INBOX_DIGEST, REPLY, TRACEPARENT
 from bombus.bus.reader import Reader
 from bombus.bus.server import EmbeddedServer
-from bombus.bus.wire import AckLost, Place, PubAck, ServerRefused, Stored, StreamState, WrongSequence
+from bombus.bus.wire import AckLost, MessagePlace, PubAck, ServerRefused, Stored, StreamState, WrongSequence
 
 __all__ = [
     "EPOCH",
@@ -19,8 +19,8 @@ __all__ = [
     "Blobs",
     "Bus",
     "EmbeddedServer",
+    "MessagePlace",
     "Outgoing",
-    "Place",
     "PubAck",
     "Reader",
     "ServerRefused",

@@ -32,7 +32,7 @@ from bombus.bus.wire import (
     NO_HEADERS,
     NO_MESSAGE,
     EpochFence,
-    Place,
+    MessagePlace,
     ServerRefused,
     Stored,
     StreamState,
@@ -309,7 +309,7 @@ class Bus:
             raise LogCorrupted(f"{stream} has no message at {seq}")
         return stored
 
-    async def is_kept(self, stream: str, place: Place) -> bool:
+    async def is_kept(self, stream: str, place: MessagePlace) -> bool:
         """Return whether a stream still has a message, or has had it until it was purged: whether it kept its end."""
         state = await self.state(stream)
         if not state.first_seq <= place.seq <= state.last_seq:

@@ -20,7 +20,7 @@ from bombus.bus.connection import Bus
 from bombus.bus.requests import ApiCall
 from bombus.bus.wire import (
     NO_HEADERS,
-    Place,
+    MessagePlace,
     ReceivedMessage,
     Stored,
     decode_consumer,
@@ -283,7 +283,7 @@ class Reader:
 
     async def _check_end(self) -> None:
         """Raise `StreamEndLost` when the stream went back: the server accepts a position after its end (R6)."""
-        place = Place(self._last) if self._newest is None else self._newest.place
+        place = MessagePlace(self._last) if self._newest is None else self._newest.place
         if place.seq > 0 and not await self._bus.is_kept(self.stream, place):
             raise StreamEndLost(self.stream, place.seq)
 

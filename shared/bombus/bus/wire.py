@@ -48,7 +48,7 @@ class ServerRefused(BombusError):
         self.description = description
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
+class MessagePlace(msgspec.Struct, frozen=True, gc=False):
     """A message in a stream: its sequence, and a digest by which another one under that sequence is told from it (R6).
 
     The digest is "" where it is not known, as on events of versions before it.
@@ -68,15 +68,15 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     time_ns: int
 
     @property
-    def place(self) -> Place:
+    def place(self) -> MessagePlace:
         """Return where it is stored. Its digest has the time at which it was stored, and a sum of its id and body."""
         checksum = crc32(self.data, crc32(self.headers.get(MSG_ID, "").encode()))
-        return Place(self.seq, f"{self.time_ns:x}{checksum:08x}")
+        return MessagePlace(self.seq, f"{self.time_ns:x}{checksum:08x}")
 
     @property
-    def answers(self) -> Place:
+    def answers(self) -> MessagePlace:
         """Return the inbox message that this event answers."""
-        return Place(int(self.headers[INBOX]), self.headers.get(INBOX_DIGEST, ""))
+        return MessagePlace(int(self.headers[INBOX]), self.headers.get(INBOX_DIGEST, ""))
 
 
 class PubAck(msgspec.Struct, frozen=True, gc=False):
