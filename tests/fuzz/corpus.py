@@ -459,6 +459,7 @@ WITHOUT_BODY = {
     "/get_server_experiment_dir",
     "/v1/models",
     "/health",
+    "/ready",
     "/list_inference_endpoints",
     "/docs",
     "/openapi.json",

@@ -28,7 +28,7 @@ from tests.gateway.swarm_hive import PlayedHive, played_hive
 ADMIN, CLIENT, WRONG = "an-admin-key-for-tests", "a-client-key-for-tests", "neither-of-the-two-keys"
 BOTH = HiveKeys(admin=ADMIN, client=CLIENT)
 
-OPEN = {"/health", "/docs", "/openapi.json", "/v1/embeddings", "/v1/x", "/v1/messages/x"}
+OPEN = {"/health", "/ready", "/docs", "/openapi.json", "/v1/embeddings", "/v1/x", "/v1/messages/x"}
 OPEN |= {"/api/v1/downloads/{link}/{file}"}  # its links are signed
 TOKENS = {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"}
 CALL = {

@@ -460,6 +460,7 @@ async def test_r18_a_gateway_that_has_not_folded_the_log_takes_nothing(served: G
     _, key = await served.claim()
     async with gateway_of(bus, ready=False) as (_, url), httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/health")).status_code == 503
+        assert (await http.get("/ready")).json()["why"].startswith("This gateway still reads the log")
         with pytest.raises(openai.InternalServerError, match="starting"):
             await served.client(key, url).chat.completions.create(model=MODEL, messages=USER)
 

@@ -447,10 +447,12 @@ async def test_other_model_names_are_refused_where_the_settings_are_strict(bus: 
 async def test_the_routes_are_described_for_programs_and_on_a_page_that_loads_nothing(served: GatewayHive) -> None:
     async with httpx.AsyncClient(base_url=served.base_url) as http:
         assert (await http.get("/health")).json() == {
-            "status": "ok",
-            "message": "AtroposLib API",
+            "status": "healthy",
             "engine_running": True,
+            "active_requests": 0,
+            "total_requests": 0,
         }
+        assert (await http.get("/ready")).json() == {"ready": True, "why": ""}
         page = await http.get("/docs")
         paths = (await http.get("/openapi.json")).json()["paths"]
     assert {"/v1/chat/completions", "/v1/models", "/claim_episode", "/e/main/v1/completions"} <= set(paths)

@@ -123,7 +123,8 @@ async def test_answers_to_clients_are_those_of_the_page(served: GatewayHive) -> 
         for method, path, body in [*SWARM, *more]:
             reply = await http.request(method, path, json=body if method == "POST" else None)
             page.check(path, reply)
-        page.check("/health", await http.get("/health"))
+        for path in ("/health", "/ready"):
+            page.check(path, await http.get(path))
 
 
 async def test_every_answer_names_its_fields(served: GatewayHive) -> None:

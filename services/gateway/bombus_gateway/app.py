@@ -1,17 +1,14 @@
 """The gateway's ASGI application, with all of its doors: `create_app(gateway)`."""
 
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
-from bombus.hive.state import Phase
 from bombus_gateway.access import PATH_KEY, EpisodeGuard, without_path_key
 from bombus_gateway.anthropic.docs import add_anthropic_paths
 from bombus_gateway.anthropic.routes import AnthropicDoor
@@ -20,10 +17,11 @@ from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.docs_page import HEADERS, docs_page
 from bombus_gateway.generate.routes import GenerateDoor
+from bombus_gateway.health import health_router
 from bombus_gateway.limits import in_short
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
-from bombus_gateway.refusals import ERROR_HEADERS, RETRY_AFTER
+from bombus_gateway.refusals import ERROR_HEADERS
 from bombus_gateway.responses.docs import add_responses_paths
 from bombus_gateway.responses.routes import ResponsesDoor
 from bombus_gateway.scored.routes import scored_router
@@ -31,14 +29,6 @@ from bombus_gateway.swarm.routes import joint_router, swarm_router
 from bombus_gateway.tenants.routes import training_router
 
 log = logging.getLogger(__name__)
-
-
-class HealthAnswer(BaseModel):
-    """What clients of all dialects look for: AgentJet's the status, Atropos's the message, xorl's the engine."""
-
-    status: Literal["ok", "starting"]
-    message: str = "AtroposLib API"
-    engine_running: bool
 
 
 class GatewayApp(FastAPI):
@@ -99,14 +89,6 @@ def create_app(gateway: Gateway) -> GatewayApp:
     app.prefixes = []
     _add_error_handlers(app)
 
-    def health_of(engine: str) -> Callable[[], Awaitable[JSONResponse]]:
-        async def health() -> JSONResponse:
-            running = gateway.follower.hive.engine(engine).phase != Phase.OFFLINE
-            answer = HealthAnswer(status="ok" if gateway.ready else "starting", engine_running=running).model_dump()
-            return JSONResponse(answer) if gateway.ready else JSONResponse(answer, 503, RETRY_AFTER)
-
-        return health
-
     async def docs() -> HTMLResponse:
         return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
 
@@ -135,14 +117,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
             (f"{prefix}/v1/", openai.nothing),
         ]
         app.prefixes.append(prefix)
-        app.add_api_route(
-            f"{prefix}/health",
-            health_of(engine),
-            tags=["health"],
-            summary="Whether this gateway accepts requests",
-            response_model=HealthAnswer,
-            responses={503: {"model": HealthAnswer, "description": "It still reads the log, or is stopping"}},
-        )
+        app.include_router(health_router(gateway, engine), prefix=prefix)
         app.include_router(swarm_router(gateway, engine), prefix=prefix)
         app.include_router(training_router(gateway, calls, engine), prefix=prefix)
         scored, direct = scored_router(gateway, engine, app.routed)

@@ -1,0 +1,95 @@
+"""Whether a gateway lives (`/health`), and whether calls that it is given now would be answered (`/ready`)."""
+
+import asyncio
+from typing import Literal
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from bombus.errors import BusUnavailable
+from bombus.hive.state import EngineState, Phase
+from bombus_gateway.context import Gateway
+from bombus_gateway.refusals import RETRY_AFTER
+
+ANSWER_S = 0.4  # for the bus, and again for the fold: orchestrators wait for a second
+
+
+class HealthAnswer(BaseModel):
+    """What xorl's clients read, and programs that wait for a hive."""
+
+    status: Literal["healthy", "starting"]
+    engine_running: bool
+    active_requests: int
+    total_requests: int
+
+
+class ReadyAnswer(BaseModel):
+    """Why calls would not be answered now, "" where they would."""
+
+    ready: bool
+    why: str
+
+
+def health_router(gateway: Gateway, engine: str) -> APIRouter:
+    """Return the routes of one engine. They need no key: balancers and orchestrators have none."""
+    router = APIRouter(tags=["health"])
+
+    @router.get(
+        "/health",
+        summary="Whether this gateway lives",
+        response_model=HealthAnswer,
+        responses={503: {"model": HealthAnswer, "description": "It still reads the log, or is stopping"}},
+    )
+    async def health() -> JSONResponse:
+        state = gateway.follower.hive.engine(engine)
+        answer = HealthAnswer(
+            status="healthy" if gateway.ready else "starting",
+            engine_running=state.phase != Phase.OFFLINE,
+            active_requests=state.tenants.waiting,
+            total_requests=state.tenants.accepted,
+        ).model_dump()
+        return JSONResponse(answer) if gateway.ready else JSONResponse(answer, 503, RETRY_AFTER)
+
+    @router.get(
+        "/ready",
+        summary="Whether calls that this gateway is given now would be answered",
+        response_model=ReadyAnswer,
+        responses={503: {"model": ReadyAnswer, "description": "They would not, and why"}},
+    )
+    async def ready() -> JSONResponse:
+        why = await _why_not_ready(gateway, engine)
+        answer = ReadyAnswer(ready=not why, why=why).model_dump()
+        return JSONResponse(answer, 503, RETRY_AFTER) if why else JSONResponse(answer)
+
+    return router
+
+
+async def _why_not_ready(gateway: Gateway, engine: str) -> str:
+    """Return why calls for an engine would not be answered, "" where they would."""
+    if not gateway.ready:
+        return "This gateway still reads the log, or is being stopped."
+    position = gateway.follower.position
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            last = await gateway.bus.last(gateway.bus.subjects.events_stream)
+    except (BusUnavailable, TimeoutError):
+        return "The bus is away."
+    try:
+        await gateway.follower.wait_position(0 if last is None else last.seq, ANSWER_S)
+    except TimeoutError:
+        return f"This gateway is behind the log: it has read {position} of {last.seq if last else 0} events."
+    return _why_not_served(gateway.follower.hive.engine(engine))
+
+
+def _why_not_served(engine: EngineState) -> str:
+    """Return why no replica would answer calls for an engine. One that is offline waits for who starts it."""
+    has_model = engine.phase != Phase.OFFLINE and (engine.has_policy or not engine.takes_trajectories)
+    if not has_model:
+        return ""
+    if engine.phase == Phase.BOOTING:
+        return f"Engine {engine.name} is booting: {engine.stage or 'it waits for its trainer'}."
+    serving = engine.usable.keys() & engine.loaded if engine.rolling else engine.usable.keys()
+    if serving:  # or about to, with the weights that a step has made
+        return ""
+    return f"No replica serves engine {engine.name}: {len(engine.replicas)} are there, and none has loaded its model."
