@@ -70,6 +70,11 @@ TINY_TEMPLATE = (
 )
 
 
+def ready_made() -> tuple[str, ...]:
+    """Return the names of the models that can be made here without a folder or a hub."""
+    return (TINY, SMOLLM2) if importlib.util.find_spec(SMOLLM2_WHEEL) else (TINY,)
+
+
 def cache_folder() -> Path:
     """Return `$BOMBUS_CACHE`, or `~/.cache/bombus`."""
     return Path(os.environ.get("BOMBUS_CACHE") or Path.home() / ".cache" / "bombus")

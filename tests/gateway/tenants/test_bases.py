@@ -48,12 +48,14 @@ def test_a_name_leads_to_a_path_and_a_path_is_told_by_the_first_of_its_names() -
 def test_an_engine_that_is_offline_takes_all_names_and_one_that_serves_those_of_its_base() -> None:
     bases = Bases(NAMED)
     engine = EngineState(name="main")
-    assert bases.names_of(engine) == ["meta-llama/Llama-3.2-1B", "tiny", "Qwen/Qwen3-8B-Base"]
+    assert bases.names_of(engine, True) == ["meta-llama/Llama-3.2-1B", "tiny", "Qwen/Qwen3-8B-Base"]
+    assert Bases([]).names_of(engine, True) == ["tiny", "smollm2"], "those that need no folder and no hub"
+    assert Bases([]).names_of(engine, False) == [], "and only for those who may give the engine its job"
     engine.configured = engine.active = EngineConfigured(
         config="{}", config_digest="", collection=Collection(), model="org/tiny"
     )
     engine.phase = Phase.ROLLING
-    assert bases.names_of(engine) == ["meta-llama/Llama-3.2-1B", "tiny", "org/tiny", "main"]
+    assert bases.names_of(engine, True) == ["meta-llama/Llama-3.2-1B", "tiny", "org/tiny", "main"]
 
 
 async def test_where_the_operator_has_given_a_job_only_the_names_of_its_base_are_listed(

@@ -383,6 +383,17 @@ async def test_nothing_is_sampled_when_the_run_is_over(hive: TenantHive, client:
     assert answer["error"].endswith("create a model, or a sampling client of its base, which starts it.")
 
 
+async def test_a_prompt_of_one_token_has_no_logprob_and_no_alternatives_also_of_a_sampler_that_was_cloned(
+    hive: TenantHive, client: httpx.AsyncClient, model: str
+) -> None:
+    scores = {"prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    found = await drawn(client, sample(await begin(client, model), seq=10**18 + 1, prompt=(5,), **scores))
+    (logprob,) = array("f", found.prompt_logprobs)
+    assert math.isnan(logprob), "Tinker's client reads None"
+    top = found.topk_prompt_logprobs
+    assert (top.length, top.k, list(array("i", top.token_ids))) == (1, 2, [0, 0])
+
+
 async def test_no_call_is_recorded_and_the_model_is_told_to_be_sampleable(
     hive: TenantHive, client: httpx.AsyncClient, model: str
 ) -> None:

@@ -89,14 +89,14 @@ def test_what_ends_a_sample(stop: object, texts: tuple[str, ...], tokens: tuple[
 @pytest.mark.parametrize(
     ("more", "scored"),
     [
-        ({}, 0),
-        ({"prompt_logprobs": False}, 0),
+        ({}, None),
+        ({"prompt_logprobs": False}, None),
         ({"prompt_logprobs": True}, 2),
         ({"topk_prompt_logprobs": 1}, 2),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 1}, 1),
     ],
 )
-def test_the_first_token_of_a_prompt_is_never_scored(more: dict[str, object], scored: int) -> None:
+def test_the_first_token_of_a_prompt_is_never_scored(more: dict[str, object], scored: int | None) -> None:
     assert asked({}, **more).scored == scored
 
 
@@ -117,7 +117,7 @@ def test_the_first_token_of_a_prompt_is_never_scored(more: dict[str, object], sc
         (body({"stop": [-3]}, [1]), "stop takes up to 16 ids of tokens"),
         (body({"stop": [1.5]}, [1]), "sampling_params.stop[0]: Expected `int | str`"),
         (body({}, [1], topk_prompt_logprobs=21), "topk_prompt_logprobs is 21, and has to be 0 to 20"),
-        (body({}, [1], prompt_logprobs=True, prompt_logprobs_last_n=1), "prompt_logprobs_last_n is 1"),
+        (body({}, [1], prompt_logprobs=True, prompt_logprobs_last_n=1), "a prompt of one token, which has no logprob"),
         (body({}, [1], prompt_alt_tokens_k=2), "prompt_alt_tokens_k is not offered here: leave it out"),
         (body({}, [1], target_prompt_logprobs={"data": []}), "target_prompt_logprobs is not offered"),
         (body({}, [1], record_stability_info=True), "train with another loss (in a recipe loss_fn=)"),

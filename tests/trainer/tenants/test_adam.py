@@ -74,3 +74,7 @@ def test_a_state_of_other_parameters_is_refused() -> None:
 def test_parameters_that_are_no_step_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(Refused, match=f"no step was taken: {name} is {value}: it has to be"):
         check_adam(AdamParams(**{"learning_rate": 1e-3, name: value}))
+
+
+def test_an_eps_above_one_is_a_step() -> None:
+    check_adam(AdamParams(learning_rate=1e-3, eps=3.0))

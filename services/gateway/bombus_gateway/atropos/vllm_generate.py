@@ -98,7 +98,8 @@ def read_vllm(body: bytes) -> VllmRequest:
     if given.min_tokens > 0:
         raise Refused(Code.UNSUPPORTED, "min_tokens is not offered here: leave it out.")
     prompt, text = _prompt_of(given.prompt)
-    scored = top_prompt = 0
+    scored: int | None = None
+    top_prompt = 0
     if given.prompt_logprobs is not None:
         if text:
             why = "prompt_logprobs are those of tokens: send the prompt as prompt_token_ids."

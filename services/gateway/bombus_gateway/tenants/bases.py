@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from bombus.config.job import RunConfig
 from bombus.hive.events import EngineConfigured
 from bombus.hive.state import EngineState, Phase
+from bombus.weights.models import ready_made
 
 
 class Bases:
@@ -28,13 +29,17 @@ class Bases:
         """Return whether the operator gave this base a name, so that its clients may have models on it."""
         return path in self._paths.values()
 
-    def names_of(self, engine: EngineState) -> list[str]:
-        """Return the names of all bases on which a model could be made on an engine now."""
+    def names_of(self, engine: EngineState, may_configure: bool) -> list[str]:
+        """Return the names of all bases on which a client could make a model on an engine now.
+
+        Whoever may configure an engine that is free may have any base. Where the operator has given no name to one, these
+        are the models that are made on the spot.
+        """
         served = base_names(engine)
         is_free = engine.phase == Phase.OFFLINE and is_replaceable(engine.configured)
-        return list(
-            dict.fromkeys([*(name for name, path in self._paths.items() if is_free or path in served), *served])
-        )
+        named = [name for name, path in self._paths.items() if is_free or path in served]
+        names = list(dict.fromkeys([*named, *served]))
+        return names or list(ready_made() if is_free and may_configure else ())
 
     def with_names(self, entry: dict[str, object]) -> dict[str, object]:
         """Return an entry of a list with the client's name of its `base_model`."""

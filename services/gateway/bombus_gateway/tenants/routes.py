@@ -173,7 +173,8 @@ class TrainingRoutes:
         return in_json({"status": "ok", "engine_running": engine.phase != Phase.OFFLINE, **counts})
 
     async def capabilities(self, request: Request) -> Response:
-        names = self._bases.names_of(self._desk.state)
+        may_configure = self._sessions.may_configure(request.scope["headers"])
+        names = self._bases.names_of(self._desk.state, may_configure)
         known = {"max_context_length": self._context(), "trainable": True, "sampleable": bool(self._desk.state.usable)}
         return in_json({"supported_models": [{"model_name": name, **known} for name in names]})
 

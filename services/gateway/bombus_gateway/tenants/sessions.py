@@ -161,6 +161,10 @@ class Sessions:
         begin = inbox.BeginSampling(id=uuid.uuid4().hex, engine=engine.name, session=session, base=name)
         await self._gateway.carry_out(begin)
 
+    def may_configure(self, headers: RawHeaders) -> bool:
+        """Return whether a client who has sent these headers may give an engine a job."""
+        return self._control.refusal(headers) is None
+
     async def base(self, wanted: str, headers: RawHeaders) -> str:
         """Return what the engine calls the base that a client, who has sent these headers, names.
 
@@ -171,7 +175,7 @@ class Sessions:
         engine = self._desk.state
         names = base_names(engine)
         if not names or (engine.phase == Phase.OFFLINE and wanted not in names):
-            may_configure = self._bases.leads_to(wanted) or self._control.refusal(headers) is None
+            may_configure = self._bases.leads_to(wanted) or self.may_configure(headers)
             if not may_configure or not is_replaceable(engine.configured):
                 raise Refused(Code.UNKNOWN_MODEL, _other_base(engine, wanted, may_configure))
             config = plain_job(wanted)

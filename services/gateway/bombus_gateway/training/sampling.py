@@ -23,7 +23,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     A `max_tokens` of 0 is as many as the model's length allows. Without `ends_at_eos` a sample ends only at one of
     `stops` or at a stop token of `sampling`. The last `scored` tokens of the prompt are scored, and for each of them
-    the `top_prompt` likeliest are told.
+    the `top_prompt` likeliest are told; None: no scores are wanted. A prompt of one token has 0 that are scored.
     """
 
     prompt: bytes
@@ -31,7 +31,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 1
     stops: tuple[str, ...] = ()
     ends_at_eos: bool = True
-    scored: int = 0
+    scored: int | None = None
     top_prompt: int = 0
 
 
@@ -202,12 +202,15 @@ def stops_of(given: str | list[str | int] | list[str] | list[int] | None) -> tup
     return texts, tokens
 
 
-def _scored(given: _Sample, length: int) -> int:
+def _scored(given: _Sample, length: int) -> int | None:
     """Return how many of the prompt's last tokens are scored. The first never is: nothing comes before it."""
     if not given.prompt_logprobs and not given.topk_prompt_logprobs:
-        return 0
+        return None
     if given.prompt_logprobs_last_n is None:
         return length - 1
+    if length == 1:
+        why = "prompt_logprobs_last_n is given for a prompt of one token, which has no logprob: leave it out."
+        raise Refused(Code.MALFORMED, why)
     return counted("prompt_logprobs_last_n", given.prompt_logprobs_last_n, 1, length - 1)
 
 

@@ -12,7 +12,9 @@ from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.training.dialects import TrainingDialect
 
-SeqId = Annotated[int, Meta(ge=0, le=2**53 - 1)]  # the number that a client gives a request, a model or a session
+# The number that a client gives a request, a model or a session. Clones of a sampler of Tinker's begin at 10^9 times a
+# number of up to 10^9.
+SeqId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 DEFAULT_MODEL = "default"  # xorl's name of a model where a client gives none
 

@@ -9,7 +9,7 @@ from bombus.hive.generation import Generate
 from bombus.hive.records import TEMPERATURE_MIN, SamplingParams, unpack_tokens
 
 TOP_LOGPROBS_MAX = 20
-CHOICES_MAX = 128  # n of one request
+CHOICES_MAX = 256  # n of one request: Tinker's clients may ask for so many samples of a prompt
 PENALTY_MAX = 2.0  # OpenAI's, and vLLM's
 REPETITION_MIN, REPETITION_MAX = 0.01, 100.0  # beyond these, logits may leave float32
 BIAS_MAX = 100.0  # OpenAI's; vLLM takes more for this much
@@ -82,7 +82,6 @@ class Limits:
     def _check_sampling(self, request: Generate) -> None:
         sampling = request.sampling
         ranges = (
-            ("n", request.n, 1, self.choices_max),
             ("max_tokens", sampling.max_tokens, 0, math.inf),
             ("temperature", sampling.temperature, 0.0, 100.0),
             ("top_k", sampling.top_k, 0, math.inf),
@@ -91,7 +90,6 @@ class Limits:
             ("frequency_penalty", sampling.frequency_penalty, -PENALTY_MAX, PENALTY_MAX),
             ("repetition_penalty", sampling.repetition_penalty, REPETITION_MIN, REPETITION_MAX),
             ("top_logprobs", sampling.top_logprobs, 0, TOP_LOGPROBS_MAX),
-            ("top_prompt", request.top_prompt, 0, self._top_prompt_max(request)),
         )
         for name, value, low, high in ranges:
             if not low <= value <= high:
@@ -102,11 +100,15 @@ class Limits:
         if not 0 < sampling.top_p <= 1:
             raise Refused(Code.MALFORMED, f"top_p is {sampling.top_p}; it is above 0 and at most 1")
         self._check_bias(sampling.logit_bias)
-        if request.n > self.waiting_max:
-            raise Refused(Code.MALFORMED, f"n is {request.n}; at most {self.waiting_max} can wait")
-
-    def _top_prompt_max(self, request: Generate) -> int:
-        return min(TOP_LOGPROBS_MAX, self.vocabulary) if request.prompt_logprobs else 0
+        most = min(self.choices_max, self.waiting_max)
+        if not 1 <= request.n <= most:
+            why = f"{request.n} answers to one prompt are asked for; this replica draws 1 to {most} at once"
+            raise Refused(Code.MALFORMED, why)
+        alternatives = min(TOP_LOGPROBS_MAX, self.vocabulary) if request.prompt_logprobs else 0
+        if not 0 <= request.top_prompt <= alternatives:
+            why = f"{request.top_prompt} alternatives to each token of the prompt are asked for"
+            most = f"at most {alternatives} are told" if alternatives else "none are told without its logprobs"
+            raise Refused(Code.MALFORMED, f"{why}; {most}")
 
     def _check_bias(self, bias: Mapping[int, float]) -> None:
         if len(bias) > BIASED_TOKENS_MAX:

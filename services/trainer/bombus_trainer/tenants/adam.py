@@ -1,7 +1,7 @@
 """The optimizer of one tenant: AdamW whose parameters come with each step."""
 
+import math
 from collections.abc import Mapping
-from math import isfinite
 
 import torch
 from torch import Tensor
@@ -67,15 +67,15 @@ class TenantOptimizer(NamedAdamW):
 def check_adam(adam: AdamParams) -> None:
     """Raise `Refused` for parameters that are no step of AdamW."""
     wrong = ""
-    if not isfinite(adam.learning_rate) or adam.learning_rate < 0.0:
+    if not math.isfinite(adam.learning_rate) or adam.learning_rate < 0.0:
         wrong = f"learning_rate is {adam.learning_rate}: it has to be a number from 0"
     for name, beta in (("beta1", adam.beta1), ("beta2", adam.beta2)):
         if not 0.0 <= beta < 1.0:
             wrong = wrong or f"{name} is {beta}: it has to be from 0 to below 1"
-    if not EPS_MIN <= adam.eps <= 1.0:
-        wrong = wrong or f"eps is {adam.eps}: it has to be from {EPS_MIN} to 1"
+    if not EPS_MIN <= adam.eps < math.inf:
+        wrong = wrong or f"eps is {adam.eps}: it has to be a number from {EPS_MIN}"
     for name, value in (("weight_decay", adam.weight_decay), ("grad_clip_norm", adam.grad_clip_norm)):
-        if not isfinite(value) or value < 0.0:
+        if not math.isfinite(value) or value < 0.0:
             wrong = wrong or f"{name} is {value}: it has to be a number from 0"
     if wrong:
         raise Refused(Code.BAD_CONFIG, f"no step was taken: {wrong}")

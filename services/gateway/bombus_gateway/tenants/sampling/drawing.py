@@ -19,7 +19,7 @@ from bombus_gateway.tenants.sampling.samplers import Sampler
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.stops import configured_stops
 from bombus_gateway.text.text_stream import TextStream
-from bombus_gateway.training.samples import Alternatives, SampledTokens, unscored
+from bombus_gateway.training.samples import NOTHING, Alternatives, SampledTokens, unscored
 from bombus_gateway.training.sampling import SampleRequest
 
 log = logging.getLogger(__name__)
@@ -149,8 +149,8 @@ class SampleDrawing:
             stream=bool(asked.stops),
             episode=sampler.address,  # by which a replica is chosen: that which has the adapter
             adapter=sampler.address,
-            prompt_logprobs=asked.scored > 0,
-            top_prompt=asked.top_prompt,
+            prompt_logprobs=bool(asked.scored),
+            top_prompt=asked.top_prompt if asked.scored else 0,
             plain_logprobs=not self.engine.has_policy,  # its trainer computes its own at the same temperature
         )
 
@@ -199,17 +199,23 @@ class _Collected:
                 raise ReplicaGone(frame.why)  # the client raises them before
 
     def drawn(self) -> DrawnSamples:
-        scored, length = self._asked.scored, len(self._asked.prompt) // 4
-        last = self._scores[len(self._scores) - scored :]
-        rows = self._top[len(self._top) - scored :]
-        top: Alternatives = [*[()] * (length - scored), *rows] if self._asked.top_prompt and scored else ()
+        logprobs, top = self._of_prompt(len(self._asked.prompt) // 4, self._asked.scored)
         return DrawnSamples(
             samples=tuple(choice.sample() for choice in self._choices),
             texts=tuple("".join(choice.text) for choice in self._choices),
-            prompt_logprobs=unscored(length, last) if scored else b"",
+            prompt_logprobs=logprobs,
             top_prompt=top,
             cached_prompt_tokens=self._cached,
         )
+
+    def _of_prompt(self, length: int, scored: int | None) -> tuple[bytes, Alternatives]:
+        """Return the logprobs of a prompt of so many tokens, and the alternatives to them, as far as they are wanted."""
+        if scored is None:
+            return b"", ()
+        last = self._scores[len(self._scores) - scored :]
+        rows = self._top[len(self._top) - scored :]
+        nothing = (NOTHING,) * self._asked.top_prompt
+        return unscored(length, last), [*[nothing] * (length - scored), *rows] if nothing else ()
 
 
 class _Choice:
