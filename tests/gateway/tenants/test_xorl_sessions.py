@@ -114,6 +114,19 @@ async def test_a_model_that_exists_or_cannot_be_created_opens_no_session(
     assert session.for_model
 
 
+async def test_a_model_that_is_there_is_created_again_with_an_equal_spec_alone(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    spec = {"model_id": "mine", "base_model": BASE, "lora_config": {"rank": 4, "alpha": 8}}
+    first = await xorl_result(client, await ask(client, "create_model", **spec))
+    await step(client, 1, "mine")
+    assert await xorl_result(client, await ask(client, "create_model", **spec)) == first, "as before load_weights"
+    for other in ({"rank": 8, "alpha": 8}, {"rank": 4, "alpha": 8, "train_mlp": False}):
+        refused = await xorl_result(client, await ask(client, "create_model", **{**spec, "lora_config": other}))
+        assert "Model mine exists: end it first" in refused["error"]
+    assert [type(each) for _, each in hive.executed] == [CreateModel, OptimStep], "it was not begun again"
+
+
 async def test_a_client_that_asks_for_a_result_shows_that_its_session_lives(
     hive: TenantHive, client: httpx.AsyncClient
 ) -> None:

@@ -198,6 +198,9 @@ def check_base(engine: EngineState, base: str, what: str) -> None:
 def _check_new(engine: EngineState, message: Operate) -> None:
     """Raise `Refused` when this engine cannot serve another model now."""
     check_base(engine, message.base, "create a model")
+    if engine.rest_wanted:
+        why = f"The trainer of engine {engine.name} sleeps, and makes no model until it is woken up with /wake_up."
+        raise wrong_phase("create a model", engine.phase, why)
     known = engine.tenants.models.get(message.model)
     if known is not None and known.closed is None:
         raise Refused(Code.MODEL_EXISTS, f"Model {message.model} exists: end it first, or give another name.")

@@ -9,7 +9,7 @@ from bombus.errors import Code, Refused
 from bombus.hive.events import AdapterShape
 from bombus.hive.tenants.owners import may_read, may_use, seen_model, seen_session
 from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants, TenantSession, kept_id
-from bombus.operations import AdapterPart, CheckpointKind
+from bombus.operations import AdapterPart, AdapterSpec, CheckpointKind
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
 from bombus_gateway.training.paths import CheckpointPath
 
@@ -142,6 +142,17 @@ def weights_entry(kept: KeptWeights) -> dict[str, object]:
 
 def model_entry(model: TenantModel) -> dict[str, object]:
     return {"base_model": model.base, "optimizer_config": {"type": "adamw"}, **lora_fields(model.adapter)}
+
+
+def has_adapter(model: TenantModel, wanted: AdapterSpec | None) -> bool:
+    """Return whether a model has the adapter that its client wants, whatever it was drawn from; None: it has none."""
+    shape = model.adapter
+    if shape is None or wanted is None:
+        return shape is None and wanted is None
+    of_layers = set(shape.targets) == set(wanted.targets) and (
+        bool(shape.targets) or set(shape.parts) == set(wanted.parts)
+    )
+    return of_layers and (shape.rank, shape.alpha) == (wanted.rank, wanted.alpha)
 
 
 def lora_fields(adapter: AdapterShape | None) -> dict[str, object]:

@@ -24,7 +24,7 @@ from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
-from bombus_gateway.tenants.bases import Bases
+from bombus_gateway.tenants.bases import Bases, base_names
 from bombus_gateway.tenants.bodies import answered, in_json, names_in, read_body
 from bombus_gateway.tenants.desk import HOLD_S, OperationDesk, Waits
 from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
@@ -33,6 +33,7 @@ from bombus_gateway.tenants.listings import (
     checkpoints_of,
     found_checkpoint,
     found_model,
+    has_adapter,
     lora_fields,
     model_entry,
     own_checkpoint,
@@ -234,13 +235,27 @@ class TrainingRoutes:
         body = await read_body(request)
         dialect = dialect_of("create_model", "", names_in(body))
         submission = read_create_model(dialect, body, adapter_defaults(self._desk.state))
-        there = self._registered.existing(submission.model, self._holder(request))
+        holder = self._holder(request)
+        there = self._registered.existing(submission.model, holder)
+        if there is None and dialect == TrainingDialect.XORL:
+            there = await self._equal(submission, holder)
         if there is None:
             return await self._create(request, submission, dialect)
         made = next((each for each in there.operations.values() if each.number == there.begun), None)
         if made is not None and (made.waits or made.result is not None):
             return answered(accepted(f"{there.name}:{made.key}", there.name))
         return in_json({"model_id": there.name, "status": "created", "type": "create_model"})
+
+    async def _equal(self, submission: Submission, holder: str) -> TenantModel | None:
+        """Return the model that xorl's client creates where it is there, and is as the client wants it."""
+        known, wanted = await self._sessions.model(submission.model, holder), submission.operation
+        if known is None or known.closed is not None or not isinstance(wanted, CreateModel):
+            return None
+        if known.executed == 0:  # what it is will be known once it was created
+            await self._desk.until(lambda: known.executed > 0 or known.closed is not None, HOLD_S)
+        names = (known.base, *base_names(self._desk.state))
+        is_of_base = self._bases.path_of(wanted.base) in names and known.base in names
+        return known if is_of_base and known.closed is None and has_adapter(known, wanted.adapter) else None
 
     async def forward_backward(self, request: Request) -> Response:
         return await self._forward(request, forward_only=False)
