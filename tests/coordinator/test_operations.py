@@ -241,7 +241,7 @@ def test_r20_operations_that_wait_models_and_saved_models_have_limits() -> None:
     refused(harness.create("s:train:1"), Code.QUOTA)
     harness.done("1", saved=saved("a"))
     harness.done("2")
-    assert refused(harness.operate("5", SAVE), Code.QUOTA).startswith("1 saved models are kept: remove some")
+    assert refused(harness.operate("5", SAVE), Code.QUOTA).endswith("is 1: remove some that nobody needs.")
 
 
 def test_r20_the_bytes_of_operations_have_a_limit_until_a_cover_makes_room() -> None:

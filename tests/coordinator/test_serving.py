@@ -326,9 +326,8 @@ def test_a_trainer_sleeps_and_wakes_up_when_it_says_so_and_a_repeat_changes_noth
 def test_a_model_is_created_by_a_trainer_that_is_awake_alone() -> None:
     harness = TenantHarness().serving()
     rest(harness, asleep=True)
-    refused = harness.create("s:train:1")
-    assert isinstance(refused, inbox.Rejected)
-    assert refused.why.endswith("sleeps, and makes no model until it is woken up with /wake_up.")
+    why = refused(harness.create("s:train:1"), Code.WRONG_PHASE)
+    assert why.endswith("sleeps, and makes no model until it is woken up with /wake_up.")
     rest(harness, asleep=False)
     assert isinstance(harness.create("s:train:1"), inbox.Accepted)
 

@@ -6,7 +6,7 @@ header put `/k/<key>` before the path.
 
 import hmac
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 from bombus.errors import Code, Refused
 from bombus.hive.episodes import KEY_PREFIX
+from bombus.hive.shares import ADMIN
 from bombus.host.hive_keys import HiveKeys
 from bombus_gateway.keys import KeyClaims, Keys
 
@@ -39,15 +40,22 @@ class Access(StrEnum):
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """Whom a client key is for, by its name, and its caps (`NamedKey` says of what); 0: no cap."""
+    """Whom a key is for, by its name, and its caps (`NamedKey` says of what); 0: no cap. `admin` is the hive's own."""
 
     name: str = ""
     open_max: int = 0
     waiting_max: int = 0
     idle_max_s: float = 0.0
+    admin: bool = False
+
+    @property
+    def share(self) -> str:
+        """Return for whose share something of this holder counts."""
+        return ADMIN if self.admin else self.name
 
 
-NOBODY = KeyHolder()  # the holder of a key without a name
+NOBODY = KeyHolder()  # the holder of a client key without a name, or of none
+OPERATOR = KeyHolder(admin=True)
 
 
 def without_path_key(scope: Scope) -> Scope:
@@ -68,10 +76,11 @@ class Guard(SecurityBase):
 
     def __init__(self, access: Access, keys: HiveKeys, public_url: str, changing_get: bool = False) -> None:
         if access == Access.CONTROL and keys.admin:
-            self._name, holders = "admin", {keys.admin: NOBODY}
+            self._name, holders = "admin", {keys.admin: OPERATOR}
         else:
             self._name, holders = "client", _client_holders(keys)
         self._opening = {key.encode(): holder for key, holder in holders.items() if key}
+        self._known = {keys.admin.encode(): OPERATOR, **self._opening} if keys.admin else self._opening
         self._public_url = public_url.rstrip("/")
         self._changing_get = changing_get
         # For the OpenAPI document that FastAPI makes.
@@ -88,7 +97,7 @@ class Guard(SecurityBase):
         if not self._opening:
             return self._foreign_page(headers)
         presented = _presented(headers)
-        if self._found(presented) is not None:
+        if _found(presented, self._opening) is not None:
             return None
         found = "the key that was sent is not it" if presented else "no key was sent"
         return Refused(
@@ -99,16 +108,7 @@ class Guard(SecurityBase):
 
     def holder(self, headers: RawHeaders) -> KeyHolder:
         """Return whose key a request has shown, which may pass; `NOBODY` for a key without a name, and for none."""
-        return self._found(_presented(headers)) or NOBODY
-
-    def _found(self, presented: list[bytes]) -> KeyHolder | None:
-        matching = (
-            holder
-            for opening, holder in self._opening.items()
-            for key in presented
-            if hmac.compare_digest(key, opening)
-        )
-        return next(matching, None)
+        return _found(_presented(headers), self._known) or NOBODY
 
     def _foreign_page(self, headers: RawHeaders) -> Refused | None:
         """Refuse web pages of other sites.
@@ -177,7 +177,13 @@ def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
         each.key: KeyHolder(name, each.open_max, each.waiting_max, each.idle_max_s)
         for name, each in keys.clients.items()
     }
-    return {**named, keys.client: NOBODY, keys.admin: NOBODY}
+    return {**named, keys.client: NOBODY, keys.admin: OPERATOR}
+
+
+def _found(presented: Sequence[bytes], among: Mapping[bytes, KeyHolder]) -> KeyHolder | None:
+    """Return whose of several keys was presented."""
+    matching = (holder for key, holder in among.items() for each in presented if hmac.compare_digest(each, key))
+    return next(matching, None)
 
 
 def _presented(headers: RawHeaders) -> list[bytes]:

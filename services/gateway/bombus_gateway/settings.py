@@ -5,7 +5,15 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bombus.config.flags import Flag, NoFlag, name_of
-from bombus.config.parts import BASES_MAX, BaseName, HostName, InferenceHost, check_bases
+from bombus.config.parts import (
+    BASES_MAX,
+    MODELS_MAX,
+    MODELS_MAX_MAX,
+    BaseName,
+    HostName,
+    InferenceHost,
+    check_bases,
+)
 from bombus.hive.subjects import check_name
 from bombus.host.hive_keys import HiveKeys
 
@@ -47,6 +55,13 @@ class GatewaySettings(BaseModel):
         max_length=BASES_MAX,
         description="NAME=PATH, what training clients mean by a name, such as meta-llama/Llama-3.2-1B=smollm2; may be "
         "given several times",
+    )
+    models_max: Annotated[int, Flag(name="--models-max", metavar="N")] = Field(
+        default=MODELS_MAX,
+        ge=1,
+        le=MODELS_MAX_MAX,
+        description="models of training clients on one engine at once; once so many are there, each key still gets its "
+        "share, and memory may allow fewer",
     )
     strict_model_names: bool = Field(
         default=False, description="refuse calls for a model that is neither the job's nor the engine's name"

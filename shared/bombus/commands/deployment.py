@@ -9,7 +9,7 @@ from pathlib import Path
 from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile, validated_cluster
 from bombus.config.documents import Tree, parse_job, read_job_file
 from bombus.config.flags import add_settings_arguments, check_range, flags_of, name_of
-from bombus.config.parts import PROCESSES_MAX
+from bombus.config.parts import MODELS_MAX, PROCESSES_MAX
 from bombus.config.placement import check_placement
 from bombus.config.streams import StreamLimits
 from bombus.config.xorl import IGNORED
@@ -45,6 +45,12 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PATH",
         help="what training clients mean by the name of a model, once or several times, such as "
         "meta-llama/Llama-3.2-1B=smollm2",
+    )
+    parser.add_argument(
+        "--models-max",
+        type=int,
+        metavar="N",
+        help=f"models of training clients on one engine at once, where memory allows (default: {MODELS_MAX})",
     )
     parser.add_argument(
         "--port",
@@ -132,6 +138,7 @@ FLAGS = {
     ("gateway", "host_names"): "--host-name",
     ("gateway", "inference_hosts"): "--inference-host",
     ("gateway", "bases"): "--base",
+    ("gateway", "models_max"): "--models-max",
     ("trainer", "device"): "--device",
     ("trainer", "threads"): "--threads",
     ("trainer", "bin_tokens"): "--bin-tokens",
@@ -219,7 +226,7 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     trainer = torch | given(arguments, backend="trainer_backend", processes="trainer_processes")
     trainer |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
     gateway = given(arguments, host="host", port="port", count="gateways", host_names="host_name", bases="base")
-    gateway |= given(arguments, inference_hosts="inference_host")
+    gateway |= given(arguments, inference_hosts="inference_host", models_max="models_max")
     engines = plain["engines"].items()
     return {
         **plain,

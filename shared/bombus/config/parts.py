@@ -9,6 +9,7 @@ from bombus.config.flags import Flag
 PROCESSES_MAX = 64
 GPU_MAX = 1023
 BASES_MAX = 64
+MODELS_MAX, MODELS_MAX_MAX = 64, 4096  # of training clients, on one engine: by default, and at most
 Count = Annotated[int, Field(ge=0, le=PROCESSES_MAX)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
 Threads = Annotated[int, Field(ge=0, le=1024)]
@@ -41,7 +42,8 @@ class GatewayPart(Part):
     A gateway without a client key answers requests for localhost, for its own address, and for `host_names`.
     Clients of training operations may have inference servers of their own, which get their weights, on
     `inference_hosts`.
-    `bases` are names by which [training clients](training.md) ask for models that jobs call `model.path`.
+    `bases` are names by which [training clients](training.md) ask for models that jobs call `model.path`, and
+    `models_max` is how many models of theirs an engine has at once.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
@@ -54,6 +56,7 @@ class GatewayPart(Part):
     bases: tuple[BaseName, ...] = Field(
         default=(), max_length=BASES_MAX, description="NAME=PATH, such as [meta-llama/Llama-3.2-1B=smollm2]"
     )
+    models_max: int = Field(default=MODELS_MAX, ge=1, le=MODELS_MAX_MAX)
 
     @field_validator("bases")
     @classmethod

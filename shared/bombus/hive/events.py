@@ -542,7 +542,8 @@ class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
     """A client of training operations has come. It is taken for gone after `idle_s` without a sign of life.
 
     `owner` is the name of its key, "" where it has none; `door` is what the gateway wants to remember of its dialect.
-    One `for_model` ends when it has no model any more, or gets none.
+    One `for_model` ends when it has no model any more, or gets none. One of the hive's own `admin` key has a share of
+    its own.
     """
 
     session: str
@@ -551,6 +552,7 @@ class SessionOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="s
     door: str = ""
     metadata: dict[str, Any] = {}
     for_model: bool = False
+    admin: bool = False
 
 
 class SessionEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="session.ended"):
@@ -810,7 +812,8 @@ class OperationsReleased(Event, frozen=True, kw_only=True, omit_defaults=True, t
 class TrainerRegistered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.registered"):
     """A trainer of its own takes the batches of this run, of `batch_size` sequences each.
 
-    The other settings are passed on to environments, and to whoever tracks the run.
+    The other settings are passed on to environments, and to whoever tracks the run. `owner` is whose key registered it,
+    which takes the batches: its name, or `bombus.hive.shares.ADMIN`.
     """
 
     run: int
@@ -823,6 +826,7 @@ class TrainerRegistered(Event, frozen=True, kw_only=True, omit_defaults=True, ta
     num_steps: int
     wandb_group: str = ""
     wandb_project: str = ""
+    owner: str = ""
 
 
 class BatchesBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batches.begun"):
@@ -834,7 +838,7 @@ class BatchesBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="ba
 class EnvironmentJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="environment.joined"):
     """An environment sends groups. One that fell silent and is heard of again joins under the same number.
 
-    `minimum` is the part of each batch that it asks for.
+    `minimum` is the part of each batch that it asks for, and `owner` the name of its client's key.
     """
 
     environment: int
@@ -844,6 +848,7 @@ class EnvironmentJoined(Event, frozen=True, kw_only=True, omit_defaults=True, ta
     weight: float
     group_size: int
     minimum: float | None = None
+    owner: str = ""
 
 
 class EnvironmentLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="environment.left"):

@@ -21,6 +21,7 @@ from bombus.hive.events import (
     Weights,
 )
 from bombus.hive.records import BodyRef
+from bombus.hive.shares import ADMIN
 from bombus.hive.subjects import is_name
 from bombus.hive.trajectories.queue import QueuedGroup
 
@@ -65,7 +66,7 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
 
     `owner` is the name of the key that the client has shown, if it has one. Such a key may have caps on its open
     episodes and on its waiting claims; 0 is no cap. In a run of operations `sampler` names the saved model that their
-    calls sample from, by its `MODEL/USE/NAME`, or is `BASE_SAMPLER`.
+    calls sample from, by its `MODEL/USE/NAME`, or is `BASE_SAMPLER`. `admin`: the client has shown the hive's own key.
     """
 
     claim: str
@@ -80,6 +81,12 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     open_max: int = 0
     waiting_max: int = 0
     sampler: str = ""
+    admin: bool = False
+
+    @property
+    def holder(self) -> str:
+        """Return for whose share it counts while it waits."""
+        return ADMIN if self.admin else self.owner
 
 
 class JointClaim(Claim, frozen=True, kw_only=True, omit_defaults=True, tag="claim_joint"):
@@ -147,7 +154,8 @@ class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup
 class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="open_session"):
     """Open a session of training operations. `idle_s` is 0 where its client names no time.
 
-    `owner` is the name of the key that the client has shown, if it has one. One `for_model` ends with its model.
+    `owner` is the name of the key that the client has shown, if it has one. One `for_model` ends with its model. One of
+    the hive's own `admin` key has a share of its own.
     """
 
     session: str
@@ -156,6 +164,7 @@ class OpenSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="o
     door: str = ""
     metadata: dict[str, Any] = {}
     for_model: bool = False
+    admin: bool = False
 
 
 class CloseSession(Message, frozen=True, kw_only=True, omit_defaults=True, tag="close_session"):
@@ -180,7 +189,8 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
     of a model is `create_model`, with the name of its `base`. `run` is 0 where the sender knows none. The client's
     `metadata` is for the model that is created, or for the checkpoint that is saved. With `again_s`, they are the same
     operation only within so long: some clients begin to count again. `reads` is the `kept_id` of the saved model that
-    it loads, which is not removed meanwhile.
+    it loads, which is not removed meanwhile. `models_max` is how many models the engine may have at once, where the
+    gateway says so.
     """
 
     session: str
@@ -194,6 +204,7 @@ class Operate(Message, frozen=True, kw_only=True, omit_defaults=True, tag="opera
     metadata: dict[str, str] = {}
     again_s: float = 0.0
     reads: str = ""
+    models_max: int = 0
 
 
 class RemoveWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag="remove_weights"):
@@ -250,16 +261,21 @@ class RegisterTrainer(Message, frozen=True, kw_only=True, omit_defaults=True, ta
     num_steps: int
     wandb_group: str = ""
     wandb_project: str = ""
+    owner: str = ""
 
 
 class JoinEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, tag="join_environment"):
-    """Let an environment send groups of `group_size`. `minimum` is the part of each batch that it asks for."""
+    """Let an environment send groups of `group_size`. `minimum` is the part of each batch that it asks for.
+
+    `owner` is the name of the key that its client has shown, if it has one: nobody else acts for it.
+    """
 
     desired_name: str
     max_tokens: int
     weight: float
     group_size: int
     minimum: float | None = None
+    owner: str = ""
 
 
 class LeaveEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, tag="leave_environment"):

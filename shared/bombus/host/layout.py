@@ -150,6 +150,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
     listening += [argument for name in cluster.gateway.host_names for argument in ("--host-name", name)]
     listening += [argument for host in cluster.gateway.inference_hosts for argument in ("--inference-host", host)]
     listening += [argument for base in cluster.gateway.bases for argument in ("--base", base)]
+    listening += ["--models-max", str(cluster.gateway.models_max)]
     listening += ["--trusted-network"] if layout.trusted_network else []
     keys = layout.keys.environment()  # the other processes run models and need no keys
     return found + [

@@ -1,10 +1,12 @@
 """The inference servers elsewhere that get the weights of training clients. Gateways decide whose hosts they are on."""
 
 import re
+from collections import Counter
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.inbox import AddEndpoint, Done, RemoveEndpoint
+from bombus.hive.shares import has_share
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.owners import may_use
 from bombus.hive.tenants.state import endpoint_id
@@ -42,8 +44,13 @@ def add(engine: EngineState, live: Live, message: AddEndpoint) -> Decisions:
     is_new = before is None or before.world_size != message.world_size
     if is_new and live.refusing:
         raise no_room(live)
-    if before is None and len(endpoints) >= ENDPOINTS_MAX:
-        raise Refused(Code.QUOTA, f"Engine {engine.name} has {ENDPOINTS_MAX} inference endpoints: remove one first.")
+    held = Counter(each.owner for each in endpoints.values())
+    if before is None and not has_share(held, message.owner, ENDPOINTS_MAX):
+        raise Refused(
+            Code.QUOTA,
+            f"Engine {engine.name} has {len(endpoints)} inference endpoints, {held[message.owner]} of them registered "
+            f"with this key, and the limit for all keys together is {ENDPOINTS_MAX}: remove one first.",
+        )
     yield Decision(events=(added,) if is_new else (), replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 

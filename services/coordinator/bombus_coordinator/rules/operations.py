@@ -1,6 +1,7 @@
 """Accept training operations in the order in which they come, and take each one's first result (R17)."""
 
 import re
+from collections import Counter
 from typing import TypeAlias
 
 import msgspec
@@ -20,15 +21,16 @@ from bombus.hive.inbox import (
     RemakesModel,
 )
 from bombus.hive.records import BODY_BYTES_MAX, BODY_PARTS_MAX, DIGEST_BYTES, BodyRef
+from bombus.hive.shares import has_share
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.owners import owner_of
-from bombus.hive.tenants.state import KeptWeights, Queued, TenantModel, bodies_share
+from bombus.hive.tenants.state import END_MODEL, KeptWeights, Queued, TenantModel, TenantSession, bodies_share
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
+from bombus_coordinator.rules.ending import room_for_model
 from bombus_coordinator.rules.live import Live, ns
 
-CREATE, END, SAVE = "create_model", "end_model", "save_weights"
-OWN_KEY = "_end-"  # of the operations that end the models of a session that has ended; no client's key begins so
+CREATE, END, SAVE = "create_model", END_MODEL, "save_weights"
 ENDS_MAX = 3  # attempts to save such a model
 ENDED_S = 30 * 24 * 3600.0  # how long what such an operation saves is kept
 HELD_S = 24 * 3600.0  # for which what waits for a suspended model keeps what it is to load
@@ -73,10 +75,10 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
     events: tuple[Event, ...] = ()
     run = engine.run
     if message.op == CREATE:
-        _check_new(engine, message)
+        events = _room_for_new(engine, live, message, session)
         if engine.phase == Phase.OFFLINE:
             run += 1
-            events = (run_started(engine, live, message.base),)
+            events += (run_started(engine, live, message.base),)
         events += (
             ev.ModelOpened(
                 at_ns=live.now_ns,
@@ -195,8 +197,8 @@ def check_base(engine: EngineState, base: str, what: str) -> None:
         )
 
 
-def _check_new(engine: EngineState, message: Operate) -> None:
-    """Raise `Refused` when this engine cannot serve another model now."""
+def _room_for_new(engine: EngineState, live: Live, message: Operate, session: TenantSession) -> tuple[Event, ...]:
+    """Return what makes room for another model. Raises `Refused` when this engine cannot serve it now."""
     check_base(engine, message.base, "create a model")
     if engine.rest_wanted:
         why = f"The trainer of engine {engine.name} sleeps, and makes no model until it is woken up with /wake_up."
@@ -204,11 +206,7 @@ def _check_new(engine: EngineState, message: Operate) -> None:
     known = engine.tenants.models.get(message.model)
     if known is not None and known.closed is None:
         raise Refused(Code.MODEL_EXISTS, f"Model {message.model} exists: end it first, or give another name.")
-    limit = engine.collection.tenancy.models_max
-    if len(engine.tenants.open_models) >= limit:
-        raise Refused(
-            Code.QUOTA, f"Engine {engine.name} serves at most {limit} models at once: end one, or try again later."
-        )
+    return room_for_model(engine, live, session, message.models_max or engine.collection.tenancy.models_max)
 
 
 def run_started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
@@ -237,7 +235,7 @@ def _open_model(engine: EngineState, message: Operate, model: TenantModel | None
 
 def _check_room(engine: EngineState, live: Live, message: Operate, model: TenantModel) -> None:
     """Raise `Refused` for more than the limits allow. What ends a model always has room."""
-    limits = engine.collection.tenancy
+    limits, holder = engine.collection.tenancy, engine.tenants.holder_of(model)
     if message.op == END:
         return
     if model.waiting >= limits.waiting_max:
@@ -253,15 +251,33 @@ def _check_room(engine: EngineState, live: Live, message: Operate, model: Tenant
             f"{limits.operations_max}: send this one again when it has written another.",
         )
     is_over_share = model.held_bytes + message.body.size > bodies_share(limits)
-    if is_over_share and engine.tenants.held_bytes + message.body.size > limits.bodies_bytes_max:
+    if is_over_share and not has_share(_held_bytes(engine), holder, limits.bodies_bytes_max, message.body.size):
         raise Refused(
             Code.QUOTA,
             f"Operations of {byte_size(engine.tenants.held_bytes)} are kept for the trainer, of at most "
             f"{byte_size(limits.bodies_bytes_max)}: send this one again when some were executed and saved.",
         )
-    is_full = len(engine.tenants.kept) >= limits.checkpoints_max
-    if message.op == SAVE and is_full and _oldest_unnamed(engine, live, model.name) is None:
-        raise Refused(Code.QUOTA, f"{limits.checkpoints_max} saved models are kept: remove some that nobody needs.")
+    if message.op == SAVE and _is_full(engine, holder) and _oldest_unnamed(engine, live, model.name) is None:
+        own = sum(each.noted.owner == holder for each in engine.tenants.kept.values())
+        raise Refused(
+            Code.QUOTA,
+            f"{len(engine.tenants.kept)} saved models are kept, {own} of them of this key, and the limit for all keys "
+            f"together is {limits.checkpoints_max}: remove some that nobody needs.",
+        )
+
+
+def _is_full(engine: EngineState, holder: str) -> bool:
+    """Return whether the holder of a key may have no more saved models. One that is published is its owner's."""
+    kept, limit = engine.tenants.kept, engine.collection.tenancy.checkpoints_max
+    return len(kept) >= limit and not has_share(Counter(each.noted.owner for each in kept.values()), holder, limit)
+
+
+def _held_bytes(engine: EngineState) -> Counter[str]:
+    """Return the bytes that are kept for the trainer, by the holders of keys."""
+    held: Counter[str] = Counter()
+    for model in engine.tenants.open_models:
+        held[engine.tenants.holder_of(model)] += model.held_bytes
+    return held
 
 
 def _oldest_unnamed(engine: EngineState, live: Live, model: str) -> KeptWeights | None:
@@ -289,7 +305,8 @@ def in_use(engine: EngineState, live: Live) -> set[str]:
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate) -> tuple[Event, ...]:
     """Return the end of a model's oldest unnamed save where as many as may be are kept, so that a loop can go on."""
-    if message.op != SAVE or len(engine.tenants.kept) < engine.collection.tenancy.checkpoints_max:
+    holder = engine.tenants.holder_of(engine.tenants.models[message.model])
+    if message.op != SAVE or not _is_full(engine, holder):
         return ()
     oldest = _oldest_unnamed(engine, live, message.model)
     if oldest is None:

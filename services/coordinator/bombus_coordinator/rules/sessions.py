@@ -1,18 +1,22 @@
 """The sessions of training clients: they open, show that they live, and end with their models."""
 
+from collections import Counter
+
 import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, SessionEnd
 from bombus.hive.inbox import CloseSession, Done, OpenSession, PublishWeights, RemoveWeights, RetainWeights
+from bombus.hive.shares import ADMIN
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.owners import owner_of
-from bombus.hive.tenants.state import TTL_S_MAX, KeptWeights, TenantModel, TenantSession, kept_id
+from bombus.hive.tenants.state import TTL_S_MAX, KeptWeights, TenantSession, kept_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
+from bombus_coordinator.rules.ending import end_of, ended, open_models, room_for_session, seen_ns, to_end
 from bombus_coordinator.rules.live import Live, ns
-from bombus_coordinator.rules.operations import END, NAME, OWN_KEY, WHY_CHARS_MAX, in_use
+from bombus_coordinator.rules.operations import NAME, WHY_CHARS_MAX, in_use
 
 METADATA_BYTES_MAX = 64 << 10
 TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
@@ -39,14 +43,9 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
     _check_form(message, idle_s)
     if live.refusing:
         raise no_room(live)
-    if sum(each.ended is None for each in sessions.values()) >= limits.sessions_max:
-        raise Refused(
-            Code.QUOTA, f"Engine {engine.name} has at most {limits.sessions_max} sessions: end one, or try again later."
-        )
-    forgotten: tuple[Event, ...] = ()
+    events = room_for_session(engine, live, ADMIN if message.admin else message.owner)
     if len(sessions) >= ENDED_KEPT * limits.sessions_max:
-        oldest = next((each for each in sessions.values() if _is_over(engine, each)), None)
-        forgotten = () if oldest is None else (_forgotten(engine, live, oldest),)
+        events += _forgotten_early(engine, live)
     opened = ev.SessionOpened(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -56,8 +55,18 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
         door=message.door,
         metadata=message.metadata,
         for_model=message.for_model,
+        admin=message.admin,
     )
-    yield Decision(events=(*forgotten, opened), replies=reply)
+    yield Decision(events=(*events, opened), replies=reply)
+
+
+def _forgotten_early(engine: EngineState, live: Live) -> tuple[Event, ...]:
+    """Forget the oldest session that has ended, of the key that has most of them."""
+    over = [each for each in engine.tenants.sessions.values() if _is_over(engine, each)]
+    if not over:
+        return ()
+    most, _ = Counter(each.holder for each in over).most_common(1)[0]
+    return (_forgotten(engine, live, next(each for each in over if each.holder == most)),)
 
 
 def _check_form(message: OpenSession, idle_s: float) -> None:
@@ -83,49 +92,8 @@ def close_session(engine: EngineState, live: Live, message: CloseSession) -> Dec
     if session.ended is not None:
         yield Decision(replies=reply)
         return
-    ended = ev.SessionEnded(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        session=message.session,
-        reason=SessionEnd.FINISHED,
-        detail=message.detail[:WHY_CHARS_MAX],
-        save=message.save,
-    )
-    yield Decision(events=_ended(engine, live, session, ended), replies=reply)
-
-
-def _ended(engine: EngineState, live: Live, session: TenantSession, ended: ev.SessionEnded) -> tuple[Event, ...]:
-    """Return the end of a session, with the operations that end its models after what waits for them."""
-    live.session_seen.pop((engine.name, session.session), None)
-    return (ended, *(_end(engine, live, model, ended.save) for model in _to_end(engine, session)))
-
-
-def _open_models(engine: EngineState, session: TenantSession) -> list[TenantModel]:
-    return [model for model in engine.tenants.open_models if model.session == session.session]
-
-
-def _to_end(engine: EngineState, session: TenantSession) -> list[TenantModel]:
-    """Return the models of a session that no operation that waits will end. One that cannot be saved now waits."""
-    return [
-        model
-        for model in _open_models(engine, session)
-        if not model.suspended
-        and not (model.waiting and any(each.waits and each.op == END for each in model.operations.values()))
-    ]
-
-
-def _end(engine: EngineState, live: Live, model: TenantModel, save: bool) -> ev.OperationAccepted:
-    number = model.numbers + 1
-    return ev.OperationAccepted(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        model=model.name,
-        number=number,
-        key=f"{OWN_KEY}{number}",
-        op=END,
-        save_as=f"ended-{number}" if save else "",
-    )
+    events = ended(engine, live, session, SessionEnd.FINISHED, detail=message.detail[:WHY_CHARS_MAX], save=message.save)
+    yield Decision(events=events, replies=reply)
 
 
 def expire(engine: EngineState, live: Live) -> Decisions:
@@ -139,19 +107,13 @@ def expire(engine: EngineState, live: Live) -> Decisions:
     for session in list(engine.tenants.sessions.values()):
         if session.ended is None:
             if _has_no_model(engine, live, session):
-                ended = ev.SessionEnded(
-                    at_ns=live.now_ns, engine=engine.name, session=session.session, reason=SessionEnd.FINISHED
-                )
-                yield Decision(events=_ended(engine, live, session, ended))
+                yield Decision(events=ended(engine, live, session, SessionEnd.FINISHED))
             elif _is_idle(engine, live, session):
-                ended = ev.SessionEnded(
-                    at_ns=live.now_ns, engine=engine.name, session=session.session, reason=SessionEnd.IDLE
-                )
-                yield Decision(events=_ended(engine, live, session, ended))
+                yield Decision(events=ended(engine, live, session, SessionEnd.IDLE))
             continue
-        again = [model for model in _to_end(engine, session) if live.since(model.last_ns) + ns(AGAIN_S) <= live.now_ns]
+        again = [model for model in to_end(engine, session) if live.since(model.last_ns) + ns(AGAIN_S) <= live.now_ns]
         if again:
-            yield Decision(events=tuple(_end(engine, live, model, session.ended.save) for model in again))
+            yield Decision(events=tuple(end_of(engine, live, model, session.ended.save) for model in again))
         elif _is_over(engine, session) and _is_old(engine, live, session):
             yield Decision(events=(_forgotten(engine, live, session),))
 
@@ -182,7 +144,7 @@ def _let_go(engine: EngineState, live: Live) -> Decisions:
 
 def _has_no_model(engine: EngineState, live: Live, session: TenantSession) -> bool:
     """Return whether a session that was opened for one model has none: that has ended, or was not created."""
-    if not session.for_model or _open_models(engine, session):
+    if not session.for_model or open_models(engine, session):
         return False
     models = (model for model in engine.tenants.models.values() if model.session == session.session)
     closed_ns = max((model.closed.at_ns for model in models if model.closed is not None), default=0)
@@ -190,22 +152,12 @@ def _has_no_model(engine: EngineState, live: Live, session: TenantSession) -> bo
 
 
 def _is_idle(engine: EngineState, live: Live, session: TenantSession) -> bool:
-    """Return whether a session has shown no sign of life for too long, and nothing was done for it.
-
-    The time of a suspension or of the trainer's sleep does not count, and what waits is not the client's fault, unless
-    it waits for a model that cannot be made again: that may be for good.
-    """
-    models = _open_models(engine, session)
-    if engine.rest_wanted or engine.asleep or any(model.waiting and not model.suspended for model in models):
-        return False
-    seen_ns = live.session_seen.get((engine.name, session.session), 0)
-    worked_ns = max((model.last_ns for model in models), default=0)
-    last_ns = max(session.opened_ns, seen_ns, worked_ns, engine.resumed_ns)
-    return live.since(last_ns) + ns(session.idle_s) <= live.now_ns
+    """Return whether a session has shown no sign of life for too long, and nothing was done for it."""
+    return seen_ns(engine, live, session) + ns(session.idle_s) <= live.now_ns
 
 
 def _is_over(engine: EngineState, session: TenantSession) -> bool:
-    return session.ended is not None and not _open_models(engine, session)
+    return session.ended is not None and not open_models(engine, session)
 
 
 def _is_old(engine: EngineState, live: Live, session: TenantSession) -> bool:

@@ -14,6 +14,7 @@ from bombus.errors import Code, Refused
 from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Claim
 from bombus.hive.pacing import pace
+from bombus.hive.shares import has_share
 from bombus.hive.state import EngineState
 
 WAITING_MAX = 10_000
@@ -127,6 +128,7 @@ class Queue:
         self._lines = {kind: _Line(self._waiting) for kind in EpisodeType}
         self._ends: SortedList[tuple[int, str]] = SortedList()  # when each claim has waited long enough
         self._open: dict[str, Counter[Share]] = {engine: Counter() for engine in engines}
+        self.held: Counter[str] = Counter()  # claims that wait, by whose share of all places they count for
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -178,12 +180,13 @@ class Queue:
                 until_ns=until_ns,
             )
             self._waiting[claim.claim] = waiting
+            self.held[claim.holder] += 1
             self._lines[claim.type].add(waiting, self.held_by(waiting.share))
         self._ends.add((waiting.until_ns, claim.claim))
 
     def _check_room(self, claim: Claim, elsewhere: int) -> None:
-        if len(self._waiting) >= WAITING_MAX:
-            raise Refused(Code.OVERLOADED, f"{WAITING_MAX} claims are waiting already; try again later.")
+        if len(self._waiting) >= WAITING_MAX and not has_share(self.held, claim.holder, WAITING_MAX):
+            raise Refused(Code.OVERLOADED, f"{len(self._waiting)} claims are waiting already; try again later.")
         if not claim.waiting_max:
             return
         waiting = self.waiting_of(share_of(claim)) + elsewhere
@@ -197,6 +200,7 @@ class Queue:
     def remove(self, waiting: Waiting) -> None:
         claim = waiting.claim
         del self._waiting[claim.claim]
+        self.held[claim.holder] -= 1
         self._lines[claim.type].remove(waiting, self.held_by(waiting.share))
         self._ends.remove((waiting.until_ns, claim.claim))
 

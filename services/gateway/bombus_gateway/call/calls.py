@@ -273,7 +273,8 @@ class Call:
         size = record_bytes(self.request.body_bytes, plan.prompt.tail // 4, sampled)
         if size > calls.bus.publisher.message_bytes_max:
             self._check_size()
-        self._resources.enter_context(calls.capacity.reserve(size))
+        episode = self.engine.open.get(self.request.claims.episode)
+        self._resources.enter_context(calls.capacity.reserve(size, "" if episode is None else episode.owner))
         self._resources.enter_context(calls.heartbeats.keep_alive(self.engine.name, self.request.claims.episode))
         if plan.prompt.node is not None:
             conversation = calls.histories.conversation(self.request.claims)

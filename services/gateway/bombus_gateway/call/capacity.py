@@ -2,16 +2,19 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bombus.bus import Bus
 from bombus.errors import BombusError, Code, Refused
+from bombus.hive.shares import has_share
 from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
 FILL_PERIOD_S = 2.0
+SAMPLES = "samples/"
 _BYTES_PER_SAMPLED_TOKEN = 8  # an id and a logprob
 _RECORD_BYTES = 2048  # everything else of fixed size
 
@@ -31,6 +34,7 @@ class CallCapacity:
         self._size = 0  # 0: not known, or no limit
         self.reserved = 0
         self.open_calls = 0
+        self._open: Counter[str] = Counter()  # the same calls, by whose share they count for
 
     async def run(self) -> None:
         """Read the fill of the stream from time to time, until cancelled."""
@@ -46,25 +50,36 @@ class CallCapacity:
         self._used, self._size = state.bytes, max(0, state.max_bytes)
 
     @contextmanager
-    def open_unrecorded(self) -> Iterator[None]:
-        """Count one more open call while the block runs, of which nothing is stored. Raises `Refused` OVERLOADED."""
-        self._check_open()
+    def open_sample(self, holder: str) -> Iterator[None]:
+        """Count one more open call while the block runs, of which nothing is stored. Raises `Refused` OVERLOADED.
+
+        Samples of a key have a share beside that of its episodes' calls, so that many of them do not stop those.
+        """
+        with self._opened(f"{SAMPLES}{holder}"):
+            yield
+
+    @contextmanager
+    def _opened(self, holder: str) -> Iterator[None]:
+        limit = self._settings.open_calls_max
+        if self.open_calls >= limit and not has_share(self._open, holder, limit):
+            raise Refused(
+                Code.OVERLOADED,
+                f"This gateway has {self.open_calls} calls open, and its limit is {limit}; try again in a moment.",
+            )
         self.open_calls += 1
+        self._open[holder] += 1
         try:
             yield
         finally:
             self.open_calls -= 1
-
-    def _check_open(self) -> None:
-        if self.open_calls >= self._settings.open_calls_max:
-            raise Refused(
-                Code.OVERLOADED, f"This gateway has {self.open_calls} calls open, its limit; try again in a moment."
-            )
+            self._open[holder] -= 1
 
     @contextmanager
-    def reserve(self, size: int) -> Iterator[None]:
-        """Reserve room for one call of `size` bytes while the block runs. Raises `Refused` OVERLOADED."""
-        self._check_open()
+    def reserve(self, size: int, owner: str = "") -> Iterator[None]:
+        """Reserve room for one call of `size` bytes while the block runs. Raises `Refused` OVERLOADED.
+
+        `owner` is the name of the key with which its episode was claimed.
+        """
         limit = self._settings.log_fill_max * self._size
         if self._size and self._used + self.reserved + size > limit:
             share = self._used / self._size
@@ -72,11 +87,10 @@ class CallCapacity:
                 Code.OVERLOADED,
                 f"The log of calls is {share:.0%} full; calls are taken again when the coordinator has trimmed it.",
             )
-        self.reserved += size
-        self.open_calls += 1
-        try:
-            yield
-        finally:
-            self.reserved -= size
-            self._used += size  # until it is read again
-            self.open_calls -= 1
+        with self._opened(owner):
+            self.reserved += size
+            try:
+                yield
+            finally:
+                self.reserved -= size
+                self._used += size  # until it is read again

@@ -6,7 +6,7 @@ clients send again.
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -17,11 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Phase
-from bombus.hive.trajectories.records import decode_group
+from bombus.hive.tenants.owners import may_use
+from bombus.hive.trajectories.queue import no_environment
+from bombus.hive.trajectories.records import ScoredGroup, decode_group
 from bombus.hive.trajectories.standing import standing
 from bombus.hive.trajectories.state import HandedOut
 from bombus_gateway import limits
-from bombus_gateway.access import Access, Guard
+from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.atropos import answers
 from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_latest
@@ -182,6 +184,10 @@ class ScoredRoutes:
     def __init__(self, gateway: Gateway, shelf: GroupShelf) -> None:
         self._gateway = gateway
         self._shelf = shelf
+        self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
+
+    def _key(self, request: Request) -> KeyHolder:
+        return self._guard.holder(request.scope["headers"])
 
     async def welcome(self, request: Request) -> Response:
         """Say what this is: clients of several APIs look for their own words in it."""
@@ -207,6 +213,7 @@ class ScoredRoutes:
                 num_steps=given.num_steps,
                 wandb_group=given.wandb_group,
                 wandb_project=given.wandb_project,
+                owner=self._key(request).share,
             )
         )
         return _answered(request, answers.write_registered(uuid))
@@ -232,8 +239,12 @@ class ScoredRoutes:
         """Hand out the next batch. One that was not fully sent is handed out again.
 
         A trainer that says which batch it has (`after`) gets the next one until it says that it has that. Groups that
-        are lost are given up, and the next batch is made of the others.
+        are lost are given up, and the next batch is made of the others. Whoever has another key than the trainer has no
+        trainer.
         """
+        trainer = self._shelf.trajectories.trainer
+        if trainer is not None and not may_use(trainer.owner, self._key(request).name):
+            return _answered(request, answers.NOT_REGISTERED)
         after = read_after(request.query_params.get("after"))
         accepted = request.headers.get("accept-encoding", "")
         for _ in range(ATTEMPTS_MAX):
@@ -273,7 +284,7 @@ class ScoredRoutes:
 
     async def latest_example(self, request: Request) -> Response:
         try:
-            latest = await self._shelf.latest()
+            latest = await self._shelf.latest(self._key(request).name)
         except LogCorrupted as error:
             why = f"The group that was pushed last cannot be read: {error}. The next push takes its place."
             raise Refused(Code.INTERNAL, why) from None
@@ -298,6 +309,7 @@ class ScoredRoutes:
                 weight=given.weight,
                 group_size=given.group_size,
                 minimum=given.min_batch_allocation,
+                owner=self._key(request).name,
             )
         )
         assert isinstance(answer, inbox.Joined)
@@ -317,6 +329,8 @@ class ScoredRoutes:
 
     async def disconnect_environment(self, request: Request) -> Response:
         environment = read_environment_id(await _read(request, self._shelf))
+        if not self._shelf.may_act_for(environment, self._key(request).name):
+            return _answered(request, answers.write_disconnect_failed(no_environment(environment)))
         leave = inbox.LeaveEnvironment(
             id=f"leave-{secrets.token_hex(16)}", engine=self._shelf.engine, environment=environment
         )
@@ -332,8 +346,8 @@ class ScoredRoutes:
         number = read_environment_id(await _read(request, self._shelf), request.query_params.get("env_id"))
         state = self._shelf.trajectories
         environment = state.queue.environments.get(number)
-        if environment is None:
-            raise Refused(Code.UNKNOWN_ENVIRONMENT, f"There is no environment {number}: register it first.")
+        if environment is None or not may_use(environment.owner, self._key(request).name):
+            raise Refused(Code.UNKNOWN_ENVIRONMENT, no_environment(number))
         self._shelf.touch(number)
         told = standing(state.queue, environment)
         status = StatusAnswer(
@@ -349,7 +363,7 @@ class ScoredRoutes:
     async def scored_data(self, request: Request) -> Response:
         body = await _read(request, self._shelf)
         group = await self._shelf.apart(len(body), read_scored_data, body)
-        (held,) = await self._shelf.push([group], request.headers.get(IDEMPOTENCY_KEY, ""))
+        (held,) = await self._push([group], request)
         return _answered(request, answers.write_pushed(_pushed(held)))
 
     async def scored_data_list(self, request: Request) -> Response:
@@ -357,8 +371,11 @@ class ScoredRoutes:
         groups = await self._shelf.apart(len(body), read_scored_data_list, body)
         if not groups:
             return _answered(request, answers.write_pushed_list([]))
-        held = await self._shelf.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""))
+        held = await self._push(groups, request)
         return _answered(request, answers.write_pushed_list([_pushed(each) for each in held]))
+
+    async def _push(self, groups: Sequence[ScoredGroup], request: Request) -> tuple[int | None, ...]:
+        return await self._shelf.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""), self._key(request).name)
 
 
 def _pushed(held: int | None) -> PushAnswer:

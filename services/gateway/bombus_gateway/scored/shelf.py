@@ -7,11 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from bombus.bus.large.parts import Parts
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import EngineState
+from bombus.hive.tenants.owners import may_use
 from bombus.hive.trajectories.queue import QueuedGroup, why_not_queued
 from bombus.hive.trajectories.records import ScoredGroup, decode_group
 from bombus.hive.trajectories.state import HandedOut, Trajectories
@@ -62,6 +65,11 @@ class GroupShelf:
         """Report that this environment is alive."""
         self._gateway.heartbeats.touch_environment(self.engine, environment)
 
+    def may_act_for(self, environment: int, holder: str) -> bool:
+        """Return whether the holder of a key may act for an environment: for its own, and where there is none."""
+        known = self.trajectories.queue.environments.get(environment)
+        return known is None or may_use(known.owner, holder)
+
     async def apart(self, size: int, compute: Callable[..., _T], *given: object) -> _T:
         """Return what `compute` makes of so many bytes: of a large body while other requests go on."""
         if size < AT_ONCE_BYTES:
@@ -79,17 +87,20 @@ class GroupShelf:
 
     # ---- in -------------------------------------------------------------------------------------------------------
 
-    async def push(self, groups: Sequence[ScoredGroup], key: str = "") -> tuple[int | None, ...]:
+    async def push(self, groups: Sequence[ScoredGroup], key: str = "", holder: str = "") -> tuple[int | None, ...]:
         """Put groups on the log, all or none, and return what their environments hold after each.
+
+        Groups of an environment of another key than `holder` are of none, as where there is no such environment.
 
         They are durable then. Without a `key`, groups with the same bytes that come again soon are the same push. How
         long ago it came is for the coordinator to say: the fold has no clock but the time of the last event.
         Raises `Refused` and `BusUnavailable`.
         """
+        groups = await self._as_sent_by(holder, groups)
         await self._check_queued(groups)
         await self._check_trained(groups)
         records = [await self.apart(len(group.tokens), _recorded, group) for group in groups]
-        key = _own_key(key, groups) if key else _key_of(records)
+        key = _own_key(f"{holder}//{key}" if holder else key, groups) if key else _key_of(records, holder)
         for attempt in range(1, ATTEMPTS_MAX + 1):
             bodies = await self._store(records)
             queued = tuple(map(_queued, groups, bodies))
@@ -103,6 +114,21 @@ class GroupShelf:
             assert isinstance(answer, inbox.Pushed)
             return answer.held
         raise AssertionError("the last attempt has returned or raised")
+
+    async def _as_sent_by(self, holder: str, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
+        """Return groups without the environments for which the holder of a key may not act."""
+        named = {group.environment for group in groups if group.environment is not None}
+        if not holder or not named:
+            return groups
+        known = self.trajectories.queue.environments
+        if not named <= known.keys():  # one may have joined at another gateway
+            with suppress(TimeoutError):
+                await self._gateway.follower.caught_up(ARRIVAL_S)
+            known = self.trajectories.queue.environments
+        own = {each for each in named if each in known and may_use(known[each].owner, holder)}
+        return [
+            group if group.environment in own else msgspec.structs.replace(group, environment=None) for group in groups
+        ]
 
     async def _check_queued(self, groups: Sequence[ScoredGroup]) -> None:
         """Raise `Refused` for a group that can never be queued: its body would only fill the stream.
@@ -211,10 +237,10 @@ class GroupShelf:
         await reader.begin()
         return reader
 
-    async def latest(self) -> ScoredGroup | None:
-        """Return the group that was pushed last."""
+    async def latest(self, holder: str) -> ScoredGroup | None:
+        """Return the group that was pushed last, unless it is of an environment of another key."""
         latest = self.trajectories.latest
-        if latest is None:
+        if latest is None or (latest.environment is not None and not self.may_act_for(latest.environment, holder)):
             return None
         record = await (await self.records([latest])).next()
         return None if record is None else await self.apart(len(record), decode_group, record)
@@ -238,9 +264,9 @@ def _recorded(group: ScoredGroup) -> Recorded:
     return Recorded(record, digest(record))
 
 
-def _key_of(records: Sequence[Recorded]) -> str:
-    """Return what tells groups from others: records have the number of their environment in them."""
-    return digest(b"".join([record.digest for record in records])).hex()
+def _key_of(records: Sequence[Recorded], holder: str) -> str:
+    """Return what tells groups of a key from others: records have the number of their environment in them."""
+    return digest(holder.encode() + b"".join([record.digest for record in records])).hex()
 
 
 def _own_key(key: str, groups: Iterable[ScoredGroup]) -> str:

@@ -84,6 +84,7 @@ class SlicedClaims:
             owner=holder.name,
             open_max=holder.open_max,
             waiting_max=holder.waiting_max,
+            admin=holder.admin,
         )
         message_id = uuid.uuid4().hex
         for number in itertools.count():

@@ -32,8 +32,8 @@ class Bases:
     def names_of(self, engine: EngineState, may_configure: bool) -> list[str]:
         """Return the names of all bases on which a client could make a model on an engine now.
 
-        Whoever may configure an engine that is free may have any base. Where the operator has given no name to one, these
-        are the models that are made on the spot.
+        Whoever may configure an engine that is free may have any base. Where the operator has given no name to one,
+        these are the models that are made on the spot.
         """
         served = base_names(engine)
         is_free = engine.phase == Phase.OFFLINE and is_replaceable(engine.configured)

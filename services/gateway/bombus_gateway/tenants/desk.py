@@ -12,6 +12,7 @@ from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.records import digest
+from bombus.hive.shares import trim_fairly
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.owners import may_use, seen_model
 from bombus.hive.tenants.state import Queued, Tenants
@@ -158,6 +159,7 @@ class OperationDesk:
                 metadata=submission.metadata,
                 again_s=0.0 if _is_numbered(submission) else self._repeat_s,
                 reads=operation.checkpoint if isinstance(operation, CreateModel | LoadWeights) else "",
+                models_max=self._gateway.settings.models_max if isinstance(operation, CreateModel) else 0,
             )
             try:
                 answer = await self._gateway.carry_out(message)
@@ -210,7 +212,7 @@ class OperationDesk:
 
     def _remember_failure(self, name: str, failure: Failed, owner: str) -> str:
         self._failures[name] = (owner, failure)
-        trim(self._failures, REMEMBERED)
+        trim_fairly(self._failures, REMEMBERED, lambda remembered: remembered[0])
         return name
 
     # ---- results --------------------------------------------------------------------------------------------------

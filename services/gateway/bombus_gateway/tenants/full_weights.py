@@ -7,6 +7,7 @@ from bombus.hive.state import EngineState
 from bombus.hive.tenants.owners import is_anothers_name, seen_by, seen_model
 from bombus.hive.tenants.state import TenantModel
 from bombus.operations import CreateModel, EndModel, Failed
+from bombus_gateway.access import KeyHolder
 from bombus_gateway.tenants.bases import base_names, job_of
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.sessions import Sessions
@@ -69,7 +70,7 @@ class RegisteredModel:
             if self._open(owner) is None and self._is_free(owner) and self._is_registered():
                 base = base_names(self._desk.state)[0]
                 create = Submission(model=DEFAULT_MODEL, seq=0, operation=CreateModel(base=base))
-                await self._desk.submit(await self._sessions.open_for_model(owner), create, base, owner)
+                await self._desk.submit(await self._sessions.open_for_model(KeyHolder(owner)), create, base, owner)
 
     def _open(self, holder: str) -> TenantModel | None:
         model = seen_model(self._desk.tenants, DEFAULT_MODEL, holder)

@@ -149,10 +149,12 @@ def has_adapter(model: TenantModel, wanted: AdapterSpec | None) -> bool:
     shape = model.adapter
     if shape is None or wanted is None:
         return shape is None and wanted is None
-    of_layers = set(shape.targets) == set(wanted.targets) and (
-        bool(shape.targets) or set(shape.parts) == set(wanted.parts)
+    has_parts = bool(shape.targets) or set(shape.parts) == set(wanted.parts)
+    return (
+        has_parts
+        and set(shape.targets) == set(wanted.targets)
+        and (shape.rank, shape.alpha) == (wanted.rank, wanted.alpha)
     )
-    return of_layers and (shape.rank, shape.alpha) == (wanted.rank, wanted.alpha)
 
 
 def lora_fields(adapter: AdapterShape | None) -> dict[str, object]:

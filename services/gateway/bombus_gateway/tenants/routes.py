@@ -20,7 +20,7 @@ from bombus.hive.state import Phase
 from bombus.hive.tenants.owners import is_anothers_name, seen_by, seen_session
 from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants
 from bombus.operations import Category, CheckpointKind, CreateModel, Failed, LoadWeights, ModelEnded
-from bombus_gateway.access import Access, Guard
+from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
@@ -192,7 +192,7 @@ class TrainingRoutes:
         if dialect_of("create_session", "", names_in(body)) == TrainingDialect.XORL:
             return await self._create_for_session(request, body)
         key = request.headers.get("x-idempotency-key", "")
-        session = await self._sessions.open(body, self._holder(request), key)
+        session = await self._sessions.open(body, self._key(request), key)
         return in_json({"type": "create_session", "session_id": session})
 
     async def _create_for_session(self, request: Request, body: bytes) -> Response:
@@ -358,7 +358,7 @@ class TrainingRoutes:
             model = await self._sessions.model(submission.model, owner)
             session = "" if model is None or model.closed is not None else model.session
             if not session and not isinstance(operation, Failed):
-                session = await self._sessions.open_for_model(owner)
+                session = await self._sessions.open_for_model(self._key(request))
         return await self._desk.submit(session, submission, base, owner)
 
     async def _found(self, find: Callable[[], _T]) -> _T:
@@ -478,7 +478,10 @@ class TrainingRoutes:
 
     def _holder(self, request: Request) -> str:
         """Return the name of the key that a request has shown, "" where it has none: it may use everything then."""
-        return self._guard.holder(request.scope["headers"]).name
+        return self._key(request).name
+
+    def _key(self, request: Request) -> KeyHolder:
+        return self._guard.holder(request.scope["headers"])
 
     def _seen(self, request: Request) -> Tenants:
         return seen_by(self._desk.tenants, self._holder(request))

@@ -11,7 +11,7 @@ from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.owners import is_anothers_name, seen_model, seen_session
 from bombus.hive.tenants.state import TenantModel, TenantSession
-from bombus_gateway.access import Access, Guard, RawHeaders
+from bombus_gateway.access import Access, Guard, KeyHolder, RawHeaders
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bases import Bases, base_names, is_replaceable, plain_job
@@ -61,28 +61,29 @@ class Sessions:
         self._bases = bases
         self._control = Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url)
 
-    async def open(self, body: bytes, owner: str, request_key: str) -> str:
+    async def open(self, body: bytes, holder: KeyHolder, request_key: str) -> str:
         """Open a session of Tinker's client. One that repeats its request, by its key, gets the same session."""
         given = decode_body(_new_sessions, body)
         metadata = {name: value for name, value in msgspec.structs.asdict(given).items() if value}
-        named = digest(f"{owner}/{request_key}".encode()).hex()[:16] if request_key else uuid.uuid4().hex[:16]
-        return await self._open(f"s-{named}", TrainingDialect.TINKER, owner, metadata)
+        named = digest(f"{holder.name}/{request_key}".encode()).hex()[:16] if request_key else uuid.uuid4().hex[:16]
+        return await self._open(f"s-{named}", TrainingDialect.TINKER, holder, metadata)
 
-    async def open_for_model(self, owner: str) -> str:
+    async def open_for_model(self, holder: KeyHolder) -> str:
         """Open the session of one model of xorl's client. It ends with its model."""
-        return await self._open(f"x-{uuid.uuid4().hex[:16]}", TrainingDialect.XORL, owner, {})
+        return await self._open(f"x-{uuid.uuid4().hex[:16]}", TrainingDialect.XORL, holder, {})
 
-    async def _open(self, session: str, dialect: TrainingDialect, owner: str, metadata: dict[str, Any]) -> str:
+    async def _open(self, session: str, dialect: TrainingDialect, holder: KeyHolder, metadata: dict[str, Any]) -> str:
         is_xorls = dialect == TrainingDialect.XORL
         command = inbox.OpenSession(
             id=uuid.uuid4().hex,
             engine=self._desk.engine,
             session=session,
             idle_s=XORL_IDLE_S if is_xorls else 0.0,
-            owner=owner,
+            owner=holder.name,
             door=dialect.value,
             metadata=metadata,
             for_model=is_xorls,
+            admin=holder.admin,
         )
         await self._gateway.carry_out(command)
         return session

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bombus.config.parts import MODELS_MAX_MAX
+
 
 class TenantSettings(BaseModel):
     """`checkpoints` is the folder of what callers save, `covers` of what this trainer saves to go on after a crash.
@@ -17,7 +19,7 @@ class TenantSettings(BaseModel):
     checkpoints: Path
     covers: Path
     scratch: Path
-    models_max: int = Field(default=64, ge=1, le=4096)
+    models_max: int = Field(default=MODELS_MAX_MAX, ge=1, le=MODELS_MAX_MAX)
     rank_max: int = Field(default=512, ge=1, le=4096)
     tokens_max: int = Field(default=1 << 22, ge=1, le=1 << 26, description="tokens of one operation")
     targets_max: int = Field(default=1 << 23, ge=1, le=1 << 26, description="targets of one operation, over all tokens")

@@ -5,6 +5,7 @@ one that was executed is its result, for its client, and its body, for a trainer
 the checkpoint before it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.records import BodyRef
+from bombus.hive.shares import ADMIN
 from bombus.hive.tenants.stopwatch import Stopwatch
 
 COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
@@ -66,8 +68,14 @@ class TenantSession(msgspec.Struct, kw_only=True):
     door: str = ""
     metadata: dict[str, Any] = {}
     for_model: bool = False
+    admin: bool = False
     ended: ev.SessionEnded | None = None
     samples_in: int = 0  # the last run that it has sampled in
+
+    @property
+    def holder(self) -> str:
+        """Return whose share it counts for."""
+        return ADMIN if self.admin else self.owner
 
 
 class TenantModel(msgspec.Struct, kw_only=True):
@@ -188,6 +196,11 @@ class Tenants(msgspec.Struct, kw_only=True):
     def open_models(self) -> list[TenantModel]:
         return [model for model in self.models.values() if model.closed is None]
 
+    def holder_of(self, model: TenantModel) -> str:
+        """Return for whose share a model counts."""
+        session = self.sessions.get(model.session)
+        return "" if session is None else session.holder
+
     @property
     def waiting(self) -> int:
         """Return how many operations wait, of all models."""
@@ -264,6 +277,7 @@ def open_session(tenants: Tenants, event: ev.SessionOpened) -> None:
         door=event.door,
         metadata=event.metadata,
         for_model=event.for_model,
+        admin=event.admin,
     )
 
 
@@ -298,8 +312,10 @@ def _forget_model(tenants: Tenants, model: TenantModel) -> None:
 
 def open_model(tenants: Tenants, event: ev.ModelOpened) -> None:
     """Open a model. One of this name that has ended is there already: its results can still be read."""
-    for old in [each for each in tenants.models.values() if each.closed is not None][: 1 - MODELS_KEPT]:
-        _forget_model(tenants, old)
+    ended = [each for each in tenants.models.values() if each.closed is not None]
+    if len(ended) >= MODELS_KEPT:
+        most, _ = Counter(map(tenants.holder_of, ended)).most_common(1)[0]
+        _forget_model(tenants, next(each for each in ended if tenants.holder_of(each) == most))
     before = tenants.models.pop(event.model, None)
     model = TenantModel(
         name=event.model,
@@ -416,7 +432,8 @@ def begin(tenants: Tenants, event: ev.OperationBegun) -> None:
 
 
 def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: int) -> None:
-    """Note a result, and drop older ones beyond the limits: in bytes those of whoever has most, in number the model's.
+    """Note a result, and drop older ones beyond the limits: in bytes those of the key that has most, and of its models
+    the one that has most, in number the model's.
 
     The new one stays.
     """
@@ -446,7 +463,7 @@ def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: i
     tenants.results[f"{event.model}:{event.key}"] = event.result.size
     tenants.result_bytes += event.result.size
     while tenants.result_bytes > results_bytes_max and len(tenants.results) > 1:
-        most = max(tenants.models.values(), key=lambda each: each.result_bytes)  # without the new one
+        most = _with_most_results(tenants)  # without the new one
         oldest = (each for each in most.operations.values() if each.result is not None and each is not queued)
         old = next(oldest, None)
         if old is None:  # of the others there are none with any bytes
@@ -454,6 +471,14 @@ def execute(tenants: Tenants, event: ev.OperationCompleted, results_bytes_max: i
         _drop_result(tenants, most, old)
     model.result_bytes += event.result.size
     _trim_operations(tenants, model)
+
+
+def _with_most_results(tenants: Tenants) -> TenantModel:
+    """Return the model with the most bytes of results, of those of the key that has most."""
+    of_holders: Counter[str] = Counter()
+    for model in tenants.models.values():
+        of_holders[tenants.holder_of(model)] += model.result_bytes
+    return max(tenants.models.values(), key=lambda each: (of_holders[tenants.holder_of(each)], each.result_bytes))
 
 
 def _drop_result(tenants: Tenants, model: TenantModel, queued: Queued) -> None:

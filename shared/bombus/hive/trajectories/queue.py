@@ -5,6 +5,7 @@ and of one size are a line, in the order of arrival, which is all that batches a
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import isfinite
@@ -13,6 +14,7 @@ import msgspec
 
 from bombus.hive.bounded import trim
 from bombus.hive.records import BodyRef
+from bombus.hive.shares import has_share
 from bombus.hive.trajectories.filling import ExactFill, Pool
 
 BATCH_SEQUENCES_MAX = 16_384
@@ -64,6 +66,7 @@ class Environment(msgspec.Struct, kw_only=True):
     weight: float
     group_size: int
     minimum: float | None = None  # the part of each batch that it asks for
+    owner: str = ""  # the name of its client's key
     connected: bool = True
     share: EnvironmentShare = msgspec.field(default_factory=EnvironmentShare)
     held: dict[int, GroupLine] = {}  # smaller than group_size: they wait for others to make up a group of that size
@@ -196,10 +199,17 @@ def why_not_joined(queue: TrajectoryQueue, environment: Environment) -> str:
         return f"weight of {name} is {environment.weight}: it must be a finite number."
     if environment.minimum is not None and not 0 <= environment.minimum <= 1:
         return f"min_batch_allocation of {name} is {environment.minimum}: it must be a part of a batch, from 0 to 1."
-    connected = sum(each.connected for each in queue.environments.values())
-    if connected >= ENVIRONMENTS_MAX and environment.id not in queue.environments:
-        return f"{connected} environments are connected, which is the most. Disconnect those that have ended."
+    connected = Counter(each.owner for each in queue.environments.values() if each.connected)
+    if environment.id not in queue.environments and not has_share(connected, environment.owner, ENVIRONMENTS_MAX):
+        return (
+            f"{connected.total()} environments are connected, {connected[environment.owner]} of them by this key, and "
+            f"the limit for all keys together is {ENVIRONMENTS_MAX}. Disconnect those that have ended."
+        )
     return ""
+
+
+def no_environment(number: int) -> str:
+    return f"There is no environment {number}: register it first."
 
 
 def held_after(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> list[int | None]:

@@ -151,6 +151,7 @@ def join(state: Trajectories, event: ev.EnvironmentJoined) -> None:
         weight=event.weight,
         group_size=event.group_size,
         minimum=event.minimum,
+        owner=event.owner,
     )
     queues.join(state.queue, environment, event.desired_name)
     state.heard_ns[event.environment] = event.at_ns

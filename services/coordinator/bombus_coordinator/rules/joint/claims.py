@@ -1,9 +1,11 @@
 """Claims of joint episodes: which are refused, which wait, and what is answered when there are none."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from bombus.errors import Code, Refused
 from bombus.hive.inbox import EngineGrant, JointClaim, JointGranted
+from bombus.hive.shares import has_share
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus_coordinator.rules import claims
 from bombus_coordinator.rules.claims import CLAIM_OVER, NONE_AVAILABLE, USED_BY_OTHERS
@@ -104,12 +106,21 @@ def _wait(engines: Sequence[EngineState], live: Live, claim: JointClaim) -> None
     queue = live.joint_queue(engines)
     waiting = max(live.queue(each).waiting_of(share) + live.jointly_waiting(each.name, share) for each in engines)
     try:
-        if sum(map(len, live.joint.values())) >= JOINT_WAITING_MAX:
-            raise Refused(Code.OVERLOADED, f"{JOINT_WAITING_MAX} joint claims are waiting already; try again later.")
+        _check_room(live, claim)
         queue.add(claim, live.now_ns, live.now_ns + ns(claim.wait_s), waiting - queue.waiting_of(share))
     finally:
         if not queue:
             del live.joint[names]
+
+
+def _check_room(live: Live, claim: JointClaim) -> None:
+    """Raise `Refused` OVERLOADED where too many joint claims wait, of all sets of engines together."""
+    waiting = sum(map(len, live.joint.values()))
+    if waiting < JOINT_WAITING_MAX:
+        return
+    held = sum((queue.held for queue in live.joint.values()), Counter[str]())
+    if not has_share(held, claim.holder, JOINT_WAITING_MAX):
+        raise Refused(Code.OVERLOADED, f"{waiting} joint claims are waiting already; try again later.")
 
 
 def lapse(hive: Hive, live: Live) -> Decisions:

@@ -5,7 +5,7 @@ from bombus.hive import events as ev
 from bombus.hive.events import Collection, EnvironmentEnd, Event, RunKind
 from bombus.hive.inbox import Done, Joined, JoinEnvironment, LeaveEnvironment, RegisterTrainer, ResetGroups
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.trajectories.queue import Environment, why_no_batch_size, why_not_joined
+from bombus.hive.trajectories.queue import Environment, no_environment, why_no_batch_size, why_not_joined
 from bombus.hive.trajectories.training import why_not_registered
 from bombus_coordinator.rules.beginning import beginning
 from bombus_coordinator.rules.claims import no_room
@@ -36,7 +36,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
         raise Refused(Code.MALFORMED, why)
     if len(message.checkpoint_dir) > FOLDER_CHARS_MAX:
         raise Refused(Code.MALFORMED, f"checkpoint_dir has at most {FOLDER_CHARS_MAX} characters.")
-    for text in (message.trainer, message.wandb_group, message.wandb_project):
+    for text in (message.trainer, message.wandb_group, message.wandb_project, message.owner):
         if len(text) > TEXT_CHARS_MAX:
             raise Refused(Code.MALFORMED, f"A name has at most {TEXT_CHARS_MAX} characters.")
     if live.refusing:
@@ -57,6 +57,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
         num_steps=message.num_steps,
         wandb_group=message.wandb_group,
         wandb_project=message.wandb_project,
+        owner=message.owner,
     )
     reply = CommandReply(message.id, Done(run=run))
     rules = Collection() if engine.configured is None else engine.configured.collection
@@ -109,6 +110,7 @@ def join(engine: EngineState, live: Live, message: JoinEnvironment) -> Decisions
         weight=message.weight,
         group_size=message.group_size,
         minimum=message.minimum,
+        owner=message.owner[:TEXT_CHARS_MAX],
     )
     why = why_not_joined(state.queue, environment)
     if why:
@@ -128,13 +130,14 @@ def _joined(engine: EngineState, live: Live, environment: Environment, desired: 
         weight=environment.weight,
         group_size=environment.group_size,
         minimum=environment.minimum,
+        owner=environment.owner,
     )
 
 
 def leave(engine: EngineState, live: Live, message: LeaveEnvironment) -> Decisions:
     known = engine.trajectories.queue.environments.get(message.environment)
     if known is None:
-        raise Refused(Code.UNKNOWN_ENVIRONMENT, f"There is no environment {message.environment}: register it first.")
+        raise Refused(Code.UNKNOWN_ENVIRONMENT, no_environment(message.environment))
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if not known.connected:
         yield Decision(replies=reply)

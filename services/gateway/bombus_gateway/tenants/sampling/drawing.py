@@ -209,7 +209,7 @@ class _Collected:
         )
 
     def _of_prompt(self, length: int, scored: int | None) -> tuple[bytes, Alternatives]:
-        """Return the logprobs of a prompt of so many tokens, and the alternatives to them, as far as they are wanted."""
+        """Return the logprobs of a prompt of so many tokens, and the alternatives to them, where wanted."""
         if scored is None:
             return b"", ()
         last = self._scores[len(self._scores) - scored :]

@@ -5,6 +5,7 @@ After a restart they are unknown, which is answered 410: the client samples agai
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,8 +14,10 @@ import msgspec
 
 from bombus.errors import STATUS, BombusError, Code, Refused
 from bombus.hive.records import digest
+from bombus.hive.shares import has_share, surplus
 from bombus.hive.tenants.owners import may_use
 from bombus.operations import Category, Failed
+from bombus_gateway.access import KeyHolder
 from bombus_gateway.call.capacity import CallCapacity
 from bombus_gateway.tenants.sampling.drawing import SampleDrawing
 from bombus_gateway.tenants.sampling.samplers import found_sampler
@@ -33,7 +36,7 @@ ANSWERS_BYTES_MAX = 512 << 20  # all of them together: the oldest are forgotten,
 class _Drawn(msgspec.Struct, frozen=True):
     """A sample, or its drawing, and whose key it was asked for with."""
 
-    owner: str
+    holder: KeyHolder
     task: asyncio.Task[FutureAnswer]
 
 
@@ -44,39 +47,40 @@ class SampleFutures:
         self._drawing = drawing
         self._capacity = capacity
         self._drawn: dict[str, _Drawn] = {}  # oldest first
-        self._bytes = 0
-        self._open_bytes = 0
+        self._bytes: Counter[str] = Counter()  # of answers, by whose share they count for
+        self._open_bytes: Counter[str] = Counter()
 
-    def submit(self, submission: SampleSubmission, body: bytes, holder: str) -> str:
+    def submit(self, submission: SampleSubmission, body: bytes, holder: KeyHolder) -> str:
         """Begin to draw, and return the id of the future. The same body again is a repeat, and has the same answer.
 
         It is read with a key of the name of `holder` alone.
 
         Raises `Refused`: OVERLOADED, or UNKNOWN_MODEL for a sampler that is not known.
         """
-        name = f"{submission.request_id}:{digest(f'{holder}//'.encode() + body).hex()[:16]}"
+        name = f"{submission.request_id}:{digest(f'{holder.name}//'.encode() + body).hex()[:16]}"
         if name not in self._drawn:
-            found_sampler(self._drawing.engine, submission.session, holder)
+            found_sampler(self._drawing.engine, submission.session, holder.name)
             with ExitStack() as room:
-                room.enter_context(self._capacity.open_unrecorded())
-                room.enter_context(self._open(len(body)))
-                task = asyncio.create_task(self._answer(submission, holder))
+                room.enter_context(self._capacity.open_sample(holder.share))
+                room.enter_context(self._open(len(body), holder.share))
+                task = asyncio.create_task(self._answer(submission, holder.name))
                 task.add_done_callback(partial(_leave, room.pop_all()))
-            task.add_done_callback(self._count)
+            task.add_done_callback(partial(self._count, holder.share))
             self._drawn[name] = _Drawn(holder, task)
         return name
 
     @contextmanager
-    def _open(self, size: int) -> Iterator[None]:
+    def _open(self, size: int, share: str) -> Iterator[None]:
         """Count the bytes of a request while it is open. Raises `Refused` OVERLOADED."""
-        if self._open_bytes + size > OPEN_BYTES_MAX:
-            why = f"Requests for samples of {self._open_bytes} bytes are open here, and the limit is {OPEN_BYTES_MAX}"
+        if not has_share(self._open_bytes, share, OPEN_BYTES_MAX, size):
+            held = sum(self._open_bytes.values())
+            why = f"Requests for samples of {held} bytes are open here, and the limit is {OPEN_BYTES_MAX}"
             raise Refused(Code.OVERLOADED, f"{why}; try again in a moment.")
-        self._open_bytes += size
+        self._open_bytes[share] += size
         try:
             yield
         finally:
-            self._open_bytes -= size
+            self._open_bytes[share] -= size
 
     async def _answer(self, submission: SampleSubmission, holder: str) -> FutureAnswer:
         """Return the answer, which may be that sampling has failed. It raises nothing but what is a bug."""
@@ -98,19 +102,27 @@ class SampleFutures:
         body = write_samples(drawn.samples, drawn.prompt_logprobs, drawn.top_prompt, drawn.cached_prompt_tokens)
         return FutureAnswer(200, PROTOBUF, body)
 
-    def _count(self, task: "asyncio.Task[FutureAnswer]") -> None:
-        """Note the size of an answer, and forget the oldest ones where they take too much."""
-        self._bytes += _size(task)
-        for name, each in list(self._drawn.items()):
-            if self._bytes <= ANSWERS_BYTES_MAX and len(self._drawn) <= ANSWERS_MAX:
-                return
-            if each.task.done():
-                del self._drawn[name]
-                self._bytes -= _size(each.task)
+    def _count(self, share: str, task: "asyncio.Task[FutureAnswer]") -> None:
+        """Note the size of an answer, and forget the oldest ones of whoever has most where they take too much."""
+        self._bytes[share] += _size(task)
+        while sum(self._bytes.values()) > ANSWERS_BYTES_MAX:
+            most = max(self._bytes, key=self._bytes.__getitem__)
+            of_most = (name for name, each in self._drawn.items() if each.holder.share == most and each.task.done())
+            oldest = next(of_most, None)
+            if oldest is None:
+                break
+            self._forget(oldest)
+        for name in surplus(self._drawn, ANSWERS_MAX, lambda each: each.holder.share):
+            if self._drawn[name].task.done():
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        drawn = self._drawn.pop(name)
+        self._bytes[drawn.holder.share] -= _size(drawn.task)
 
     def knows(self, name: str, holder: str) -> bool:
         drawn = self._drawn.get(name)
-        return drawn is not None and may_use(drawn.owner, holder)
+        return drawn is not None and may_use(drawn.holder.name, holder)
 
     async def result(self, asked: FutureRequest, hold_s: float) -> FutureAnswer:
         """Return a sample, or after `hold_s` that it is not there yet, and why."""

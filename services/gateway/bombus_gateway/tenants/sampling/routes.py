@@ -11,7 +11,7 @@ from bombus.errors import Code, Refused
 from bombus.hive.records import pack_tokens, unpack_tokens
 from bombus.hive.tenants.owners import seen_session
 from bombus.hive.tenants.state import Tenants
-from bombus_gateway.access import Access, Guard
+from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.refusals import RETRY_AFTER
@@ -70,7 +70,7 @@ class SamplingRoutes:
 
     async def asample(self, request: Request) -> Response:
         body = await read_body(request)
-        submission, holder = read_sample(body), self._holder(request)
+        submission, holder = read_sample(body), self._key(request)
         try:
             name = await self._found(lambda: self.futures.submit(submission, body, holder))
         except Refused as refusal:
@@ -83,26 +83,29 @@ class SamplingRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Answer xorl's sampling client, directly, and whoever asks in vLLM's form for the base."""
-        body, holder = await read_body(request), self._holder(request)
+        body, holder = await read_body(request), self._key(request)
         if is_vllm(names_in(body)):
             return await self._generate_as_vllm(read_vllm(body), holder)
         given = read_generate(body)
-        sampler = await self._found(lambda: named_sampler(self._drawing.engine, given.adapter, holder))
-        with self._calls.capacity.open_unrecorded():
+        sampler = await self._found(lambda: named_sampler(self._drawing.engine, given.adapter, holder.name))
+        with self._calls.capacity.open_sample(holder.share):
             given = await self._with_prompt(given)
             drawn = await self._drawing.draw(sampler, given.asked)
         count = len(given.asked.prompt) // 4
         return in_json(write_generated(drawn.samples, drawn.texts, count, given.logprobs))
 
     def _holder(self, request: Request) -> str:
-        return self._guard.holder(request.scope["headers"]).name
+        return self._key(request).name
+
+    def _key(self, request: Request) -> KeyHolder:
+        return self._guard.holder(request.scope["headers"])
 
     async def _found(self, find: Callable[[], _T]) -> _T:
         return await found(self._calls.follower, find)
 
-    async def _generate_as_vllm(self, given: VllmRequest, holder: str) -> Response:
-        sampler = named_sampler(self._drawing.engine, "", holder)
-        with self._calls.capacity.open_unrecorded():
+    async def _generate_as_vllm(self, given: VllmRequest, holder: KeyHolder) -> Response:
+        sampler = named_sampler(self._drawing.engine, "", holder.name)
+        with self._calls.capacity.open_sample(holder.share):
             given = await self._with_prompt(given)
             drawn = await self._drawing.draw(sampler, given.asked)
         model = await self._drawing.text_model()

@@ -1,0 +1,48 @@
+"""Which calls and samples a gateway that is full still takes."""
+
+import itertools
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from bombus.bus import Bus
+from bombus.errors import Code, Refused
+from bombus.host.hive_keys import HiveKeys, NamedKey
+from bombus_gateway.access import Access, Guard
+from bombus_gateway.call.capacity import CallCapacity
+from bombus_gateway.settings import GatewaySettings
+
+KEYS = {"admin": "an-admin-key-for-tests", "client": "a-client-key-for-tests", "alice": "alices-key-for-tests"}
+
+
+def test_the_admin_is_known_by_its_key_also_where_clients_need_none() -> None:
+    for client in ("", KEYS["client"]):
+        named = {"alice": NamedKey(key=KEYS["alice"])} if client else {}
+        guard = Guard(Access.CLIENT, HiveKeys(admin=KEYS["admin"], client=client, clients=named), "")
+        shares = [guard.holder([(b"x-api-key", key.encode())]).share for key in KEYS.values()]
+        assert shares == ["/admin", "", "alice" if client else ""]
+
+
+async def test_thousands_of_samples_leave_room_for_calls_of_episodes_and_for_samples_of_others(bus: Bus) -> None:
+    capacity = CallCapacity(bus, GatewaySettings(open_calls_max=8))
+    with ExitStack() as opened:
+
+        def count(kind: str, holder: str) -> int:
+            """Open as many as are taken, and return how many."""
+            open_one = capacity.open_sample if kind == "sample" else partial(capacity.reserve, 1)
+            for taken in itertools.count():
+                try:
+                    opened.enter_context(open_one(holder))
+                except Refused:
+                    return taken
+            raise AssertionError("unreachable")
+
+        assert count("sample", "") == 8
+        assert count("call", "") == 4, "calls of the same key's episodes, too"
+        assert count("call", "alice") == 2
+        assert count("sample", "/admin") == 2
+        with pytest.raises(Refused, match="has 16 calls open, and its limit is 8") as refused, capacity.open_sample(""):
+            pass
+        assert refused.value.code == Code.OVERLOADED
+    assert capacity.open_calls == capacity.reserved == 0
