@@ -55,10 +55,20 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     targets: tuple[str, ...] = ()
 
 
+class RateSchedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A learning rate that changes with the steps of its model: linear warm-up, then constant or decay to a floor."""
+
+    kind: str = "constant"  # or linear, or cosine
+    warmup_steps: int = 0
+    total_steps: int = 0  # the step after it is the first at the floor
+    min_ratio: float = 0.0  # the floor, as a part of the rate
+
+
 class AdamParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): `weight_decay` is decoupled.
 
-    `grad_clip_norm` bounds the norm of the whole gradient, after its division; 0 bounds nothing.
+    `grad_clip_norm` bounds the norm of the whole gradient, after its division; 0 bounds nothing. With a `schedule`,
+    `learning_rate` is its peak.
     """
 
     learning_rate: float
@@ -67,6 +77,7 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
+    schedule: RateSchedule | None = None
 
 
 class Datum(msgspec.Struct, frozen=True, array_like=True):

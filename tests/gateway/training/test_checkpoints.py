@@ -104,6 +104,24 @@ def test_a_checkpoint_is_loaded_by_its_path(
 
 
 @pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("a", CheckpointPath("mine", TRAINING, "a")),
+        ("weights/a", CheckpointPath("mine", TRAINING, "a")),
+        ("other/a", CheckpointPath("other", TRAINING, "a")),
+        ("weights/other/a", CheckpointPath("other", TRAINING, "a")),
+        ("sampler_weights/other/a", CheckpointPath("other", SAMPLER, "a")),
+        ("other/training/a", CheckpointPath("other", TRAINING, "a")),
+        ("other/weights/a", CheckpointPath("other", TRAINING, "a")),
+    ],
+)
+def test_xorls_client_loads_by_a_path_below_the_folder_of_checkpoints(path: str, found: CheckpointPath) -> None:
+    operation = read_load(XORL, msgspec.json.encode({"model_id": "mine", "seq_id": 3, "path": path})).operation
+    assert isinstance(operation, LoadWeights)
+    assert operation.checkpoint == str(found)
+
+
+@pytest.mark.parametrize(
     "path",
     [
         "",

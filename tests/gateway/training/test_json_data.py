@@ -227,10 +227,10 @@ def test_what_compute_kl_stats_asks_for_has_xorls_names() -> None:
     assert metrics == {**sums, **means, "loss:sum": 0.5, "valid_tokens:sum": 2.0}
 
 
-def test_a_loss_per_token_has_no_scalar() -> None:
+def test_a_loss_per_token_has_a_scalar_as_the_others_have() -> None:
     scores = Scores(outputs=({"elementwise_loss": float32s(0.5)},), loss=0.5, tokens=1)
     (one,) = msgspec.to_builtins(write_json_scores(scores, "per_token_ce"))["loss_fn_outputs"]
-    assert set(one) == {"elementwise_loss"}
+    assert one["loss"]["data"] == [0.5]
 
 
 def test_a_batch_of_nothing_has_sums_alone() -> None:

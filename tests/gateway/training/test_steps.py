@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from bombus.errors import Refused
-from bombus.operations import AbortEpoch, AdamParams, Category, Failed, OptimStep, Reduction
+from bombus.operations import AbortEpoch, AdamParams, Category, Failed, OptimStep, RateSchedule, Reduction
 from bombus_gateway.training.dialects import TrainingDialect
-from bombus_gateway.training.steps import read_abort_epoch, read_optim_step
+from bombus_gateway.training.steps import RateDefaults, read_abort_epoch, read_optim_step
 
 TINKER, XORL = TrainingDialect.TINKER, TrainingDialect.XORL
 
@@ -99,3 +99,22 @@ def test_tinker_may_not(body: bytes) -> None:
 def test_a_gradient_is_forgotten() -> None:
     submission = read_abort_epoch(b'{"model_id": "default", "seq_id": 4}')
     assert (submission.model, submission.seq, submission.operation) == ("default", 4, AbortEpoch())
+
+
+def test_a_schedule_is_the_clients_or_else_the_jobs_and_a_rate_that_is_given_is_the_steps() -> None:
+    cosine = {"type": "cosine", "warmup_steps": 2, "total_steps": 10, "min_lr_ratio": 0.1}
+    own = RateSchedule(kind="cosine", warmup_steps=2, total_steps=10, min_ratio=0.1)
+    jobs = RateDefaults(3e-4, RateSchedule(kind="linear", total_steps=4))
+    for fields, rate, schedule in (
+        ({}, 3e-4, jobs.schedule),
+        ({"learning_rate": 2e-4}, 2e-4, None),
+        ({"learning_rate": 2e-4, "lr_schedule": cosine}, 2e-4, own),
+        ({"lr_schedule": cosine}, 3e-4, own),
+    ):
+        body = msgspec.json.encode({"model_id": "mine", "seq_id": 1, **fields})
+        found = read_optim_step(XORL, body, jobs).operation
+        assert isinstance(found, OptimStep)
+        assert (found.adam.learning_rate, found.adam.schedule) == (rate, schedule)
+    wrong = step(XORL, lr_schedule={"type": "linear", "gamma": 1})
+    assert isinstance(wrong, Failed)
+    assert "gamma" in wrong.error

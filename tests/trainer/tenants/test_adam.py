@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bombus.errors import Refused
-from bombus.operations import AdamParams
+from bombus.operations import AdamParams, RateSchedule
 from bombus_trainer.tenants.adam import TenantOptimizer, check_adam
 
 
@@ -78,3 +78,16 @@ def test_parameters_that_are_no_step_are_refused_by_name(name: str, value: float
 
 def test_an_eps_above_one_is_a_step() -> None:
     check_adam(AdamParams(learning_rate=1e-3, eps=3.0))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "why"),
+    [
+        (RateSchedule(kind="wsd"), "'wsd': it has to be constant, linear, cosine"),
+        (RateSchedule(kind="linear", warmup_steps=4, total_steps=4), "total_steps is 4: it has to be above"),
+        (RateSchedule(warmup_steps=-1), "warmup_steps is -1"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(schedule: RateSchedule, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        check_adam(AdamParams(learning_rate=1e-3, schedule=schedule))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bombus.errors import Refused
-from bombus.operations import AdamParams, AdapterSpec, Reduction
+from bombus.operations import AdamParams, AdapterSpec, RateSchedule, Reduction
 from bombus_trainer.tenants.base import TenantBase
 from bombus_trainer.tenants.tenant import GradientEpoch, TrainedTenant
 from tests.trainer.small_batches import tiny_settings
@@ -43,6 +43,19 @@ def test_a_step_clears_the_gradient(shared: TenantBase) -> None:
     made.take_step(AdamParams(learning_rate=0.1), Reduction.TOKEN_MEAN)
     assert (made.step, made.epoch) == (1, GradientEpoch())
     assert all(parameter.grad is None for parameter in made.parameters.values())
+
+
+def test_a_schedule_goes_on_with_the_steps_of_the_model(shared: TenantBase) -> None:
+    made = tenant(shared)
+    schedule = RateSchedule(kind="linear", warmup_steps=2, total_steps=6, min_ratio=0.5)
+    rates = []
+    for _ in range(8):
+        step = with_gradient(made, 1.0, tokens=1).take_step(
+            AdamParams(learning_rate=0.4, schedule=schedule), Reduction.SUM
+        )
+        rates.append(step.metrics["learning_rate"])
+    # Warm-up of 1/2 and 2/2; then from 0.4 to its half at the step after the sixth, in four equal parts
+    assert rates == pytest.approx([0.2, 0.4, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2])
 
 
 def test_weights_of_another_shape_are_refused_before_any_changes(shared: TenantBase) -> None:

@@ -6,12 +6,13 @@ from bombus.config.job import RunConfig
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.owners import is_anothers_name, seen_by, seen_model
 from bombus.hive.tenants.state import TenantModel
-from bombus.operations import CreateModel, EndModel, Failed
+from bombus.operations import CreateModel, EndModel, Failed, RateSchedule
 from bombus_gateway.access import KeyHolder
 from bombus_gateway.tenants.bases import base_names, job_of
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.sessions import Sessions
 from bombus_gateway.training.models import AdapterDefaults
+from bombus_gateway.training.steps import NO_SCHEDULE, RateDefaults
 from bombus_gateway.training.submission import DEFAULT_MODEL, Submission
 
 
@@ -22,6 +23,21 @@ def adapter_defaults(engine: EngineState) -> AdapterDefaults:
         return AdapterDefaults()
     full_weights = RunConfig.from_json(job.config).trainer.enable_lora is False
     return AdapterDefaults(full_weights=full_weights, base=base_names(engine)[0])
+
+
+def rate_defaults(engine: EngineState) -> RateDefaults:
+    """Return the learning rate of steps whose clients name none."""
+    job = job_of(engine)
+    trainer = None if job is None else RunConfig.from_json(job.config).trainer
+    if trainer is None or (trainer.lr_schedule == "constant" and not trainer.warmup_steps):
+        return NO_SCHEDULE
+    schedule = RateSchedule(
+        kind=trainer.lr_schedule,
+        warmup_steps=trainer.warmup_steps,
+        total_steps=trainer.total_steps,
+        min_ratio=trainer.min_lr_ratio,
+    )
+    return RateDefaults(trainer.lr, schedule)
 
 
 class RegisteredModel:

@@ -28,7 +28,7 @@ from bombus_gateway.tenants.bases import Bases, base_names
 from bombus_gateway.tenants.bodies import answered, in_json, names_in, read_body
 from bombus_gateway.tenants.desk import HOLD_S, OperationDesk, Waits
 from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
-from bombus_gateway.tenants.full_weights import RegisteredModel, adapter_defaults
+from bombus_gateway.tenants.full_weights import RegisteredModel, adapter_defaults, rate_defaults
 from bombus_gateway.tenants.listings import (
     checkpoints_of,
     found_checkpoint,
@@ -271,7 +271,8 @@ class TrainingRoutes:
 
     async def optim_step(self, request: Request) -> Response:
         body = await read_body(request)
-        return await self._submitted(request, read_optim_step(_dialect("optim_step", body), body))
+        step = read_optim_step(_dialect("optim_step", body), body, rate_defaults(self._desk.state))
+        return await self._submitted(request, step)
 
     async def abort_epoch(self, request: Request) -> Response:
         return await self._submitted(request, read_abort_epoch(await read_body(request)))

@@ -7,7 +7,7 @@ from bombus.operations import CheckpointKind, LoadWeights, SaveWeights
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.training.dialects import TrainingDialect, sampling_session, session_of
 from bombus_gateway.training.models import kept_metadata
-from bombus_gateway.training.paths import CheckpointPath, checked_name, read_path
+from bombus_gateway.training.paths import CheckpointPath, checked_name, read_loaded_path, read_path
 from bombus_gateway.training.submission import NOT_GIVEN, SeqId, Submission, addressed, attempted, submitted
 
 INFLIGHT, SNAPSHOT = "inflight", "snapshot"
@@ -118,4 +118,4 @@ def _load(body: bytes, model: str) -> LoadWeights:
     if given.weights_access_token:
         raise Refused(Code.UNSUPPORTED, "weights_access_token is not known here: all checkpoints are of one account.")
     optimizer = given.load_optimizer if given.optimizer is None else given.optimizer
-    return LoadWeights(checkpoint=str(read_path(given.path, model)), with_optimizer=bool(optimizer))
+    return LoadWeights(checkpoint=str(read_loaded_path(given.path, model)), with_optimizer=bool(optimizer))

@@ -53,6 +53,22 @@ def read_path(text: str, model: str = "") -> CheckpointPath:
     return CheckpointPath(parts[0], _FOLDERS[parts[1]], parts[2])
 
 
+def read_loaded_path(text: str, model: str) -> CheckpointPath:
+    """Return the checkpoint that is to be loaded into a `model`, by any name that xorl's server takes.
+
+    Besides those of `read_path` these are paths below its folder of checkpoints, `MODEL/NAME` and `KIND/MODEL/NAME`,
+    and below ours, `MODEL/KIND/NAME`, where a kind is called as its folder is. Raises `Refused`.
+    """
+    match text.split("/"):
+        case [other, name] if other not in _FOLDERS:
+            return read_path(f"{other}/weights/{name}", model)
+        case [kind, other, name] if kind in _FOLDERS:
+            return read_path(f"{other}/{kind}/{name}", model)
+        case [other, kind, name] if kind in list(CheckpointKind):
+            return read_path(f"{other}/{_NAMES_OF_KINDS[CheckpointKind(kind)]}/{name}", model)
+    return read_path(text, model)
+
+
 def path_of_operation(text: str) -> CheckpointPath:
     """Return the checkpoint that an operation calls `MODEL/KIND/NAME`."""
     model, kind, name = text.split("/")

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from bombus.errors import Code, Refused
-from bombus.operations import AdamParams
+from bombus.operations import AdamParams, RateSchedule
 from bombus_trainer.backends.torch.optim import NamedAdamW
 
+KINDS = ("constant", "linear", "cosine")  # of a schedule of the learning rate
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 EPS_MIN = 1e-30  # less is 0 in float32, and 0 divides by 0 where there is no gradient
 
@@ -77,5 +78,18 @@ def check_adam(adam: AdamParams) -> None:
     for name, value in (("weight_decay", adam.weight_decay), ("grad_clip_norm", adam.grad_clip_norm)):
         if not math.isfinite(value) or value < 0.0:
             wrong = wrong or f"{name} is {value}: it has to be a number from 0"
+    if adam.schedule is not None:
+        wrong = wrong or _why_no_schedule(adam.schedule)
     if wrong:
         raise Refused(Code.BAD_CONFIG, f"no step was taken: {wrong}")
+
+
+def _why_no_schedule(schedule: RateSchedule) -> str:
+    """Return why there is no such schedule, "" where there is."""
+    if schedule.kind not in KINDS:
+        return f"the schedule of the learning rate is {schedule.kind[:40]!r}: it has to be {', '.join(KINDS)}"
+    if schedule.warmup_steps < 0 or not 0.0 <= schedule.min_ratio <= 1.0:
+        return f"warmup_steps is {schedule.warmup_steps} and min_lr_ratio {schedule.min_ratio}: from 0, and 0 to 1"
+    if schedule.kind != KINDS[0] and schedule.total_steps <= schedule.warmup_steps:
+        return f"total_steps is {schedule.total_steps}: it has to be above warmup_steps, {schedule.warmup_steps}"
+    return ""

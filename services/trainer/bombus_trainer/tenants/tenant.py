@@ -14,6 +14,7 @@ from bombus.errors import Code, Refused
 from bombus.operations import AdamParams, AdapterSpec, Reduction, Scores, StepTaken
 from bombus.weights.adapters import AdapterConfig, adapter_names
 from bombus_trainer.backends.torch.lora import LoraLinear
+from bombus_trainer.backends.torch.optim import scheduled
 from bombus_trainer.data.packing import Bin, pack
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.recovery.progress import advanced
@@ -165,6 +166,10 @@ class TrainedTenant:
                 f"no step was taken: a forward_backward since step {self.step} failed ({why}), so its gradient is "
                 "incomplete. It was cleared; send its data again, then step",
             )
+        metrics: dict[str, float] = {}
+        if adam.schedule is not None:
+            rate = scheduled(self.step + 1, adam.learning_rate, adam.schedule)
+            adam, metrics = msgspec.structs.replace(adam, learning_rate=rate), {"learning_rate": rate}
         divisor = float(max(1, self.epoch.tokens)) if reduction is Reduction.TOKEN_MEAN else 1.0
         grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norm = 0.0
@@ -174,7 +179,7 @@ class TrainedTenant:
             self.optimizer.step(adam)
         self.clear()
         self.step += 1
-        return StepTaken(step=self.step, divisor=divisor, grad_norm=norm, has_gradient=bool(grads))
+        return StepTaken(step=self.step, divisor=divisor, grad_norm=norm, metrics=metrics, has_gradient=bool(grads))
 
     def _scaled(self, grads: list[Tensor], divisor: float, norm_max: float) -> float:
         """Divide the gradient, then bound its norm unless `norm_max` is 0. Returns the norm after the division."""

@@ -11,7 +11,7 @@ from bombus.operations import Array, Datum, DType, ForwardBackward, Scores
 from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.training.data.json_numbers import as_json, check_size, numbers_in
-from bombus_gateway.training.data.losses import CROSS_ENTROPIES, PER_TOKEN, loss_spec
+from bombus_gateway.training.data.losses import CROSS_ENTROPIES, loss_spec
 from bombus_gateway.training.data.metrics import metrics_of
 from bombus_gateway.training.data.tensors import (
     ADVANTAGES,
@@ -76,12 +76,11 @@ def read_json_data(body: bytes, forward_only: bool) -> Submission:
 def write_json_scores(scores: Scores, loss: str) -> dict[str, object]:
     """Return the answer of a forward_backward with this loss, one object for each datum.
 
-    Its `loss` is the sum of its `elementwise_loss`, in the form of an array, since xorl-client reads it so. A loss per
-    token has none.
+    Its `loss` is the sum of its `elementwise_loss`, in the form of an array, since xorl-client reads it so.
     """
     return {
         "loss_fn_output_type": loss,
-        "loss_fn_outputs": [_output(output, loss) for output in scores.outputs],
+        "loss_fn_outputs": [_output(output) for output in scores.outputs],
         "metrics": metrics_of(scores) | _means(scores),
         "info": {},
     }
@@ -94,10 +93,10 @@ def _means(scores: Scores) -> dict[str, float]:
     return {f"{name}:mean": total / scores.tokens for name, total in {"loss": scores.loss, **sums}.items()}
 
 
-def _output(output: Mapping[str, Array], loss: str) -> dict[str, object]:
+def _output(output: Mapping[str, Array]) -> dict[str, object]:
     written: dict[str, object] = {name: as_json(values) for name, values in output.items()}
     terms = output.get("elementwise_loss")
-    if loss != PER_TOKEN and "loss" not in output and terms is not None:
+    if "loss" not in output and terms is not None:
         written["loss"] = as_json(Array.of(DType.FLOAT32, [math.fsum(terms.values())], ()))
     return written
 

@@ -20,8 +20,7 @@ LOSSES = {
     "drgrpo": "drgrpo",
     "per_token_ce": "per_token_ce",
 }
-PER_TOKEN = "per_token_ce"
-CROSS_ENTROPIES = ("cross_entropy", PER_TOKEN)
+CROSS_ENTROPIES = ("cross_entropy", "per_token_ce")
 _REFUSED = {
     "custom": "losses that run on the server are not built; forward_backward_custom takes a function of yours",
     "stable_reinforce": "what it needs to know of each sample is not recorded here; importance_sampling or ppo may do",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bombus.errors import EngineFault
+from bombus.operations import RateSchedule
 from bombus_trainer.settings import TrainerSettings
 
 
@@ -17,14 +18,25 @@ def learning_rate(step: int, settings: TrainerSettings) -> float:
     the floor, which is `min_lr_ratio` of the rate; so are all later ones.
     """
     config = settings.config
-    peak, warmup = config.lr, config.warmup_steps
+    schedule = RateSchedule(
+        kind=config.lr_schedule,
+        warmup_steps=config.warmup_steps,
+        total_steps=config.total_steps,
+        min_ratio=config.min_lr_ratio,
+    )
+    return scheduled(step, config.lr, schedule)
+
+
+def scheduled(step: int, peak: float, schedule: RateSchedule) -> float:
+    """Return the rate of step `step` (1 is the first) by a schedule, as `learning_rate` says."""
+    warmup, floor = schedule.warmup_steps, schedule.min_ratio
     if step <= warmup:
         return peak * step / warmup
-    if config.lr_schedule == "constant":
+    if schedule.kind == "constant":
         return peak
-    progress = min((step - warmup - 1) / (config.total_steps - warmup), 1.0)
-    left = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + cos(pi * progress))
-    return peak * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
+    progress = min((step - warmup - 1) / (schedule.total_steps - warmup), 1.0)
+    left = 1.0 - progress if schedule.kind == "linear" else 0.5 * (1.0 + cos(pi * progress))
+    return peak * (floor + (1.0 - floor) * left)
 
 
 class NamedAdamW:
