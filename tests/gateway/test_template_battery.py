@@ -3,6 +3,7 @@
 import pytest
 
 from bombus.bus import Bus
+from bombus_gateway.text.shortening import Keep
 from tests.templates.battery import Outcome, Subject, bridge, run, subject
 from tests.templates.families import family
 from tests.templates.long_conversations import differences
@@ -153,6 +154,36 @@ PYTHONIC = """
 {%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{% endif %}
 """
 
+# Numbers each result by the calls before it.
+NUMBERED = """
+{%- set ns = namespace(number=0) %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {%- set ns.number = ns.number + 1 %}
+        {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}</tool_call>' }}
+    {%- endfor %}
+    {{- (' of call ' ~ ns.number if message.role == 'tool' else '') + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+# Writes the tools in front of all messages that are like the last one of the user.
+TOOLS_LAST = """
+{%- set asked = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- for message in messages %}
+    {%- if message == asked[-1] %}{{- '<|tools|>' + (tools or []) | tojson }}{% endif %}
+    {{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
+"""
+
 TEMPLATES = {
     "a default system message": DEFAULT_SYSTEM,
     "headers": HEADERS,
@@ -183,6 +214,13 @@ def test_six_turns_are_one_sequence_where_the_template_keeps_history(made: Subje
 
 
 def test_long_conversations_go_on_as_they_do_without_their_middle(made: Subject) -> None:
+    assert differences(made.ours, 40, seed=1) == []
+
+
+@pytest.mark.parametrize(("template", "kept"), [(NUMBERED, None), (TOOLS_LAST, Keep.TOOLS)], ids=["calls", "tools"])
+def test_what_is_left_out_does_not_matter_to_the_template(template: str, kept: Keep | None) -> None:
+    made = subject(family(template, "all special", small=True))
+    assert made.ours.renderer.kept is kept
     assert differences(made.ours, 40, seed=1) == []
 
 

@@ -1,4 +1,4 @@
-"""Tests over the templates of TRL's wheel, in an environment of their own (`make test-templates`)."""
+"""Tests over chat templates that others made, in an environment of their own (`make test-templates`)."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.shortening import short
 from tests.templates.conversations import TOOLS, developer, system, user
 
-ANSWERS = range(4, 14)
+ANSWERS = range(4, 16)
 BRANCH, REFUSED = "a branch", "refused"
 LONG_TEXT = "word after word " * 200
 
@@ -25,12 +25,14 @@ def differences(model: TextModel, count: int, seed: int) -> list[str]:
     shortened = 0
     for number in range(count):
         messages, known, tools = conversation(pick)
-        less = short(messages, known, tools, renderer.looked_for) if renderer.shortens else None
+        keep = renderer.kept
+        less = short(messages, known, tools, renderer.looked_for, keep) if keep is not None else None
         ended = pick.random() < 0.8
         if less is None:
             continue
         shortened += 1
-        whole, shorter = (_after(model, *each, ended=ended) for each in ((messages, known, tools), less))
+        history, at = _history(model, messages, known, tools, ended=ended)
+        whole, shorter = (_after(model, history, at, *each) for each in ((messages, known, tools), less))
         if whole != shorter and REFUSED not in (whole, shorter) and shorter != BRANCH:
             found.append(f"{number}: {whole!r} and {shorter!r}: {json.dumps(messages)[:2000]}")
     assert shortened > count / 2 or not renderer.shortens
@@ -46,7 +48,7 @@ def conversation(pick: random.Random) -> tuple[list[ChatMessage], int, list[dict
     messages.append(user(pick.choice(("Hi.", LONG_TEXT))))
     for number in range(pick.choice(ANSWERS)):
         messages.append(_answer(pick, number, reasons, calls))
-        messages += _following(pick, messages[-1])
+        messages += _following(pick, messages[-1], number)
     known = max(index for index, message in enumerate(messages) if message["role"] == "assistant") + 1
     return messages, known, TOOLS if calls else []
 
@@ -57,31 +59,48 @@ def _answer(pick: random.Random, number: int, reasons: bool, calls: bool) -> Cha
         message["reasoning_content"] = pick.choice(("Hm.", LONG_TEXT))
     if calls and pick.random() < 0.7:
         message["content"] = pick.choice(("", message["content"], None))
-        arguments = json.dumps({"city": pick.choice(("Paris", LONG_TEXT))})
-        message["tool_calls"] = [
-            {"id": f"call{number:04d}{at}", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-            for at in range(pick.choice((1, 1, 1, 2)))
-        ]
+        message["tool_calls"] = [_call(pick, f"call{number:04d}{at}") for at in range(pick.choice((1, 1, 1, 2)))]
     return message
 
 
-def _following(pick: random.Random, answer: ChatMessage) -> list[ChatMessage]:
+def _call(pick: random.Random, id: str) -> dict[str, Any]:
+    name = pick.choice(("weather", "weather", "local_time"))
+    arguments = json.dumps({"city": pick.choice(("Paris", LONG_TEXT))})
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _following(pick: random.Random, answer: ChatMessage, number: int) -> list[ChatMessage]:
     results: list[ChatMessage] = [
         {"role": "tool", "tool_call_id": call["id"], "content": pick.choice(("sunny", LONG_TEXT))}
         for call in answer.get("tool_calls") or ()
     ]
-    return [*results, user("And now?")] if not results or pick.random() < 0.1 else results
+    question = user(pick.choice(("And now?", f"Question {number}")))
+    return [*results, question] if not results or pick.random() < 0.1 else results
 
 
-def _after(model: TextModel, messages: Sequence[ChatMessage], known: int, tools: Sequence[Any], *, ended: bool) -> str:
-    """Return what is appended to the history, `BRANCH` where the template changes what was before, or `REFUSED`."""
+def _history(
+    model: TextModel, messages: Sequence[ChatMessage], known: int, tools: Sequence[Any], *, ended: bool
+) -> tuple[bytes, int]:
+    """Return the tokens of a prompt and its answer, and where the answer begins; nothing where it is refused."""
     renderer = model.renderer
     try:
         prompt = renderer.render(renderer.adapted(messages[: known - 1]), tools)
-        said = model.tokenizer.encode(messages[known - 1]["content"] or "x")
-        answer = [*said, *(renderer.stop_token_ids[:1] if ended else ())]
-        history = pack_tokens([*prompt, *answer])
-        after = renderer.extend_as_given(history, len(prompt), renderer.adapted(messages), known, tools)
+    except Refused:
+        return b"", 0
+    said = model.tokenizer.encode(messages[known - 1]["content"] or "x")
+    answer = [*said, *(renderer.stop_token_ids[:1] if ended else ())]
+    return pack_tokens([*prompt, *answer]), len(prompt)
+
+
+def _after(
+    model: TextModel, history: bytes, at: int, messages: Sequence[ChatMessage], known: int, tools: Sequence[Any]
+) -> str:
+    """Return what is appended to the history, `BRANCH` where the template changes what was before, or `REFUSED`."""
+    renderer = model.renderer
+    if not history:
+        return REFUSED
+    try:
+        after = renderer.extend_as_given(history, at, renderer.adapted(messages), known, tools)
     except Refused:
         return REFUSED
     return BRANCH if after is None else model.tokenizer.decode(after, with_specials=True)

@@ -3,9 +3,9 @@
 - A conversation that the template renders: the ids of `apply_chat_template`.
 - One on which the template raises: a refusal.
 - One of which the template loses a part without a word: a refusal. A part is lost when the rendering stays the same
-  although the tools, or the text of a system, developer, user or tool message, are others. What an assistant's turn
-  loses (its calls, or its text beside calls) may be refused and may be rendered: what a model wrote itself is not
-  rendered again while its episode is one sequence.
+  although the tools, the text of a system, developer, user or tool message, or a call are others. The text of an
+  assistant's turn, which some templates lose beside calls, may be refused and may be rendered: what a model wrote
+  itself is not rendered again while its episode is one sequence.
 - A developer's message, to a template that raises on it or loses it: a refusal, or the ids that it has as a system's.
 - One with names of special tokens in its texts: ids that decode to the template's text, with no more special tokens
   than the same conversation has when harmless words stand in place of these names. Some names mean something to the
@@ -14,6 +14,7 @@
 """
 
 import copy
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -114,10 +115,10 @@ class TemplateText:
         return Case(filled, harmless, names, refusal, self._may_be_refused(filled, text))
 
     def _may_be_refused(self, filled: Conversation, text: str) -> bool:
-        """Whether a developer's message has to be a system's, or a part of an assistant's turn is lost."""
+        """Whether a developer's message has to be a system's, or the text of an assistant's turn is lost."""
         if self.form.developer_as_system and any(message["role"] == "developer" for message in filled.messages):
             return True
-        return any(self.text_or_none(changed, filled.tools) == text for changed in _other_answers(filled.messages))
+        return any(self.text_or_none(changed, filled.tools) == text for changed in _other_texts(filled.messages))
 
     def _looks_for(self, conversation: Conversation, names: str, worded: str | None) -> bool:
         """Whether the rendering with `names` is not that with harmless words, but for the words."""
@@ -134,6 +135,9 @@ class TemplateText:
             other = _with(filled.messages, index, {**message, "content": OTHER})
             if self.text_or_none(other, filled.tools) == text:
                 yield f"the {message['role']} message {index}"
+        for index, other in _other_calls(filled.messages):
+            if self.text_or_none(other, filled.tools) == text:
+                yield f"a call of message {index}"
 
     # ---- how it wants its messages ----
 
@@ -275,14 +279,17 @@ def _other_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return others
 
 
-def _other_answers(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
-    """Yield the messages with another text, and with each call another, in each of the assistant's turns."""
+def _other_texts(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
+    """Yield the messages with another text in each of the assistant's turns."""
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if (message["content"] or "").strip():
+        if message["role"] == "assistant" and (message["content"] or "").strip():
             yield _with(messages, index, {**message, "content": OTHER})
+
+
+def _other_calls(messages: Sequence[ChatMessage]) -> Iterator[tuple[int, list[ChatMessage]]]:
+    """Yield the messages with each call another, and the number of the message that has it."""
+    for index, message in enumerate(messages):
         for number in range(len(message.get("tool_calls", ()))):
             other = copy.deepcopy(message)
-            other["tool_calls"][number]["function"]["name"] = "another"
-            yield _with(messages, index, other)
+            other["tool_calls"][number]["function"] |= {"name": "another", "arguments": json.dumps({"a": OTHER})}
+            yield index, _with(messages, index, other)

@@ -1,4 +1,4 @@
-"""Every chat template of TRL's wheel, for a model of an unknown name, beside transformers."""
+"""Chat templates of TRL's wheel and of two source packages, for a model of an unknown name, beside transformers."""
 
 import importlib.util
 import os
@@ -14,10 +14,11 @@ from tests.templates.families import VARIANTS, family
 from tests.templates.long_conversations import differences
 from tests.templates.playing import play, play_pair
 from tests.templates.sampling import forged, read_random_tokens
+from tests.templates.sources import SOURCES, folder_of
 
 
-def templates() -> dict[str, Path]:
-    """Return the wheel's templates by name, and those of the folder `TEMPLATES`, if there is one.
+def wheel() -> dict[str, Path]:
+    """Return the templates of TRL's wheel, and those of the folder `TEMPLATES`, if there is one, by name.
 
     TRL itself is not imported: its dependencies are not installed. Those of `_training` are the same with marks for
     losses.
@@ -32,13 +33,27 @@ def templates() -> dict[str, Path]:
     return {path.stem: path for path in found if not path.stem.endswith("_training")}
 
 
-TEMPLATES = templates()
+def fetched() -> dict[str, Path]:
+    """Return the templates of the source packages by name."""
+    return {f"{name}/{path.stem}": path for name in SOURCES for path in sorted(folder_of(name).glob("*.jinja"))}
+
+
+WHEEL, FETCHED = wheel(), fetched()
+TEMPLATES = {**WHEEL, **FETCHED}
+VARIANT = "plain tags"  # for tests that take longer, and for the many templates that were fetched
 READ: set[Reading] = set()
 
 
-@pytest.fixture(scope="module", params=product(TEMPLATES, VARIANTS), ids=lambda param: f"{param[0]}, {param[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[*product(WHEEL, VARIANTS), *product(FETCHED, [VARIANT])],
+    ids=lambda param: f"{param[0]}, {param[1]}",
+)
 def made(request: pytest.FixtureRequest) -> tuple[str, Subject]:
-    """Each template with each kind of tokenizer. All tests of one are run before the next is made."""
+    """Each template of the wheel with each kind of tokenizer, and each of the others with one.
+
+    All tests of one are run before the next is made.
+    """
     name, variant = request.param
     return name, subject(family(TEMPLATES[name].read_text(), variant))
 
@@ -46,15 +61,16 @@ def made(request: pytest.FixtureRequest) -> tuple[str, Subject]:
 @pytest.fixture(scope="module", params=TEMPLATES)
 def played(request: pytest.FixtureRequest) -> Subject:
     """Each template with one kind of tokenizer, for tests that take longer."""
-    return subject(family(TEMPLATES[request.param].read_text(), "plain tags"))
+    return subject(family(TEMPLATES[request.param].read_text(), VARIANT))
 
 
 def failures(outcomes: list[Outcome]) -> str:
     return "\n".join(f"{each.kind.upper()} {each.conversation}: {each.detail}" for each in outcomes if each.failed)
 
 
-def test_the_wheel_has_its_templates() -> None:
-    assert len(TEMPLATES) >= 41
+def test_all_templates_are_there() -> None:
+    assert len(WHEEL) >= 41
+    assert len(FETCHED) >= 100
 
 
 def test_every_conversation_is_rendered_as_the_template_renders_it(made: tuple[str, Subject]) -> None:
@@ -74,7 +90,7 @@ def test_a_message_with_the_names_of_all_special_tokens_has_none_of_their_ids(ma
 
 
 def test_long_conversations_go_on_as_they_do_without_their_middle(played: Subject) -> None:
-    assert differences(played.ours, 40, seed=1) == []
+    assert differences(played.ours, 60, seed=1) == []
 
 
 async def test_six_turns_through_a_gateway_are_recorded_as_the_template_keeps_them(played: Subject, bus: Bus) -> None:

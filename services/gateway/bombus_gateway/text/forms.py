@@ -97,14 +97,14 @@ def user(content: str) -> ChatMessage:
     return {"role": "user", "content": content}
 
 
-def call_of(words: Sequence[str]) -> ChatMessage:
-    """Return an assistant's message with a call of `TOOL` for each word."""
+def call_of(words: Sequence[str], prefix: str = "call") -> ChatMessage:
+    """Return an assistant's message with a call of `TOOL` for each word. Their ids are the prefix and a number."""
     return {
         "role": "assistant",
         "content": None,
         "tool_calls": [
             {
-                "id": f"call_{index}",
+                "id": f"{prefix}_{index}",
                 "type": "function",
                 "function": {"name": "forage", "arguments": json.dumps({"flower": word})},
             }
@@ -118,27 +118,6 @@ SAMPLES: list[list[ChatMessage]] = [  # of a role and what it follows
     [{"role": "developer", "content": WORD}, user(WORD)],
     [user(WORD), {"role": "assistant", "content": WORD}, user(WORD)],
     [user(WORD), call_of([WORD]), {"role": "tool", "tool_call_id": "call_0", "content": WORD}],
-]
-
-_RESULT: ChatMessage = {"role": "tool", "tool_call_id": "call_0", "content": "rose"}
-_ANSWER: ChatMessage = {"role": "assistant", "content": WORD}
-_REASONED = {"reasoning_content": "hm"}
-_CALLED, _CALLED_REASONED = call_of([WORD]), {**call_of([WORD]), **_REASONED}
-
-
-def _long(ask: ChatMessage, answer: ChatMessage, next: ChatMessage) -> tuple[list[ChatMessage], int]:
-    """Return a conversation of six answers to the same, the first after a question, and what comes after the last."""
-    return [user(WORD), answer, *[ask, answer] * 5, next], 12
-
-
-# Conversations, and how many of their messages are the history.
-LONG = [
-    _long(user(WORD), _ANSWER, user("rose")),
-    _long(user(WORD), {**_ANSWER, **_REASONED}, user("rose")),
-    _long(_RESULT, _CALLED, _RESULT),
-    _long(_RESULT, _CALLED_REASONED, _RESULT),
-    _long(_RESULT, _CALLED, user("rose")),
-    _long(_RESULT, _CALLED_REASONED, user("rose")),
 ]
 
 

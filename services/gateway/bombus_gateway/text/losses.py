@@ -3,12 +3,13 @@
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self, TypeVar
 
 from bombus.errors import Code, Refused
 from bombus.text.chat_template import TemplateRefused
-from bombus_gateway.text.forms import TOOL, user
+from bombus_gateway.text.forms import TOOL, WORD, call_of, user
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText
 from bombus_gateway.text.words import free_word, strings
@@ -18,6 +19,19 @@ SEARCHES_MAX = 16  # contents that are searched for in the whole conversation
 LOOKS_MAX = 32  # messages that are looked at one by one, with a rendering for each
 
 _Tools = Sequence[Mapping[str, Any]]
+_Key = TypeVar("_Key")
+
+_OTHER = "wasp"
+_PAIR = call_of([WORD, _OTHER])
+_RESULTS: list[ChatMessage] = [{"role": "tool", "tool_call_id": f"call_{n}", "content": "rose"} for n in (0, 1)]
+_LATER: list[ChatMessage] = [{"role": "assistant", "content": "found"}, user("again")]
+# Turns with calls, by which it is found whether a template shows all of them.
+_CALLS: list[list[ChatMessage]] = [
+    [user("look"), {**called, "content": content}, *following]
+    for called, results in ((call_of([WORD]), _RESULTS[:1]), (_PAIR, _RESULTS))
+    for content in (None, "", "see")
+    for following in (results, [*results, *_LATER], [user("again")])
+]
 
 
 class NotRendered(Refused):
@@ -34,6 +48,13 @@ class LossCheck:
         self._render = render
         shown = self._rendered([user("look")], [TOOL])
         self._shows_tools = shown is not None and TOOL["function"]["name"] in shown
+        self.shows_calls = all(map(self._shows_words, _CALLS))
+
+    def _shows_words(self, messages: Sequence[ChatMessage]) -> bool:
+        """Whether the arguments of all calls are in the rendering, or there is none."""
+        rendered = self._rendered(messages, [TOOL])
+        words = (WORD, _OTHER)[: len(messages[1]["tool_calls"])]
+        return rendered is None or all(word in rendered for word in words)
 
     def given(self, render: RenderText) -> Self:
         """Return the check of the same template with other variables, which may hide tools."""
@@ -49,11 +70,13 @@ class LossCheck:
                 "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
                 "they are described in the system message, or send none.",
             )
-        found = (self._lost_content(messages, tools, text, since), _lost_call(messages, text, since))
-        lost = min((index for index in found if index is not None), default=None)
-        if lost is not None:
-            role = messages[lost]["role"]
-            raise NotRendered(_LOST.format(lost, role, _cure(role)))
+        content = self._lost_content(messages, tools, text, since)
+        call = self._lost_call(messages, tools, text, since)
+        if call is not None and (content is None or call < content):
+            raise NotRendered(_LOST_CALL.format(call))
+        if content is not None:
+            role = messages[content]["role"]
+            raise NotRendered(_LOST.format(content, role, _cure(role)))
 
     def _loses_tools(self, messages: Sequence[ChatMessage], tools: _Tools, text: str) -> bool:
         """Whether the text is the same with other tools. Their names may be in it although they are not: in a call."""
@@ -79,13 +102,42 @@ class LossCheck:
             suspects = [index for index in suspects if not _is_sure(_content(messages[index]), text, everything)]
         if not suspects:
             return None
-        word = free_word(everything)
-        words = {index: f"{word}{index}q" for index in suspects}
-        marked = self._rendered(_with_words(messages, words), tools) or ""
-        shown = set(re.findall(rf"{word}\d+q", marked))
-        missing = [index for index in suspects if words[index] not in shown][:LOOKS_MAX]
-        alone = (self._rendered(_with_words(messages, {index: words[index]}), tools) for index in missing)
-        return next((index for index, changed in zip(missing, alone) if changed == text), None)
+        return self._first_lost(suspects, partial(_with_words, messages), tools, text, free_word(everything))
+
+    def _lost_call(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> int | None:
+        """Return the first message with a call that does not change the text.
+
+        Where the template has shown the calls of all kinds of turns, only the names of their functions are looked for.
+        """
+        unnamed = _unnamed_call(messages, text, since)
+        if unnamed is not None or self.shows_calls:
+            return unnamed
+        suspects = [
+            (index, number)
+            for index, message in enumerate(messages[since:], since)
+            for number in range(len(message.get("tool_calls") or ()))
+        ]
+        if not suspects:
+            return None
+        word = free_word(strings([messages, tools]))
+        found = self._first_lost(suspects, partial(_with_call_words, messages), tools, text, word)
+        return None if found is None else found[0]
+
+    def _first_lost(
+        self,
+        suspects: Sequence[_Key],
+        marked: Callable[[Mapping[_Key, str]], Sequence[ChatMessage]],
+        tools: _Tools,
+        text: str,
+        word: str,
+    ) -> _Key | None:
+        """Return the first suspect that does not change the text. `marked` gives the messages with words in them."""
+        words = {suspect: f"{word}{number}q" for number, suspect in enumerate(suspects)}
+        whole = self._rendered(marked(words), tools) or ""
+        shown = set(re.findall(rf"{word}\d+q", whole))
+        missing = [suspect for suspect in suspects if words[suspect] not in shown][:LOOKS_MAX]
+        alone = (self._rendered(marked({suspect: words[suspect]}), tools) for suspect in missing)
+        return next((suspect for suspect, changed in zip(missing, alone) if changed == text), None)
 
     def _rendered(self, messages: Sequence[ChatMessage], tools: _Tools) -> str | None:
         try:
@@ -94,18 +146,22 @@ class LossCheck:
             return None
 
 
+_LOST_CALL = (
+    "messages.{}: the model's chat template drops a call of this message of role assistant without a word: set "
+    "model.tools to hermes in the job, or send each call in a message of its own, without text."
+)
 _LOST = "messages.{}: the model's chat template drops messages of role {} without a word: {}."
 
 
 def _cure(role: str) -> str:
-    if role in ("tool", "assistant"):
+    if role == "tool":
         return "set model.tools to hermes in the job, or send the result as a user's message"
     if role == "user":
         return "give the job a model.chat_template that renders it"
     return "put the text into the first user's message, or give the job a model.chat_template that renders it"
 
 
-def _lost_call(messages: Sequence[ChatMessage], text: str, since: int) -> int | None:
+def _unnamed_call(messages: Sequence[ChatMessage], text: str, since: int) -> int | None:
     """Return the first message with a call of a function whose name is not in the text.
 
     Each is looked for first after the one before it, so that the text is read once.
@@ -138,3 +194,15 @@ def _with_words(messages: Sequence[ChatMessage], words: Mapping[int, str]) -> li
         {**message, "content": f"{_content(message)} {words[index]}"} if index in words else message
         for index, message in enumerate(messages)
     ]
+
+
+def _with_call_words(messages: Sequence[ChatMessage], words: Mapping[tuple[int, int], str]) -> list[ChatMessage]:
+    made = list(messages)
+    for (index, number), word in words.items():
+        calls = [*made[index]["tool_calls"]]
+        calls[number] = {
+            **calls[number],
+            "function": {**calls[number]["function"], "arguments": json.dumps({"a": word})},
+        }
+        made[index] = {**made[index], "tool_calls": calls}
+    return made

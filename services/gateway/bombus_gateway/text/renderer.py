@@ -15,19 +15,20 @@ from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.control import ControlTokens
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
-from bombus_gateway.text.forms import LONG, SAMPLES, TOOL, WORD, find_form
+from bombus_gateway.text.forms import SAMPLES, TOOL, WORD, find_form
 from bombus_gateway.text.guarding import Rendered, TextGuard
 from bombus_gateway.text.losses import LossCheck, NotRendered
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.call_text import CallText, calls_come_singly, find_call_text
 from bombus_gateway.text.reading.finding import RenderText, find_reading
 from bombus_gateway.text.reading.syntax import Thinking
-from bombus_gateway.text.shortening import short
+from bombus_gateway.text.shortening import Keep, Turns, short, trials
 from bombus_gateway.text.stops import find_stops
 from bombus_gateway.text.words import free_word, strings
 
 log = logging.getLogger(__name__)
 
+KEPT_MAX = 16  # values of variables with which it is found out whether long conversations can be shortened
 PROMPT_END_TOKENS = 64  # as many of a prompt's last tokens say whether reasoning is open
 _VARIABLE = "chat_template_kwargs.{}: {!r} holds the name of a control token, or a part of one: take it out."
 
@@ -72,6 +73,7 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self._template = template
         self._history = history
+        self._kept: dict[str, Keep | None] = {}  # by the template's variables; renderers with others share it
         self.form = find_form(template)
         self.reading = find_reading(self._text, self._switched())
         names = _control_names(tokenizer, self._written(), self.reading.markers)
@@ -168,7 +170,8 @@ class TemplateRenderer:
         Some templates refuse a message with several calls, which their models sample all the same. What was sampled
         stays as it is: only what follows it is needed, and that is what follows the last of the calls.
         """
-        found = short(messages, count, tools, self.looked_for) if self.shortens else None
+        keep = self.kept
+        found = short(messages, count, tools, self.looked_for, keep) if keep is not None else None
         if found is not None:
             try:
                 tail = self.extend_as_given(history, completion_at, *found)
@@ -187,12 +190,12 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
         """Return what `extend` does, by way of the whole conversation."""
-        for given in _forms_of_calls(messages, count):
+        for given in _forms_of_calls(messages, count, self._losses.shows_calls):
             tail = self._extended(history, completion_at, given, count, tools)
             if tail is not None:
                 return tail
         single = _with_last_calls(messages, count)
-        if single is None or not self._is_refused(messages, tools):
+        if single is None or (self._losses.shows_calls and not self._is_refused(messages, tools)):
             return None
         return self.extend_as_given(history, completion_at, single, count, tools)
 
@@ -265,29 +268,43 @@ class TemplateRenderer:
             sampled.append(thinking.open)  # also where the reasoning is empty
         return Probe(probe, count, word, last_word, sampled, self._is_unclosed(before, text))
 
-    @cached_property
+    @property
     def shortens(self) -> bool:
-        """Whether long conversations, with and without calls, go on as they do without their middle."""
-        for messages, count in LONG:
-            tools = [TOOL] if any("tool_calls" in message for message in messages) else []
-            found = short(messages, count, tools, ())
+        """Whether long conversations are shortened before they are extended."""
+        return self.kept is not None
+
+    @property
+    def kept(self) -> Keep | None:
+        """What has to stay in conversations that are shortened, with the variables that are given.
+
+        None where the template goes on otherwise without the middle of a conversation.
+        """
+        given = repr(sorted(self._template.variables.items()))
+        if given not in self._kept and len(self._kept) < KEPT_MAX:
+            self._kept[given] = next((keep for keep in Keep if self._goes_on_as_whole(keep)), None)
+        return self._kept.get(given)
+
+    def _goes_on_as_whole(self, keep: Keep) -> bool:
+        """Whether every trial goes on as it does without its middle; those that the template refuses do not count."""
+        for trial in trials():
+            found = short(*trial, (), keep)
             assert found is not None
-            if self._goes_on(messages, count, tools) != self._goes_on(*found):
+            whole, shorter = self._continuations(trial, trial), self._continuations(trial, found)
+            if whole and whole != shorter:
                 return False
         return True
 
-    def _goes_on(
-        self, messages: Sequence[ChatMessage], count: int, tools: Sequence[Mapping[str, Any]]
-    ) -> list[list[int] | None]:
-        """Return what follows an answer that ends by itself, and one that does not; nothing where that is refused."""
+    def _continuations(self, trial: Turns, given: Turns) -> list[list[int] | None]:
+        """Return what follows an answer of a trial that ends by itself, and one that does not, by way of `given`.
+
+        Nothing where that is refused.
+        """
+        messages, count, tools = trial
         try:
             prompt = self._encode(text := self._text(messages[: count - 1], tools, True), Rendered(text, {}))
             words = self._encode(WORD, Rendered(WORD, {}))
             answers = (words, [*words, *self.stop_token_ids[:1]])
-            return [
-                self.extend_as_given(pack_tokens([*prompt, *answer]), len(prompt), messages, count, tools)
-                for answer in answers
-            ]
+            return [self.extend_as_given(pack_tokens([*prompt, *answer]), len(prompt), *given) for answer in answers]
         except (TemplateRefused, Refused):
             return []
 
@@ -428,14 +445,15 @@ def _control_names(tokenizer: Tokenizer, written: str, markers: Collection[str])
     return added | {name for name in tokenizer.specials.values() if len(name) > 1}
 
 
-def _forms_of_calls(messages: Sequence[ChatMessage], count: int) -> Iterator[Sequence[ChatMessage]]:
-    """Yield the messages as they are, and then, if message `count` has calls and no text, with an empty text there.
+def _forms_of_calls(messages: Sequence[ChatMessage], count: int, shows_calls: bool) -> Iterator[Sequence[ChatMessage]]:
+    """Yield the messages as they are, and then, if message `count` has calls, with an empty text there.
 
-    Some templates end a turn of calls only if its content is an empty text.
+    Some templates end a turn of calls only if its content is an empty text. Others drop calls beside a text
+    (`shows_calls` is false): what they write after the calls alone follows both, as they were sampled.
     """
     yield messages
     last = messages[count - 1]
-    if last.get("tool_calls") and last.get("content") is None:
+    if last.get("tool_calls") and (last.get("content") is None or (last["content"] and not shows_calls)):
         yield [*messages[: count - 1], {**last, "content": ""}, *messages[count:]]
 
 

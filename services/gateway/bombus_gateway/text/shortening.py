@@ -4,10 +4,12 @@ What was sampled stays as it is, as tokens. Only what the chat template writes a
 long conversation need not cost more to continue than one of a short one.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
-from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.forms import TOOL, WORD, call_of, user
+from bombus_gateway.text.message import ChatMessage, id_for_model
 
 ANSWERS_KEPT = 3  # the last ones; what is left out is between the first question and these
 TEXT_MAX = 1000  # characters of a text of the history that is kept as it is
@@ -15,8 +17,15 @@ ENDS = 200  # characters of each end of a longer one that are kept
 ARGUMENTS = '{"a": "b"}'  # in place of long ones
 
 
-class Short(NamedTuple):
-    """A conversation that goes on like a longer one. Its first `known` messages are those of the history."""
+class Keep(Enum):
+    """Which tools stay in a shorter conversation."""
+
+    CALLED_TOOLS = "those that its messages call"
+    TOOLS = "all of them"
+
+
+class Turns(NamedTuple):
+    """A conversation, whose first `known` messages are those of the history, and its tools."""
 
     messages: Sequence[ChatMessage]
     known: int
@@ -24,12 +33,17 @@ class Short(NamedTuple):
 
 
 def short(
-    messages: Sequence[ChatMessage], count: int, tools: Sequence[Mapping[str, Any]], looked_for: Collection[str]
-) -> Short | None:
+    messages: Sequence[ChatMessage],
+    count: int,
+    tools: Sequence[Mapping[str, Any]],
+    looked_for: Collection[str],
+    keep: Keep = Keep.CALLED_TOOLS,
+) -> Turns | None:
     """Return a shorter conversation that ends like this one, whose message `count` was sampled.
 
     None where there is nothing to leave out, or where it may matter: where a text, other than a tool's, has something
-    that the template looks for (`looked_for`), such as a switch in the system's message.
+    that the template looks for (`looked_for`), such as a switch in the system's message; and where a new result is
+    that of a call which would be left out, since some templates look that call up.
     """
     answers = [index for index in range(count) if messages[index]["role"] == "assistant"]
     first, last = answers[0], answers[-ANSWERS_KEPT:][0]
@@ -38,11 +52,22 @@ def short(
     shortened = [_shortened(message) for message in kept]
     if not left_out and shortened == kept:
         return None
+    if not _ids_of_calls(left_out).isdisjoint(_ids_of_results(messages[count:])):
+        return None
     changed = [*left_out, *(one for one, other in zip(kept, shortened) if one is not other)]
     texts = [each.get("content") or "" for each in changed if each["role"] not in ("tool", "assistant")]
     if any(word in text for text in texts for word in looked_for):
         return None
-    return Short([*shortened, *messages[count:]], len(shortened), _named([*shortened, *messages[count:]], tools))
+    made = [*shortened, *messages[count:]]
+    return Turns(made, len(shortened), tools if keep is Keep.TOOLS else _named(made, tools))
+
+
+def _ids_of_calls(messages: Sequence[ChatMessage]) -> set[str]:
+    return {id_for_model(call.get("id") or "") for message in messages for call in message.get("tool_calls") or ()}
+
+
+def _ids_of_results(messages: Sequence[ChatMessage]) -> set[str]:
+    return {id_for_model(message["tool_call_id"]) for message in messages if message.get("tool_call_id")}
 
 
 def _shortened(message: ChatMessage) -> ChatMessage:
@@ -67,3 +92,49 @@ def _named(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) 
     """Return the tools that messages call, and the first one where they call none."""
     names = {call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
     return [tool for tool in tools if tool["function"]["name"] in names] or tools[:1]
+
+
+# ---- the conversations that say whether a template can be given shorter ones ----
+
+TOOLS = [TOOL, {**TOOL, "function": {**TOOL["function"], "name": "rest"}}]  # the second one is never called
+
+
+def trials() -> Iterator[Turns]:
+    """Yield long conversations, which have to go on as they do when they are shorter.
+
+    Their calls have ids of their own, since some templates number calls. One tool is never called: some templates write
+    the tools again in front of what is new.
+    """
+    for reasoning in ("", "hm"):
+        yield _trial("aaaaaa", reasoning)
+        yield _trial("cccccc", reasoning)
+        yield _trial("cccccc", reasoning, then=[user("rose")])
+        yield _trial("cabcac", reasoning)
+        yield _trial("acbaca", reasoning, asked=("first", "second"))
+    yield _trial("cpacpc")  # some templates refuse pairs
+    yield _trial("cabcac", first=[{"role": "system", "content": WORD}])
+
+
+def _trial(
+    answers: str,
+    reasoning: str = "",
+    first: Sequence[ChatMessage] = (),
+    then: Sequence[ChatMessage] = (),
+    asked: Sequence[str] = (WORD,),
+) -> Turns:
+    """Return a conversation with an answer for each letter: `a` text, `c` a call, `p` two calls, `b` a call and text.
+
+    `asked` are the user's texts in turn; `then` is what follows the last answer, where it is not its results.
+    """
+    messages: list[ChatMessage] = [*first, user(asked[0])]
+    for number, kind in enumerate(answers):
+        count = len(messages) + 1
+        calls = {"a": 0, "p": 2}.get(kind, 1)
+        answer = call_of([WORD] * calls, f"call_{number}") if calls else {"role": "assistant"}
+        answer |= {"content": WORD} if kind in "ab" else {}
+        messages.append({**answer, "reasoning_content": reasoning} if reasoning else answer)
+        results: list[ChatMessage] = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "rose"} for call in answer.get("tool_calls", ())
+        ]
+        messages += results or [user(asked[number % len(asked)])]
+    return Turns([*messages[:count], *(then or messages[count:])], count, [] if set(answers) == {"a"} else TOOLS)
