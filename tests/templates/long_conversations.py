@@ -8,6 +8,7 @@ from typing import Any
 from bombus.errors import Refused
 from bombus.hive.records import pack_tokens
 from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.renderer import TemplateRenderer
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.shortening import short
 from tests.templates.conversations import TOOLS, developer, system, user
@@ -20,7 +21,7 @@ LONG_TEXT = "word after word " * 200
 def differences(model: TextModel, count: int, seed: int) -> list[str]:
     """Return which of `count` conversations go on otherwise without their middle. Fails if none was shortened."""
     pick = random.Random(seed)
-    renderer = model.renderer
+    renderer = model.renderer.undated()  # some templates write the second
     found: list[str] = []
     shortened = 0
     for number in range(count):
@@ -31,8 +32,8 @@ def differences(model: TextModel, count: int, seed: int) -> list[str]:
         if less is None:
             continue
         shortened += 1
-        history, at = _history(model, messages, known, tools, ended=ended)
-        whole, shorter = (_after(model, history, at, *each) for each in ((messages, known, tools), less))
+        history, at = _history(model, renderer, messages, known, tools, ended=ended)
+        whole, shorter = (_after(model, renderer, history, at, *each) for each in ((messages, known, tools), less))
         if whole != shorter and REFUSED not in (whole, shorter) and shorter != BRANCH:
             found.append(f"{number}: {whole!r} and {shorter!r}: {json.dumps(messages)[:2000]}")
     assert shortened > count / 2 or not renderer.shortens
@@ -79,10 +80,15 @@ def _following(pick: random.Random, answer: ChatMessage, number: int) -> list[Ch
 
 
 def _history(
-    model: TextModel, messages: Sequence[ChatMessage], known: int, tools: Sequence[Any], *, ended: bool
+    model: TextModel,
+    renderer: TemplateRenderer,
+    messages: Sequence[ChatMessage],
+    known: int,
+    tools: Sequence[Any],
+    *,
+    ended: bool,
 ) -> tuple[bytes, int]:
     """Return the tokens of a prompt and its answer, and where the answer begins; nothing where it is refused."""
-    renderer = model.renderer
     try:
         prompt = renderer.render(renderer.adapted(messages[: known - 1]), tools)
     except Refused:
@@ -93,10 +99,15 @@ def _history(
 
 
 def _after(
-    model: TextModel, history: bytes, at: int, messages: Sequence[ChatMessage], known: int, tools: Sequence[Any]
+    model: TextModel,
+    renderer: TemplateRenderer,
+    history: bytes,
+    at: int,
+    messages: Sequence[ChatMessage],
+    known: int,
+    tools: Sequence[Any],
 ) -> str:
     """Return what is appended to the history, `BRANCH` where the template changes what was before, or `REFUSED`."""
-    renderer = model.renderer
     if not history:
         return REFUSED
     try:
