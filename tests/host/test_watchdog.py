@@ -89,8 +89,10 @@ def test_a_process_has_as_long_for_its_first_word_as_it_may_take_to_start() -> N
         assert len(watching.environment[SOCKET].encode()) < 108
 
 
-def test_only_trainers_have_a_watchdog_and_none_has_that_of_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainers_and_gateways_have_watchdogs_and_none_has_that_of_the_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(SOCKET, "/run/systemd/notify")
     planned = services(Layout(), "nats://127.0.0.1:4222")
-    assert {service.kind for service in planned if service.silence_s} == {"trainer"}
+    assert {service.kind for service in planned if service.silence_s} == {"trainer", "gateway"}
     assert all(SOCKET not in service.environment for service in planned)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -190,6 +191,45 @@ def test_a_template_cannot_make_texts_or_numbers_of_any_size(expression: str) ->
 def test_a_template_may_repeat_and_format_in_measure() -> None:
     template = ChatTemplate("{{ '-' * 3 }}{{ '%03d' % 7 }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ 3 * 4 }}{{ 'a' | center(3) }}", {})
     assert template.render([], (), True) == "---00710243" + "12 a "
+
+
+LOOP, END = "{% for a in range(1000) %}", "{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOP * 3 + END * 3,
+        LOOP * 2 + "{% for b in messages[0].content %}x{% endfor %}" + END * 2,
+        LOOP * 2 + "{% for b in range(9) | map('string') %}x{% endfor %}" + END * 2,
+        "{% for a in [[1, 2]] recursive %}{% if loop.depth0 < 30 %}{{ loop([a, a]) }}{% endif %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(30) }}",
+        "{% set ns = namespace(x='aa') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='aa') %}{% for a in range(60) %}"
+        "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}{% endfor %}",
+        LOOP + "{{ messages[0].content * 1000 }}" + END,
+        LOOP * 2 + "{{ ([messages] * 1000) | list | length }}" + END * 2,
+        "{% set x = messages[0].content * 9000 %}" + LOOP * 2 + "{{ x.split('b') | length }}" + END * 2,
+        "{% set x = messages[0].content * 9000 %}" + LOOP * 2 + "{{ x | upper | length }}" + END * 2,
+        "{% set x = [1] * 9000 %}" + LOOP * 2 + "{{ x | sort | length }}" + END * 2,
+        LOOP * 2 + "{{ messages | tojson | length }}" + END * 2,
+    ],
+)
+def test_a_template_that_a_message_makes_take_for_ever_is_refused_and_the_process_goes_on(source: str) -> None:
+    template = ChatTemplate("{% if 'bee' in messages[0].content %}" + source + "{% endif %}", {})
+    long = {"role": "user", "content": "bee" * 1000}
+    began_s = thread_time()
+    with pytest.raises(TemplateRefused, match=r"steps; send fewer messages|longer than|more than \d+ characters"):
+        template.render([long], (), True)
+    assert thread_time() - began_s < 2.0
+    assert template.render([{"role": "user", "content": "wasp"}], (), True) == ""
+
+
+def test_a_template_may_look_at_all_messages_for_each_of_many() -> None:
+    source = "{% for a in messages %}{% for b in messages[loop.index0:] %}{{ '' ~ b.role[:0] }}{% endfor %}{% endfor %}"
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": "a"}] * 300, (), True) == ""
 
 
 @pytest.mark.parametrize(

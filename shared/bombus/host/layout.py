@@ -26,6 +26,7 @@ from bombus.host.hive_keys import KEY_VARIABLES, HiveKeys
 from bombus.host.process import PARENT_VARIABLE
 
 ONE_ENGINE = Cluster(engines={"main": EnginePart(trainer=TrainerPart(), inference=(InferencePart(),))})
+GATEWAY_SILENCE_S = 20.0  # a gateway whose event loop stands still keeps all of its calls waiting
 # A training step frees and allocates the same large blocks over and over. glibc would return each of them to the
 # kernel, which clears it before the next use: 6 to 10 % of a step on a CPU.
 KEEP_FREED_MEMORY = {
@@ -129,7 +130,8 @@ def services(layout: Layout, nats: str) -> list[Service]:
     ) -> Service:
         command = (sys.executable, "-m", "bombus", kind, *common, *arguments)
         seen = gpu_environment(gpus) if gpus else {}
-        return Service(kind, name, command, {**environment, **more, **seen}, seen)
+        silence_s = GATEWAY_SILENCE_S if kind == "gateway" else 0.0
+        return Service(kind, name, command, {**environment, **more, **seen}, seen, silence_s)
 
     found = [
         service("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *kept)
