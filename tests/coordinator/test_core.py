@@ -384,11 +384,19 @@ def test_a_masked_side_call_belongs_to_the_outcome_and_has_no_reward_and_no_age(
     (episode,) = harness.claim()
     for number, masked in enumerate((True, False, True)):
         noted = NotedCall(
-            episode, CallRef(number, f"n{number}", b"d"), 5, 2, number, number, merged=True, masked=masked
+            episode,
+            CallRef(number, f"n{number}", b"d"),
+            5,
+            2,
+            number,
+            number,
+            merged=True,
+            masked=masked,
+            incomplete=True,
         )
         harness.send(inbox.CallRecorded(id=f"m{number}", engine=ENGINE, run=1, call=noted))
     counters = harness.engine.counters
-    assert (counters.calls, counters.calls_masked, counters.calls_merged) == (3, 2, 1)
+    assert (counters.calls, counters.calls_masked, counters.calls_merged, counters.calls_incomplete) == (3, 2, 1, 3)
     why = refused(harness.end(episode, reward=None, call_rewards=(1.0, 1.0, 1.0)), Code.BAD_REWARD)
     assert "3 rewards for 1 completed calls (side calls of its harness, 2 here, have none)" in why
     assert isinstance(harness.end(episode, reward=None, call_rewards=(0.5,)), Done)

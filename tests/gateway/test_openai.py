@@ -289,12 +289,14 @@ async def test_models_lists_the_jobs_model_without_a_key(served: GatewayHive) ->
     assert [model.id for model in models.data] == [MODEL, "main"]
 
 
+IMAGE: dict[str, Any] = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "maximum": 2**70}}]}, "malformed", "tools.0.function"),
     ({"temperature": 3}, "malformed", "temperature"),
     ({"top_logprobs": 2}, "malformed", "top_logprobs"),
     ({"logit_bias": {"a": 1}}, "malformed", "logit_bias"),
     ({"n": 65}, "malformed", "n"),
+    (IMAGE, "unsupported", "messages.0.content.0"),
     ({"messages": [{"role": "function", "name": "f", "content": "1"}]}, "unsupported", "messages.0.role"),
     ({"messages": [{"role": "user", "content": "the fox " * 400}]}, "context_length_exceeded", "messages"),
 ]
@@ -318,7 +320,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"tools": [*TOOLS, {"type": "web_search"}]}, "tools.1.type"),
     ({"extra_body": {"colour": "red"}}, "colour"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
 ]
 
 
@@ -348,6 +349,15 @@ async def test_what_a_harness_has_written_into_it_is_overridden_or_left_out_and_
     assert record.overridden == (param,)
     plain = SamplingParams(max_tokens=64, stop_token_ids=record.sampling.stop_token_ids, seed=record.sampling.seed)
     assert record.sampling == plain
+
+
+async def test_a_call_without_its_image_is_counted(served: GatewayHive) -> None:
+    """In training it is refused: the model would learn from an empty turn."""
+    episode, key = await served.claim(EpisodeType.EVAL)
+    answer = await served.client(key).chat.completions.with_raw_response.create(model=MODEL, **IMAGE)
+    assert answer.headers["x-bombus-overridden"] == "messages.0.content.0"
+    assert (await served.records(episode, 1))[0].overridden == ("messages.0.content.0",)
+    await served.until(lambda engine: engine.counters.calls_incomplete == 1)
 
 
 async def test_a_client_may_limit_prompt_and_answer_together(served: GatewayHive) -> None:

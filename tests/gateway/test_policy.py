@@ -72,6 +72,17 @@ def test_what_nobody_can_do_is_left_out_and_named_once_or_refused() -> None:
     assert "rollout.unsupported" in refused.value.why
 
 
+def test_a_part_of_a_conversation_is_left_out_of_training_only_where_the_job_says_so() -> None:
+    image = Unsupported("messages.0.content.1", "a content part of type 'image_url' is not text", is_content=True)
+    with pytest.raises(InvalidField, match=r"messages\.0\.content\.1 is refused in a training episode") as refused:
+        decided(SamplingWish(), RolloutConfig(), EpisodeType.TRAIN, FORCED, image)
+    assert "rollout.unsupported to `relax`" in refused.value.why
+    both = ("messages.0.content.1", "tool_choice")
+    assert decided(SamplingWish(), RolloutConfig(), EpisodeType.EVAL, FORCED, image).overridden == both
+    relaxed = RolloutConfig(unsupported="relax")
+    assert decided(SamplingWish(), relaxed, EpisodeType.TRAIN, FORCED, image).overridden == both
+
+
 def test_names_that_a_client_has_made_up_fit_into_a_header() -> None:
     strange = Unsupported("x\r\nset-cookie: é" + "y" * 1000, "nobody knows it")
     (name,) = decided(SamplingWish(), OVERRIDE, EpisodeType.EVAL, strange).overridden

@@ -62,6 +62,13 @@ def test_the_text_shows_the_state_of_the_engine(hive: Hive) -> None:
     assert text.endswith("\n")
 
 
+def test_calls_without_a_part_of_their_conversation_are_a_warning() -> None:
+    hive = hive_of(rolling(4))
+    assert "without a part" not in render_status(hive, ENGINE)
+    hive.engine(ENGINE).counters.calls_incomplete = 3
+    assert "\n  warning: 3 calls answered, each without a part of its conversation" in render_status(hive, ENGINE)
+
+
 def test_how_long_the_sequences_of_a_replica_may_be_is_shown_where_it_says_so() -> None:
     story = rolling(1)
     loaded = ev.WeightsLoaded(

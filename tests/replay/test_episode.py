@@ -238,13 +238,17 @@ def transcript_of(shown: str, advantage: float | None = 0.5) -> EpisodeTranscrip
         tools=({"function": {"name": shown, "description": shown}},), prompt_added=3, sampling=SamplingParams(),
         variables={"tone": shown},
         replies=(TurnReply(tokens=tokens, finish="stop", message=message),), seconds=0.1, untrained="",
-        advantage=advantage, side_call=shown,
+        advantage=advantage, side_call=shown, overridden=(shown,),
     )  # fmt: skip
     return EpisodeTranscript(story=story, turns=(turn,), lost=(shown,), notes=(shown,))
 
 
 def with_turns(turns: tuple[Turn, ...]) -> EpisodeTranscript:
     return msgspec.structs.replace(transcript_of("w"), turns=turns)
+
+
+def test_what_a_call_asked_for_and_did_not_get_is_shown() -> None:
+    assert "  overridden or left out: messages.0" in [*text(transcript_of("messages.0"), 10, colour=False)]
 
 
 def test_a_side_call_that_is_not_trained_is_no_branch() -> None:

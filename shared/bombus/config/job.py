@@ -81,8 +81,10 @@ class RolloutConfig(ConfigGroup):
 
     `sampling` says what becomes of parameters that would bias the gradient of a training episode (temperature 0, top_p,
     top_k, min_p, penalties, logit_bias): they are overridden by the job's values, refused, or obeyed all the same.
-    `unsupported` says what becomes of what is not done here, such as an image or a tool of the server: it is left out,
-    or refused. The answer's header `x-bombus-overridden` names what was overridden or left out.
+    `unsupported` says what becomes of what is not done here, such as a tool of the server or an image: it is left out,
+    or refused. With `relax_parameters` it is left out, but for a part of a training episode's conversation, such as an
+    image, which the model would not see: that is refused. The answer's header `x-bombus-overridden` names what was
+    overridden or left out.
 
     A forced tool call and a format of the answer (JSON, or JSON of a schema) are obeyed in evaluation episodes where a
     replica of the engine can hold answers to a form, as vLLM's do. Elsewhere they are unsupported, and in training
@@ -104,7 +106,7 @@ class RolloutConfig(ConfigGroup):
     temperature: Float = Field(default=1.0, ge=0, le=2)
     history: Literal["template", "keep"] = "template"
     sampling: Literal["override", "refuse", "obey"] = "override"
-    unsupported: Literal["relax", "refuse"] = "relax"
+    unsupported: Literal["relax_parameters", "relax", "refuse"] = "relax_parameters"
     side_calls: Literal["mask", "train"] = "mask"
     allow_chat_template_kwargs: bool = False  # in requests
 

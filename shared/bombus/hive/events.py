@@ -320,6 +320,7 @@ class NotedCall(msgspec.Struct, frozen=True, array_like=True):
     late: bool = False
     merged: bool = False  # it extended an earlier call of its episode token for token
     masked: bool = False  # a side call of its harness, which the job does not train
+    incomplete: bool = False  # a part of its conversation, such as an image, was left out of its prompt
 
 
 class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="calls.noted"):

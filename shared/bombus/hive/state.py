@@ -165,6 +165,7 @@ class Counters(msgspec.Struct):
     completion_tokens: int = 0
     calls_masked: int = 0
     taken: int = 0  # by clients of training operations
+    calls_incomplete: int = 0  # without a part of their conversation, such as an image
 
 
 class EngineState(msgspec.Struct, kw_only=True):
@@ -706,6 +707,7 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
         counters.calls += 1
         counters.calls_merged += call.merged and not call.masked
         counters.calls_masked += call.masked
+        counters.calls_incomplete += call.incomplete
         counters.prompt_tokens += call.prompt_tokens
         counters.completion_tokens += call.completion_tokens
         episode = engine.open.get(call.episode)

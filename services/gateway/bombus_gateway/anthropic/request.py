@@ -303,7 +303,7 @@ def _messages(system: _Content, given: Sequence[_Alone], left_out: list[Unsuppor
 def _one_turn(role: str, given: Sequence[tuple[str, _Alone]], left_out: list[Unsupported]) -> Iterable[ChatMessage]:
     place, alone = given[0]
     if len(given) == 1 and place != _SYSTEM:
-        left_out += [Unsupported(f"{place}{within}", why) for within, why in alone.unsupported]
+        left_out += [each._replace(field=f"{place}{each.field}") for each in alone.unsupported]
         return alone.turn
     return _turn(role, [block for at, each in given for block in _blocks(each.message.content, at)], left_out)
 
@@ -404,7 +404,8 @@ def _text(blocks: Iterable[_Placed], between: str, left_out: list[Unsupported]) 
         elif block.type == "text":
             raise BadParameter(Code.MALFORMED, f"{place}.text", "A block of text has a text.")
         else:
-            left_out.append(Unsupported(place, f"a block of type {block.type[:40]!r} is not text"))
+            why = f"a block of type {block.type[:40]!r} is not text"
+            left_out.append(Unsupported(place, why, is_content=True))
     return between.join(text for text in texts if text)
 
 
@@ -418,8 +419,8 @@ def _text_of(block: _Block) -> str | None:
         return _titled(_text_of_source(block.source), block.title)
     if block.type == "search_result":
         parts = block.content if isinstance(block.content, list) else []
-        found = "\n".join(part.text for part in parts if part.type == "text" and part.text)
-        return _titled(found or None, block.title, block.source)
+        texts = [part.text for part in parts if part.type == "text" and part.text]
+        return _titled("\n".join(texts), block.title, block.source) if texts and len(texts) == len(parts) else None
     return None
 
 

@@ -537,6 +537,7 @@ class Call:
             record.status,
             merged=record.parent is not None,
             masked=self.plan.masked,
+            incomplete=any(each.is_content for each in self.request.completion.unsupported),
         )
 
     def _remember(self, ref: CallRef, record: CallRecord) -> None:

@@ -38,6 +38,10 @@ _UNSUPPORTED = (
     "{} is not supported here: {}. Leave it out, or set rollout.unsupported to `relax` in the job, so that it is left "
     "out for you."
 )
+_NOT_SEEN = (
+    "{} is refused in a training episode: {}, and the model would be trained on a conversation without it. Send it as "
+    "text, claim an eval episode, or set rollout.unsupported to `relax` in the job, so that it is left out."
+)
 _FREE_IN_TRAINING = (
     "in a training episode tokens are drawn from the policy alone; with rollout.sampling: obey, answers are held to "
     "such demands where the engine can, and are not trained"
@@ -54,7 +58,7 @@ class SamplingDecision(NamedTuple):
 
 def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType, episode: str) -> SamplingDecision:
     """Return what of a request's wishes is obeyed. Raises `InvalidField` for what the job refuses."""
-    relaxed = _relaxed(request, rollout)
+    relaxed = _relaxed(request, rollout, type)
     wish = request.wish
     if type != EpisodeType.TRAIN:
         _check_temperature(wish.temperature)
@@ -86,12 +90,18 @@ def seed_of_episode(seed: int, episode: str) -> int:
     return int.from_bytes(blake2b(f"{seed}/{episode}".encode(), digest_size=6).digest())
 
 
-def _relaxed(request: CompletionRequest, rollout: RolloutConfig) -> tuple[str, ...]:
-    """Return the names, which a header can carry, of what is left out of a request because nobody here can do it."""
-    if request.unsupported and rollout.unsupported == "refuse":
-        field, why = request.unsupported[0]
-        raise InvalidField(Code.UNSUPPORTED, field, _UNSUPPORTED.format(field, why))
-    first = islice(dict.fromkeys(found.field for found in request.unsupported), limits.OVERRIDDEN)
+def _relaxed(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType) -> tuple[str, ...]:
+    """Return the names, which a header can carry, of what is left out of a request because nobody here can do it.
+
+    Those of parts of the conversation come first.
+    """
+    found = sorted(request.unsupported, key=lambda each: not each.is_content)
+    trains = type == EpisodeType.TRAIN and rollout.unsupported == "relax_parameters"
+    if found and (rollout.unsupported == "refuse" or (trains and found[0].is_content)):
+        field, why, is_content = found[0]
+        sentence = _NOT_SEEN if trains and is_content else _UNSUPPORTED
+        raise InvalidField(Code.UNSUPPORTED, field, sentence.format(field, why))
+    first = islice(dict.fromkeys(each.field for each in found), limits.OVERRIDDEN)
     names = (re.sub(r"[^!-~]", "?", name[: limits.NAME_CHARACTERS]) for name in first)
     return tuple(dict.fromkeys(names))
 

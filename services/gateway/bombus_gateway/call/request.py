@@ -52,10 +52,14 @@ def wished_top_p(given: float | None) -> float:
 
 
 class Unsupported(NamedTuple):
-    """What a client asks for and nobody here can do. `field` is its wire's name for it, `why` a clause for a person."""
+    """What a client asks for and nobody here can do. `field` is its wire's name for it, `why` a clause for a person.
+
+    `is_content`: it is a part of the conversation, such as an image, which the model would not see.
+    """
 
     field: str
     why: str
+    is_content: bool = False
 
 
 class Demand(NamedTuple):

@@ -331,7 +331,9 @@ def _messages(found: list[msgspec.Raw]) -> tuple[list[ChatMessage], list[Unsuppo
     """Return the messages as they are stored, compared and rendered, and the parts of them that are not text."""
     read = _remembered_messages(found, "messages")
     left_out = [
-        Unsupported(f"messages.{index}{place}", why) for index, (_, beyond) in enumerate(read) for place, why in beyond
+        each._replace(field=f"messages.{index}{each.field}")
+        for index, (_, beyond) in enumerate(read)
+        for each in beyond
     ]
     return [message for message, _ in read], left_out
 
@@ -346,7 +348,7 @@ def _message(found: _Message, place: str, left_out: list[Unsupported]) -> ChatMe
     """Return a message with its text as content, null only beside calls."""
     _check_role(found, place)
     if found.audio:
-        left_out.append(Unsupported(f"{place}.audio", "only text and tool calls are understood"))
+        left_out.append(Unsupported(f"{place}.audio", "only text and tool calls are understood", is_content=True))
     content = None if found.content is None and found.tool_calls else _text(found.content, f"{place}.content", left_out)
     message: ChatMessage = {"role": found.role, "content": content}
     if found.refusal and not content:
@@ -390,7 +392,8 @@ def _text(content: str | list[dict[str, Any]] | None, place: str, left_out: list
         if isinstance(text, str):
             texts.append(text)
         else:
-            left_out.append(Unsupported(f"{place}.{index}", f"a content part of type {str(kind)[:40]!r} is not text"))
+            why = f"a content part of type {str(kind)[:40]!r} is not text"
+            left_out.append(Unsupported(f"{place}.{index}", why, is_content=True))
     return "".join(texts)
 
 

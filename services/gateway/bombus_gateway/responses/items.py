@@ -86,7 +86,8 @@ class InputReader:
         elif kind == "item_reference":
             self._read_reference(item, place)
         else:
-            self.unsupported.append(Unsupported(place, f"an item of type {kind[:40]!r} has no meaning here"))
+            why = f"an item of type {kind[:40]!r} has no meaning here"
+            self.unsupported.append(Unsupported(place, why, is_content=True))
 
     def _read_message(self, item: InputItem, place: str) -> None:
         role = _ROLES.get(item.role or "")
@@ -164,7 +165,7 @@ class InputReader:
                 raise BadParameter(Code.MALFORMED, f"{place}.{index}", "A content part of text has a text.")
             else:
                 why = f"a content part of type {kind[:40]!r} is not text"
-                self.unsupported.append(Unsupported(f"{place}.{index}", why))
+                self.unsupported.append(Unsupported(f"{place}.{index}", why, is_content=True))
         return "".join(texts)
 
 

@@ -203,6 +203,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         run_kind=engine.run_kind,
         operations=_operations(engine, now_ns),
         taken=engine.counters.taken,
+        calls_incomplete=engine.counters.calls_incomplete,
         scored=scored_status(engine.trajectories, engine.trains_scored),
     )
 

@@ -171,6 +171,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     run_kind: RunKind = RunKind.EPISODES
     operations: OperationsStatus | None = None  # None: there never was one
     taken: int = 0  # ended episodes of a run of operations that their clients have taken
+    calls_incomplete: int = 0  # answered without a part of their conversation, such as an image
     scored: ScoredStatus | None = None  # None: it has no scored groups, and no trainer for them
 
 

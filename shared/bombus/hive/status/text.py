@@ -95,6 +95,9 @@ def _head_lines(status: EngineStatus) -> list[str]:
         lines.append(f"  warning: {one_line(status.disagreement)}")
     elif status.formats:
         lines.append(f"  {one_line(format_text(status.formats[0].format))}")
+    if status.calls_incomplete:
+        left_out = "without a part of its conversation, such as an image (bombus replay episode names it)"
+        lines.append(f"  warning: {counted(status.calls_incomplete, 'call')} answered, each {left_out}")
     return lines
 
 

@@ -77,6 +77,8 @@ def _turn(turn: Turn, largest: float) -> str:
         facts.append(f"<em>not trained: {_text(turn.untrained)}</em>")
     elif turn.advantage is not None:
         facts.append(f'advantage <b class="{_sign(turn.advantage)}">{turn.advantage:+.4f}</b>')
+    if turn.overridden:
+        facts.append(f"overridden or left out: {_text(', '.join(turn.overridden))}")
     if turn.variables:
         facts.append(f"template variables {_text(json.dumps(turn.variables, ensure_ascii=False))}")
     tools = _tools(turn.tools)

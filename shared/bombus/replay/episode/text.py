@@ -110,6 +110,8 @@ def _turn(turn: Turn, tokens_max: int, paint: _Paint) -> Iterator[str]:
         yield paint(DIM, f"  not trained: {turn.untrained}")
     elif turn.advantage is not None:
         yield "  advantage " + paint(RED if turn.advantage < 0 else GREEN, f"{turn.advantage:+.4f}")
+    if turn.overridden:
+        yield f"  overridden or left out: {one_line(', '.join(turn.overridden))}"
     yield from _prompt(turn)
     for index, reply in enumerate(turn.replies):
         yield from _reply(reply, f"reply {index + 1}" if len(turn.replies) > 1 else "reply", tokens_max, turn, paint)

@@ -64,6 +64,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float | None
     seen: tuple[str, str] = ("", "")
     side_call: str = ""
+    overridden: tuple[str, ...] = ()  # what its client asked for, or sent, that was not done or was left out
 
     @property
     def is_aside(self) -> bool:
@@ -201,6 +202,7 @@ class _TurnDecoder:
             untrained=untrained,
             advantage=None if untrained else advantage,
             side_call=record.side_call,
+            overridden=record.overridden,
         )
 
     def seen(self, ref: CallRef) -> tuple[str, str]:
