@@ -297,11 +297,14 @@ async def test_a_retry_gets_the_recorded_answer(served: GatewayHive, stream: boo
 
 async def test_a_stop_sequence_is_named(served: GatewayHive) -> None:
     _, key = await served.claim()
-    served.replica.scripts += [says("the quick brown fox"), says("the quick brown fox", finish="length")]
+    fox = "the quick brown fox"
+    served.replica.scripts += [says(fox), says(fox, finish="length"), says(fox)]
     stopped = (await post(served, key, stop_sequences=[" brown"])).json()
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", " brown")
     assert stopped["content"] == [{"type": "text", "text": "the quick"}]
     assert (await post(served, key)).json()["stop_reason"] == "max_tokens"
+    ended = (await post(served, key, stop_sequences=["<|im_end|>"])).json()
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "<|im_end|>")
 
 
 async def test_what_is_not_done_is_named_in_a_header(served: GatewayHive) -> None:

@@ -217,6 +217,24 @@ async def test_a_stop_string_across_tokens_ends_the_text_and_aborts_the_replica(
     assert record.choices[0].message == {"role": "assistant", "content": "the quick bro"}
 
 
+async def test_stop_tokens_and_stop_texts_that_are_special_tokens_end_an_answer_at_the_replica(
+    served: GatewayHive,
+) -> None:
+    """A special token has no text, so its name was never found in one."""
+    _, key = await served.claim()
+    client = served.client(key)
+    start = TEXT.tokenizer.token_id("<|im_start|>") or 0
+    await client.completions.create(
+        model=MODEL, prompt="the quick", extra_body={"stop": [5, "x"], "stop_token_ids": [7]}
+    )
+    await client.chat.completions.create(model=MODEL, messages=USER, stop=["<|im_start|>", "fox"])
+    asked = [set(request.sampling.stop_token_ids) for request in served.replica.requests]
+    assert asked == [{IM_END, 5, 7}, {IM_END, start}]
+    for stop in (-1, 1 << 40):
+        with pytest.raises(openai.BadRequestError, match=r"ids of tokens|stop tokens are ids below"):
+            await client.completions.create(model=MODEL, prompt="the", extra_body={"stop_token_ids": [stop]})
+
+
 async def test_a_turn_after_an_answer_cut_by_length_keeps_its_tokens_and_closes_it(served: GatewayHive) -> None:
     episode, key = await served.claim()
     client = served.client(key)

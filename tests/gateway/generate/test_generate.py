@@ -30,7 +30,7 @@ async def ask(served: GatewayHive, key: str, body: object, status: int = 200, pa
 async def test_vllms_form_gets_tokens_with_logprobs_which_are_recorded(served: GatewayHive) -> None:
     episode, key = await served.claim()
     served.replica.scripts.append(says("fox jumps", "lazy dog"))
-    body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "n": 2, "max_tokens": 8, "temperature": 1.0}
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "n": 2, "max_tokens": 8, "stop_token_ids": [5]}
     answer = await ask(served, key, body)
     assert (answer["text"], answer["finish_reasons"]) == (["fox jumps", "lazy dog"], ["stop", "stop"])
     (record,) = await served.records(episode, 1)
@@ -41,6 +41,7 @@ async def test_vllms_form_gets_tokens_with_logprobs_which_are_recorded(served: G
         assert [next(iter(each.values())) for (each,) in places] == pytest.approx(logged)
     assert answer["token_ids"][0] == tokens_of("fox jumps")
     assert record.sampling.max_tokens == 8
+    assert 5 in record.sampling.stop_token_ids
 
 
 async def test_alternatives_follow_the_token_itself(served: GatewayHive) -> None:

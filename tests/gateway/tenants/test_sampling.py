@@ -128,8 +128,10 @@ async def test_a_text_that_stops_ends_a_sample_with_the_token_that_completes_it(
     await drawn(client, sample(sampler, seq=1, params={"stop": [11, 12]}))
     assert hive.replica.requests[1].sampling.stop_token_ids == (11, 12)
     hive.replica.otherwise = says("the weather", finish="length")
+    await drawn(client, sample(sampler, seq=3, params={"stop": ["<|im_end|>", "fine"]}))
+    assert hive.replica.requests[2].sampling.stop_token_ids == (IM_END,), "a special token has no text to find it in"
     answer = await drawn(client, sample(sampler, seq=2, params={"stop": []}))
-    assert hive.replica.requests[2].sampling.stop_token_ids == ()
+    assert hive.replica.requests[3].sampling.stop_token_ids == ()
     assert answer.sequences[0].stop_reason == WireStop.LENGTH
 
 

@@ -19,6 +19,7 @@ from bombus_gateway.call.request import CallRequest, CompletionRequest, InvalidF
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
 from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.stops import asked_stops
 from bombus_gateway.text.words import strings
 
 EPISODE_NEWS_S = 2.0  # how long the event of a claim may take to arrive here when its key is already in use
@@ -142,10 +143,15 @@ class Admitted:
             repetition_penalty=wish.repetition_penalty,
             logit_bias=wish.logit_bias,
             seed=wish.seed,
-            stop_token_ids=self.model.renderer.stop_token_ids,
+            stop_token_ids=self._stop_tokens(request),
             top_logprobs=request.top_logprobs,
         )
         return params, (*decision.overridden, request.length_field) if capped else decision.overridden
+
+    def _stop_tokens(self, request: CompletionRequest) -> tuple[int, ...]:
+        own = self.model.renderer.stop_token_ids
+        asked = asked_stops(self.model.tokenizer, request.stops, request.stop_token_ids)
+        return tuple(sorted({*own, *asked})) if asked else own
 
     def _no_room(self, field: str, room: Room, prompt_tokens: int, answered_tokens: int) -> InvalidField:
         if room.limit == LengthLimit.EPISODE:

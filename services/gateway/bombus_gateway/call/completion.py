@@ -13,6 +13,7 @@ from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.text.deltas import Delta, DeltaReader, PlainReader, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.message import id_of_call
 from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.stops import named_stops
 from bombus_gateway.text.text_stream import TextStream, tokens_of_parts
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Completion:
         self._request = request
         self._pieces = model.tokenizer.pieces
         self._stream = TextStream(self._pieces, request.stops)
+        self._named_stops = named_stops(model.tokenizer, request.stops)
         tools = request.tools if request.parse_tool_calls else ()
         self._reader: DeltaReader = model.renderer.reader(prompt, tools) if request.chat else PlainReader()
         self._unread: list[str] = []  # the texts since the reader has made something of one
@@ -85,7 +87,8 @@ class Completion:
     @property
     def stop(self) -> str:
         """The stop string that ended the completion; empty when something else did."""
-        return self._stream.stop
+        last = unpack_tokens(self._tokens[-1])[-1:] if self._tokens else []
+        return self._stream.stop or "".join(self._named_stops.get(token, "") for token in last)
 
     def feed(self, frame: Tokens) -> CompletionDelta:
         """Add tokens. A stop string ends the completion with the token that completes it.

@@ -78,8 +78,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be sampled: an answer to `messages` where `chat` is true, else what follows `prompt`.
 
     A prompt is text, in which special tokens are written by name, or token ids. `n` completions are sampled, and end
-    at one of `stops`. `parse_tool_calls`: whether the answer is searched for calls of `tools`. `stream`: whether text
-    is wanted as it comes. `chat_template_kwargs` are variables of the model's chat template, which win over the job's.
+    at one of `stops`, or of `stop_token_ids` beside those of the model. `parse_tool_calls`: whether the answer is
+    searched for calls of `tools`. `stream`: whether text is wanted as it comes. `chat_template_kwargs` are variables of
+    the model's chat template, which win over the job's.
     `continues` is the id of an earlier call of the episode, after whose conversation `messages` come. `answers` has ids
     of earlier calls too, by the places in `messages` where their answers belong.
     `demands` are met where an engine can hold answers to them. An answer ends after its first call where `one_call` has
@@ -95,6 +96,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | list[int] = ""
     n: int = 1
     stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     stream: bool = False
     logprobs: bool = False
     top_logprobs: int = 0

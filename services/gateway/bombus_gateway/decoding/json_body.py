@@ -107,6 +107,14 @@ def stop_strings(given: Sequence[str], param: str) -> tuple[str, ...]:
     return tuple(given)
 
 
+def stop_tokens(given: Sequence[int], param: str) -> tuple[int, ...]:
+    """Return the ids of tokens that end an answer. Raises `BadParameter` for too many, or for numbers that are none."""
+    if len(given) > limits.STOPS or any(token < 0 for token in given):
+        why = f"{param} takes up to {limits.STOPS} ids of tokens, which are not negative."
+        raise BadParameter(Code.MALFORMED, param, why)
+    return tuple(given)
+
+
 def check_count_of_tools(count: int) -> None:
     if count > limits.TOOLS:
         raise BadParameter(Code.MALFORMED, "tools", f"{count} tools are over the limit of {limits.TOOLS}.")

@@ -53,8 +53,6 @@ class GenerateDialect:
 def _completion(asked: SampleRequest, text: str, logprobs: bool, adapter: str = "") -> CompletionRequest:
     given = asked.sampling
     unsupported = []
-    if given.stop_token_ids:
-        unsupported.append(Unsupported("stop_token_ids", "an answer ends at the tokens that the model's files name"))
     if not asked.ends_at_eos:
         unsupported.append(Unsupported("ignore_eos", "an answer ends at the tokens that the model's files name"))
     if adapter:
@@ -64,6 +62,7 @@ def _completion(asked: SampleRequest, text: str, logprobs: bool, adapter: str = 
         prompt=text or array("i", asked.prompt).tolist(),
         n=asked.samples,
         stops=asked.stops,
+        stop_token_ids=given.stop_token_ids,
         logprobs=logprobs and given.top_logprobs > 0,
         top_logprobs=given.top_logprobs,
         wish=SamplingWish(

@@ -28,6 +28,7 @@ from bombus_gateway.decoding.json_body import (
     function_tool,
     split_asked,
     stop_strings,
+    stop_tokens,
     unknown_fields,
 )
 from bombus_gateway.decoding.json_parts import RememberedItems, RememberedParts
@@ -94,7 +95,8 @@ _Count = Annotated[int, Meta(ge=1)]
 class _Common(msgspec.Struct, kw_only=True):
     model: _Name
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | list[str | int] | None = None
+    stop_token_ids: list[int] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -228,7 +230,8 @@ def _wants_usage(found: _Common) -> bool:
 
 
 def _common_fields(found: _Common) -> dict[str, Any]:
-    return {"n": found.n or 1, "stops": _stops(found.stop), "stream": bool(found.stream)}
+    texts, tokens = _stops(found.stop, found.stop_token_ids or ())
+    return {"n": found.n or 1, "stops": texts, "stop_token_ids": tokens, "stream": bool(found.stream)}
 
 
 def _wish(found: _Common, max_tokens: int | None) -> SamplingWish:
@@ -312,9 +315,10 @@ def _form_of_answer(response_format: dict[str, Any] | None) -> Asked | None:
             return Unsupported("response_format", "answers are text, json_object or json_schema")
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    given = (stop,) if isinstance(stop, str) else stop or ()
-    return stop_strings([text for text in given if text], "stop")  # an empty text ends nothing
+def _stops(stop: str | list[str | int] | None, more: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    given = [stop] if isinstance(stop, str) else stop or []
+    texts = [each for each in given if isinstance(each, str) and each]  # an empty text ends nothing
+    return stop_strings(texts, "stop"), stop_tokens([*(each for each in given if isinstance(each, int)), *more], "stop")
 
 
 def _prompt(prompt: str | list[Any]) -> str | list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
+from bombus.errors import Code, Refused
 from bombus.text.chat_template import TemplateRefused
 from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.forms import TOOL, WORD, call_of, common_start, user
@@ -22,6 +23,27 @@ def configured_stops(tokenizer: Tokenizer) -> set[int]:
         stops.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
     named = tokenizer.token_id(tokenizer.named["eos_token"]) if "eos_token" in tokenizer.named else None
     return stops if named is None else stops | {named}
+
+
+def named_stops(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
+    """Return the special tokens whose names are stop texts, by id. They have no text in which one could be found."""
+    if not texts:
+        return {}
+    hidden = {index: name for index, name in tokenizer.specials.items() if not tokenizer.pieces[index]}
+    return {index: name for index, name in hidden.items() if name in texts}
+
+
+def asked_stops(tokenizer: Tokenizer, texts: Sequence[str], tokens: Sequence[int]) -> set[int]:
+    """Return the tokens at which a client's stop texts and stop tokens end an answer.
+
+    Raises `Refused` for a token outside the vocabulary.
+    """
+    size = len(tokenizer.pieces)
+    if tokens and max(tokens) >= size:
+        raise Refused(
+            Code.MALFORMED, f"{max(tokens)} is no token: stop tokens are ids below {size}, the size of the vocabulary."
+        )
+    return {*named_stops(tokenizer, texts), *tokens}
 
 
 def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -64,6 +65,9 @@ class _Generate(msgspec.Struct):
     lora_path: str | None = None
     stream: bool = False
     return_routed_experts: bool = False
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
 
 
 _generates = msgspec.json.Decoder(_Generate)
@@ -77,6 +81,9 @@ def read_generate(body: bytes) -> GenerateRequest:
     for name, is_wanted in (
         ("stream", given.stream),
         ("top_logprobs_num", given.top_logprobs_num > 0),
+        ("image_data", bool(given.image_data)),
+        ("video_data", bool(given.video_data)),
+        ("audio_data", bool(given.audio_data)),
         ("return_routed_experts", given.return_routed_experts or params.return_routed_experts),
     ):
         if is_wanted:

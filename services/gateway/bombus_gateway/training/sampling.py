@@ -8,7 +8,7 @@ from bombus.errors import Code, Refused
 from bombus.hive.records import SamplingParams
 from bombus.operations import Failed
 from bombus_gateway import limits
-from bombus_gateway.decoding.json_body import decode_body, stop_strings
+from bombus_gateway.decoding.json_body import decode_body, stop_strings, stop_tokens
 from bombus_gateway.training.data.json_numbers import check_size, numbers_in
 from bombus_gateway.training.data.tensors import INT32_MAX, NumberRoom, as_tokens, whole
 from bombus_gateway.training.dialects import TrainingDialect, sampling_session
@@ -196,10 +196,7 @@ def stops_of(given: str | list[str | int] | list[str] | list[int] | None) -> tup
     """Return the texts and the tokens that end a sample."""
     stops = [given] if isinstance(given, str) else given or []
     texts = stop_strings([each for each in stops if isinstance(each, str)], "stop")
-    tokens = tuple(each for each in stops if isinstance(each, int))
-    if len(tokens) > limits.STOPS or any(not 0 <= token <= INT32_MAX for token in tokens):
-        raise Refused(Code.MALFORMED, f"stop takes up to {limits.STOPS} ids of tokens, which are not negative.")
-    return texts, tokens
+    return texts, stop_tokens([each for each in stops if isinstance(each, int)], "stop")
 
 
 def _scored(given: _Sample, length: int) -> int | None:

@@ -17,7 +17,7 @@ from bombus_gateway.call.replica_client import Generation, ReplicaBusy, ReplicaG
 from bombus_gateway.call.upstream import LOADS_MAX, AdapterMissing, dropped_too_often
 from bombus_gateway.tenants.sampling.samplers import Sampler
 from bombus_gateway.text.rendering import TextModel
-from bombus_gateway.text.stops import configured_stops
+from bombus_gateway.text.stops import asked_stops, configured_stops
 from bombus_gateway.text.text_stream import TextStream
 from bombus_gateway.training.samples import NOTHING, Alternatives, SampledTokens, unscored
 from bombus_gateway.training.sampling import SampleRequest
@@ -118,7 +118,7 @@ class SampleDrawing:
         self._check_serving(sampler)
         model = await self.text_model()
         pieces = model.tokenizer.pieces
-        ends = set(asked.sampling.stop_token_ids)
+        ends = asked_stops(model.tokenizer, asked.stops, asked.sampling.stop_token_ids)
         if asked.ends_at_eos:
             ends |= configured_stops(model.tokenizer)
         collected = _Collected(asked, pieces, ends)
