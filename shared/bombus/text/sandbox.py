@@ -115,7 +115,7 @@ class _Counting(NodeTransformer):
         return _filtered(nodes.List(node.nodes, lineno=node.lineno, environment=node.environment), "concatenated")
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
 
 

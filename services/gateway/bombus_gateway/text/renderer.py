@@ -22,7 +22,7 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.call_text import CallText, calls_come_singly, find_call_text
 from bombus_gateway.text.reading.finding import RenderText, find_reading
 from bombus_gateway.text.reading.syntax import Thinking
-from bombus_gateway.text.shortening import Keep, Turns, short, trials
+from bombus_gateway.text.shortening import Dialogue, Keep, short, trials
 from bombus_gateway.text.stops import find_stops
 from bombus_gateway.text.words import free_word, strings
 
@@ -294,7 +294,7 @@ class TemplateRenderer:
                 return False
         return True
 
-    def _continuations(self, trial: Turns, given: Turns) -> list[list[int] | None]:
+    def _continuations(self, trial: Dialogue, given: Dialogue) -> list[list[int] | None]:
         """Return what follows an answer of a trial that ends by itself, and one that does not, by way of `given`.
 
         Nothing where that is refused.

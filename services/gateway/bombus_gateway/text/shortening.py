@@ -24,7 +24,7 @@ class Keep(Enum):
     TOOLS = "all of them"
 
 
-class Turns(NamedTuple):
+class Dialogue(NamedTuple):
     """A conversation, whose first `known` messages are those of the history, and its tools."""
 
     messages: Sequence[ChatMessage]
@@ -38,7 +38,7 @@ def short(
     tools: Sequence[Mapping[str, Any]],
     looked_for: Collection[str],
     keep: Keep = Keep.CALLED_TOOLS,
-) -> Turns | None:
+) -> Dialogue | None:
     """Return a shorter conversation that ends like this one, whose message `count` was sampled.
 
     None where there is nothing to leave out, or where it may matter: where a text, other than a tool's, has something
@@ -59,7 +59,7 @@ def short(
     if any(word in text for text in texts for word in looked_for):
         return None
     made = [*shortened, *messages[count:]]
-    return Turns(made, len(shortened), tools if keep is Keep.TOOLS else _named(made, tools))
+    return Dialogue(made, len(shortened), tools if keep is Keep.TOOLS else _named(made, tools))
 
 
 def _ids_of_calls(messages: Sequence[ChatMessage]) -> set[str]:
@@ -99,7 +99,7 @@ def _named(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) 
 TOOLS = [TOOL, {**TOOL, "function": {**TOOL["function"], "name": "rest"}}]  # the second one is never called
 
 
-def trials() -> Iterator[Turns]:
+def trials() -> Iterator[Dialogue]:
     """Yield long conversations, which have to go on as they do when they are shorter.
 
     Their calls have ids of their own, since some templates number calls. One tool is never called: some templates write
@@ -121,7 +121,7 @@ def _trial(
     first: Sequence[ChatMessage] = (),
     then: Sequence[ChatMessage] = (),
     asked: Sequence[str] = (WORD,),
-) -> Turns:
+) -> Dialogue:
     """Return a conversation with an answer for each letter: `a` text, `c` a call, `p` two calls, `b` a call and text.
 
     `asked` are the user's texts in turn; `then` is what follows the last answer, where it is not its results.
@@ -130,11 +130,11 @@ def _trial(
     for number, kind in enumerate(answers):
         count = len(messages) + 1
         calls = {"a": 0, "p": 2}.get(kind, 1)
-        answer = call_of([WORD] * calls, f"call_{number}") if calls else {"role": "assistant"}
+        answer: ChatMessage = call_of([WORD] * calls, f"call_{number}") if calls else {"role": "assistant"}
         answer |= {"content": WORD} if kind in "ab" else {}
         messages.append({**answer, "reasoning_content": reasoning} if reasoning else answer)
         results: list[ChatMessage] = [
             {"role": "tool", "tool_call_id": call["id"], "content": "rose"} for call in answer.get("tool_calls", ())
         ]
         messages += results or [user(asked[number % len(asked)])]
-    return Turns([*messages[:count], *(then or messages[count:])], count, [] if set(answers) == {"a"} else TOOLS)
+    return Dialogue([*messages[:count], *(then or messages[count:])], count, [] if set(answers) == {"a"} else TOOLS)
