@@ -67,7 +67,7 @@ def seed_of(submission: Submission) -> int:
 
 
 def test_models_without_a_seed_differ_and_a_request_that_comes_again_is_the_same() -> None:
-    unseeded = [
+    unseeded: list[dict[str, object]] = [
         {**CREATE, "session_id": session, "model_seq_id": number, "lora_config": {"rank": 8, "seed": None}}
         for session in ("S", "T")
         for number in (0, 1)
@@ -75,7 +75,7 @@ def test_models_without_a_seed_differ_and_a_request_that_comes_again_is_the_same
     assert len({seed_of(created(TINKER, fields)) for fields in unseeded}) == 4
     assert created(TINKER, unseeded[0]) == created(TINKER, unseeded[0])
     assert seed_of(created(TINKER, {**unseeded[0], "lora_config": {"rank": 8, "seed": 0}})) == 0
-    named = [{"model_id": name, "base_model": "org/name"} for name in ("policy", "reference")]
+    named: list[dict[str, object]] = [{"model_id": name, "base_model": "org/name"} for name in ("policy", "reference")]
     assert len({seed_of(created(XORL, fields)) for fields in named}) == 2
 
 
