@@ -79,7 +79,8 @@ async def _answered_and_kept(bus: Bus, position: int) -> MessagePlace:
 
 async def lost_calls(bus: Bus, hive: Hive) -> StreamWentBack | None:
     """Return that calls went back, if some that are still needed are lost and the log does not say so yet."""
-    refs = sorted(set(calls_held_by(hive)), key=lambda ref: ref.seq)
+    first = (await bus.state(bus.subjects.calls_stream)).first_seq  # what was before it was purged, not lost
+    refs = sorted({ref for ref in calls_held_by(hive) if ref.seq >= first}, key=lambda ref: ref.seq)
     said = hive.went_back.get(CALLS)
     if not refs or (said is not None and said.known == refs[-1].seq) or await _is_kept(bus, refs[-1]):
         return None
