@@ -387,7 +387,7 @@ def check_port_0(up: Up) -> None:
     """The port that was found is printed, and kept by gateways that come later."""
     port = int(up.url.rpartition(":")[2])
     assert port != 0
-    assert httpx.get(f"{up.url}/health").json()["status"] == "ok"
+    assert httpx.get(f"{up.url}/health").json()["status"] == "healthy"
     (gateway,) = up.services("gateway")
     words = gateway.cmdline()
     assert words[words.index("--port") + 1] == str(port)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
 from bombus.operations import (
@@ -78,7 +79,7 @@ def forward_backward(*data: Datum, loss: LossSpec = CROSS_ENTROPY, forward_only:
 
 
 def optim_step(reduction: Reduction = Reduction.SUM, **adam: float) -> OptimStep:
-    return OptimStep(adam=AdamParams(**{"learning_rate": 1e-2, **adam}), reduction=reduction)
+    return OptimStep(adam=msgspec.structs.replace(AdamParams(learning_rate=1e-2), **adam), reduction=reduction)
 
 
 def created(made: OperationExecutor, model: str, spec: AdapterSpec | None = SPEC) -> ModelReady:
