@@ -464,18 +464,15 @@ async def test_a_group_whose_end_fails_leaves_no_episode_open(url: str, played: 
 
 
 @pytest.mark.parametrize("kind", ["async", "threads"])
-async def test_an_outcome_that_cannot_be_sent_costs_its_group_one_episode(
-    url: str, played: PlayedHive, kind: str
-) -> None:
+async def test_metadata_that_cannot_be_sent_costs_no_episode(url: str, played: PlayedHive, kind: str) -> None:
     async def agent(client: AnyClient, credentials: Credentials) -> WorkflowOutput:
         score = object() if credentials.episode == "main-1-2" else 0.5
         return WorkflowOutput(reward=1.0, metadata={"score": score})
 
     outputs, lost = await grouped(url, kind, agent, 3, 0)
-    assert Counter(rewards_of(outputs)) == {None: 1, 1.0: 2}
-    assert lost == {"ValueError": 1}
-    assert len(played.engine.pool) == 2
-    assert not played.engine.open
+    assert Counter(rewards_of(outputs)) == {1.0: 3}
+    assert not lost
+    assert len(played.engine.pool) == 3
 
 
 async def test_a_group_of_a_task_without_an_id_is_refused_before_anything_is_claimed(

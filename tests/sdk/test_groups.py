@@ -44,7 +44,7 @@ def test_a_metric_that_is_not_finite_is_left_out_and_costs_no_episode(caplog: py
         group.succeeded(place, WorkflowOutput(reward=1.0, log_metrics=metrics))
     driver.run(group.end())
     for episode in driver.body(1)["episodes"]:
-        assert episode["workflow_output"]["log_metrics"] == {"turns": 2.0, "each": [1.0, 2.0]}
+        assert episode["workflow_output"]["log_metrics"] == {"turns": 2.0, "each": 1.5}
     assert caplog.text.count("log_metrics.mean_s is left out") == 1
 
 
@@ -54,8 +54,6 @@ def test_a_reward_of_one_role_that_the_hive_would_refuse_is_found_there_too() ->
     group = JointGroup(driver.joint, TASK, GroupClaim(engines=ROLES), claimed)
     with pytest.raises(BadReward):
         group.succeeded(0, {"planner": 1.0, "worker": 1e10})
-    with pytest.raises(ValueError, match="cannot be sent as JSON"):
-        group.succeeded(0, {"planner": 1.0, "worker": WorkflowOutput(reward=1.0, metadata={"name": "\ud800"})})
 
 
 def test_an_agent_that_took_too_long_is_lost_and_no_success() -> None:

@@ -34,8 +34,6 @@ EPISODES = 1024
 REWARDS = 100_000
 WAIT_S = 60.0
 SAMPLER_CHARACTERS = 300  # of the path of a saved model
-METADATA_BYTES = 64 << 10  # of an episode, as the log has it
-METRICS = 1024
 
 # Training operations.
 TRAINING_BODY_BYTES = 32 << 20  # after it was decompressed, too

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from bombus.sdk.errors import InfraError
+from bombus.sdk.reports import read_report
 from bombus.sdk.types import Task
 
 MessageDict = dict[str, Any]  # as in a chat completion: role, content, tool_calls, tool_call_id
@@ -60,12 +61,19 @@ class RolloutStatus(StrEnum):
 
 
 class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment says of a rollout. `reward` is the weighted sum of `rewards`; `metrics` are only reported."""
+    """What an environment says of a rollout. `reward` is the weighted sum of `rewards`; these and `metrics` are only
+    reported, so that what is no number in them is left out with a warning."""
 
     reward: float
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     is_success: bool | None = None
+
+    def __post_init__(self) -> None:
+        said = read_report(None, self.metrics, self.is_success)
+        parts = read_report(None, self.rewards, None).log_metrics
+        for name, value in (("metrics", said.log_metrics), ("is_success", said.is_success), ("rewards", parts)):
+            msgspec.structs.force_setattr(self, name, value)
 
 
 class Transcript(msgspec.Struct, kw_only=True):

@@ -11,7 +11,6 @@ import math
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -36,6 +35,7 @@ from bombus.sdk.errors import (
     WrongPhase,
     error_for,
 )
+from bombus.sdk.reports import read_report
 from bombus.sdk.throttle import should_throttle
 from bombus.sdk.types import (
     Credentials,
@@ -64,7 +64,6 @@ LIFETIMES = 2.0  # by default an episode may last this many times its idle limit
 BEGUN_MAX = 100_000
 READ_AT_ONCE = 256  # ended episodes: the server answers with as many of them as fit
 TAKEN_AT_ONCE = 1024
-METRICS_WARNED_MAX = 1024  # names
 
 AWAY = (502, 503, 504)
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -652,28 +651,18 @@ def check_task(task: Task) -> None:
 
 
 def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
-    """Return how the server is told of an episode's end, without metrics that are not finite. Raises `ValueError` for a
-    task without an id."""
+    """Return how the server is told of an episode's end, as `reports` has it. Raises `ValueError` for a task without an
+    id."""
     check_task(task)
-    dumped = output.model_dump()
-    if metrics := dumped.get("log_metrics"):
-        dumped["log_metrics"] = {name: value for name, value in metrics.items() if _is_finite(name, value)}
-    dumped["metadata"] = {**dumped["metadata"], "task_id": task.task_id}
-    body = {"episode_uuid": episode, "task_id": task.task_id, "workflow_output": dumped}
+    given = {name: getattr(output, name, None) for name in ("metadata", "log_metrics", "is_success")}
+    report = msgspec.structs.asdict(read_report(**given))
+    report["metadata"] |= {"task_id": task.task_id}
+    body = {
+        "episode_uuid": episode,
+        "task_id": task.task_id,
+        "workflow_output": {"reward": getattr(output, "reward", None), **report},
+    }
     return {**body, "data_set": task.data_set} if task.data_set else body
-
-
-def _is_finite(name: str, value: float | list[float]) -> bool:
-    """Return whether a metric can be reported. It decides nothing, so that one that cannot costs no episode."""
-    is_finite = all(map(math.isfinite, value if isinstance(value, list) else [value]))
-    if not is_finite:
-        _warn_of_metric(name)
-    return is_finite
-
-
-@lru_cache(METRICS_WARNED_MAX)
-def _warn_of_metric(name: str) -> None:
-    log.warning("log_metrics.%s is left out of an episode where it is not finite, which is said once", name[:100])
 
 
 def warn_of_late(episodes: Iterable[str]) -> None:

@@ -156,11 +156,16 @@ def _granted_parts(reply: ServerReply) -> list[str]:
         return []
 
 
-def end_parts(task: Task, joint: JointEpisode, results: JointResult) -> list[dict[str, Any]]:
-    """Return the report of a joint episode. Raises `ValueError` unless there is a result for each of its roles."""
+def check_roles(joint: JointEpisode, results: JointResult) -> None:
+    """Raise `ValueError` unless there is a result for each role of a joint episode."""
     if set(results) != set(joint.credentials):
         raise ValueError(
             f"a joint episode is ended as a whole, with a result for each of {sorted(joint.credentials)}, and there "
             f"are results for {sorted(results)}"
         )
+
+
+def end_parts(task: Task, joint: JointEpisode, results: JointResult) -> list[dict[str, Any]]:
+    """Return the report of a joint episode. Raises `ValueError` as `check_roles` does."""
+    check_roles(joint, results)
     return [end_body(task, one.episode_uuid, output_of(results[role])) for role, one in joint.credentials.items()]

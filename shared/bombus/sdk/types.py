@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
 from bombus.hive.episodes import without_secret
 
@@ -30,15 +30,16 @@ class WorkflowOutput(BaseModel):
     """How an episode went. `reward` is one number, or one for each completed model call, in order or by its id.
 
     A call's id is that of the answer, without `chatcmpl-`. Side calls of a harness, which the job does not train unless
-    it says so, have none. Metrics that are not finite are left out.
+    it says so, have none. The rest may hold anything: what JSON does not have, such as the numbers of NumPy, is
+    converted when the episode is ended, and what cannot be is left out with a warning.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     reward: float | list[float] | dict[str, float] | None = None
-    is_success: bool | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    log_metrics: dict[str, float | list[float]] = Field(default_factory=dict)
+    is_success: SkipValidation[bool | None] = None
+    metadata: SkipValidation[dict[str, Any]] = Field(default_factory=dict)
+    log_metrics: SkipValidation[dict[str, float | list[float]]] = Field(default_factory=dict)
 
 
 class Credentials(BaseModel):

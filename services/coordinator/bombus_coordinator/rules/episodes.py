@@ -7,7 +7,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.bounded import portions
-from bombus.hive.episodes import REWARD_MAX
+from bombus.hive.episodes import METADATA_BYTES_MAX, REWARD_MAX
 from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome, RunKind
 from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup, Take
 from bombus.hive.records import digest
@@ -16,7 +16,6 @@ from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Dec
 from bombus_coordinator.rules.live import Live
 
 EPISODES_PER_COMMAND_MAX = 1024
-METADATA_BYTES_MAX = 64 << 10
 OUTCOMES_BYTES = 256 << 10  # of one event, roughly: those that end more episodes are several
 
 _deterministic = msgspec.msgpack.Encoder(order="deterministic")

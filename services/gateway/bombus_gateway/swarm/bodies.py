@@ -3,27 +3,33 @@
 Those of the swarm contract ignore unknown fields, for newer clients; our own refuse them by name.
 """
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from starlette.requests import ClientDisconnect
 
 from bombus.errors import Code, Refused
 from bombus.hive.inbox import EpisodeResult
+from bombus.sdk.reports import read_report
 from bombus.sdk.types import ThrottlePolicy
 from bombus_gateway import limits
 
 Identifier = Annotated[str, Field(min_length=1, max_length=limits.ID_CHARACTERS)]
 TaskId = Annotated[str, Field(max_length=limits.TASK_CHARACTERS)]
 DataSet = Annotated[str, Field(max_length=limits.DATA_SET_CHARACTERS)]
+# What `read_report` makes sense of, whatever it is.
+Verdict = Annotated[Any, WithJsonSchema({"type": ["boolean", "null"]})]
+Metadata = Annotated[Any, WithJsonSchema({"type": "object"})]
 Metrics = Annotated[
-    dict[
-        Annotated[str, Field(max_length=limits.NAME_CHARACTERS)],
-        float | Annotated[list[float], Field(max_length=limits.REWARDS)],
-    ],
-    Field(max_length=limits.METRICS),
+    Any,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "number"}}]},
+        }
+    ),
 ]
 EpisodeKindBody = Literal["train", "eval"]
 
@@ -63,7 +69,8 @@ class WorkflowOutputBody(ContractBody):
     """`reward` is one number, or one for each completed call in order, without side calls that the job masks, or by
     the ids of these calls (the answer's `id`, without `chatcmpl-`).
 
-    A metric may be a list: its mean counts.
+    A metric may be a list: its mean counts. What the log cannot have of the rest is left out, with a warning in the
+    gateway's log.
     """
 
     reward: (
@@ -72,8 +79,8 @@ class WorkflowOutputBody(ContractBody):
         | Annotated[dict[str, float], Field(max_length=limits.REWARDS)]
         | None
     ) = None
-    is_success: bool | None = None
-    metadata: dict[str, Any] = {}
+    is_success: Verdict = None
+    metadata: Metadata = {}
     log_metrics: Metrics = {}
 
 
@@ -226,7 +233,7 @@ async def read_raw(request: Request) -> bytes:
 def parse(model: type[B], body: bytes) -> B:
     """Parse a body as `model`. Raises `Refused` MALFORMED, UNKNOWN_FIELD or BAD_REWARD, naming the fields."""
     try:
-        return model.model_validate_json(body or b"{}")
+        return _validated(model, body or b"{}")
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
     code = Code.MALFORMED
@@ -236,6 +243,23 @@ def parse(model: type[B], body: bytes) -> B:
         code = Code.UNKNOWN_FIELD
     places = [f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in problems[:5]]
     raise Refused(code, "; ".join(places))
+
+
+def _validated(model: type[B], body: bytes) -> B:
+    """Raises `ValidationError`.
+
+    Halves of characters and deep nesting are what pydantic cannot read; a report may have them in its metadata.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        try:
+            read = json.loads(body) if error.errors()[0]["type"] == "json_invalid" else None
+        except (ValueError, RecursionError):
+            read = None
+        if read is None:
+            raise
+    return model.model_validate(read)
 
 
 def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
@@ -251,35 +275,17 @@ def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
 
 
 def result_of(episode: str, task: str, output: WorkflowOutputBody, data_set: str = "") -> EpisodeResult:
-    """Return the end of an episode as the coordinator takes it. Raises `Refused` for metadata that is no such thing."""
-    _check_metadata(output.metadata)
+    """Return the end of an episode as the coordinator takes it."""
     reward = output.reward
-    means = {
-        name: sum(value) / len(value) if isinstance(value, list) else value
-        for name, value in output.log_metrics.items()
-        if value != []
-    }
+    report = read_report(output.metadata, output.log_metrics, output.is_success)
     return EpisodeResult(
         episode=episode,
         task=task,
         reward=reward if not isinstance(reward, list | dict) else None,
         call_rewards=tuple(reward) if isinstance(reward, list) else None,
         rewards_by_call=reward if isinstance(reward, dict) else None,
-        is_success=output.is_success,
-        metadata=output.metadata,
-        log_metrics=means,
+        is_success=report.is_success,
+        metadata=report.metadata,
+        log_metrics=report.log_metrics,
         data_set=data_set,
     )
-
-
-def _check_metadata(metadata: dict[str, Any]) -> None:
-    place = "workflow_output.metadata"
-    if limits.is_deeper(metadata):
-        raise Refused(Code.MALFORMED, f"{place} is nested deeper than {limits.DEPTH}.")
-    try:
-        size = len(msgspec.msgpack.encode(metadata))
-    except (OverflowError, UnicodeError) as error:
-        raise Refused(Code.MALFORMED, f"{place} holds something that cannot be stored: {error}.") from None
-    if size > limits.METADATA_BYTES:
-        why = f"{place} has {size} bytes, and the limit is {limits.METADATA_BYTES}: keep what is large elsewhere."
-        raise Refused(Code.TOO_LARGE, why)
