@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from bombus.config import cluster, xorl
-from bombus.config.documents import AJET_KEYS
+from bombus.config import agentjet, cluster, xorl
+from bombus.config.agentjet import AJET_KEYS
 from bombus.config.groups import allowed
 from bombus.config.job import GROUPS, RunConfig
 from bombus.config.parts import CoordinatorPart, GatewayPart, InferencePart, TrainerPart
@@ -41,7 +41,16 @@ Examples: `examples/server/qwen3_8b_full.yaml` and `examples/server/cluster.yaml
 
 
 def page() -> str:
-    parts = [BEGINNING, "## A job, below `bombus:`\n", *_job(), *_slime(), *_agentjet(), *_xorl(), *_cluster()]
+    parts = [
+        BEGINNING,
+        "## A job, below `bombus:`\n",
+        *_job(),
+        *_slime(),
+        *_agentjet(),
+        *_verl(),
+        *_xorl(),
+        *_cluster(),
+    ]
     return "\n".join(parts)
 
 
@@ -91,13 +100,32 @@ def _slime() -> Iterator[str]:
 def _agentjet() -> Iterator[str]:
     yield "## AgentJet's keys, below `ajet:`\n"
     yield (
-        "All other keys of AgentJet's are accepted and have no effect; the reply to `sync_train_config` lists them as "
-        "`ignored`,\nexcept those that `Job` adds with AgentJet's own defaults. A value of -1 for warm-up or total "
-        "steps means that it\nis not set. `backbone: torch` is the torch backend.\n"
+        "A key that decides what is trained is carried out or refused. All others are accepted and have no effect: the "
+        "client logs\nthem, `bombus up` and `doctor` print them, and the reply to `sync_train_config` lists them as "
+        "`ignored`. A value of -1 for\nwarm-up or total steps means that it is not set. `backbone: torch` is the torch "
+        "backend.\n"
     )
     rows = [(f"`ajet.{key}`", f"`{ours}`") for key, ours in AJET_KEYS.items()]
     rows.append(("`ajet.trainer_common.use_kl_loss`", "false: `trainer.kl_coef` has no effect"))
     yield _table(("key", "meaning here"), rows)
+
+
+def _verl() -> Iterator[str]:
+    yield "## verl's keys\n"
+    yield (
+        "They may stand beside `ajet:`, or in its place. Two keys that give one setting different values are refused, "
+        "and so is any\nkey below `actor_rollout_ref.model`, `actor_rollout_ref.actor` and `algorithm` that is not "
+        "listed here and decides what is trained.\n"
+    )
+    rows = [(f"`{key}`", f"`{ours}`") for key, ours in agentjet.VERL_KEYS.items()]
+    rows.append(("`actor_rollout_ref.actor.use_kl_loss`", "false: `trainer.kl_coef` has no effect"))
+    yield _table(("key", "meaning here"), rows)
+    yield "Accepted with the values that change nothing here, and refused with others:\n"
+    limited = [
+        (f"`{key}`", ", ".join(f"`{value}`" for value in only.values), only.why)
+        for key, only in agentjet.LIMITED.items()
+    ]
+    yield _table(("key", "values", "why not others"), limited)
 
 
 def _xorl() -> Iterator[str]:

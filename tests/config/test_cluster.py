@@ -366,7 +366,7 @@ def test_a_key_of_a_job_without_effect_is_reported(tmp_path: Path, capsys: pytes
     file.write_text("{model_path: tiny, output_dir: out, enable_full_shard: false}")
     assert main(["up", "--dry-run", "--config", str(file)]) == 0
     assert capsys.readouterr().err.splitlines() == [
-        f"engine main: {key} of its job has no effect: {IGNORED[key]}" for key in ("output_dir", "enable_full_shard")
+        f"engine main: {key} of the job has no effect: {IGNORED[key]}" for key in ("output_dir", "enable_full_shard")
     ]
 
 

@@ -95,7 +95,8 @@ def test_keys_without_effect_are_listed_and_not_refused() -> None:
     ignored = parse_job(AGENTJET).ignored
     assert "ajet.task_reader" in ignored
     assert "ajet.rollout.name" in ignored
-    assert "ajet.trainer_common.optim.optimizer" in ignored
+    assert "ajet.trainer_common.logger" in ignored
+    assert "ajet.trainer_common.optim.optimizer" not in ignored
     assert not any(path.startswith(("ajet.model", "hydra", "defaults")) for path in ignored)
 
 
@@ -258,7 +259,51 @@ def test_a_missing_file_and_one_without_a_mapping_are_named(tmp_path: Path) -> N
 
 def test_keys_that_a_job_adds_by_itself_are_not_listed_and_those_of_its_author_are() -> None:
     assert Job(model="tiny").run.ignored == ()
-    assert Job(model="tiny", n_gpu=2, swarm_mode=True).run.ignored == ("ajet.trainer_common.n_gpus_per_node",)
+    for gpus in (2, 8):
+        found = Job(model="tiny", n_gpu=gpus, logging="tensorboard", swarm_mode=True).run.ignored
+        assert set(found) == {"ajet.trainer_common.n_gpus_per_node", "ajet.trainer_common.logger"}
+
+
+VERLS = {"model": {"lora_rank": 32}, "actor": {"optim": {"lr": 3e-5}, "ppo_micro_batch_size_per_gpu": 4}}
+
+
+@pytest.mark.parametrize("beside", [{"ajet": {"model": {"path": "tiny"}}}, {}])
+def test_verls_keys_that_decide_what_is_trained_are_carried_out(beside: dict[str, Any], tmp_path: Path) -> None:
+    tree = {**beside, "actor_rollout_ref": VERLS | {"rollout": {"n": 6}}}
+    config = parse_job(tree)
+    assert (config.trainer.lora_rank, config.trainer.lr, config.rollout.num_repeat) == (32, 3e-5, 6)
+    assert config.ignored == ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",)
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(tree))
+    job = Job(base_yaml_config=path, lr=1e-4)
+    assert (job.run.trainer.lora_rank, job.run.trainer.lr) == (32, 1e-4)
+    assert parse_job(job.config.to_dict()).trainer.lora_rank == 32
+
+
+@pytest.mark.parametrize(
+    ("tree", "why"),
+    [
+        ({"ajet": {"lora": {"lora_rank": 8}}, "actor_rollout_ref": VERLS}, "is 32 and ajet.lora.lora_rank is 8"),
+        ({"ajet": {"lora": {"lora_dropout": 0.1}}}, "ajet.lora.lora_dropout = 0.1 would change what is trained"),
+        ({"ajet": {"trainer_common": {"optim": {"optimizer": "SGD"}}}}, "the optimizer is AdamW"),
+        ({"ajet": {}, "algorithm": {"use_kl_in_reward": True}}, "algorithm.use_kl_in_reward = true is refused"),
+        ({"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 16}}}, "give ajet.trainer_common.mini_batch_num"),
+        ({"actor_rollout_ref": {"model": {"override_config": {"a": 1}}}}, "would change what is trained"),
+    ],
+)
+def test_a_key_that_decides_what_is_trained_and_has_no_meaning_here_is_refused(tree: Any, why: str) -> None:
+    assert why in refusal(tree)
+
+
+def test_agentjets_defaults_change_nothing() -> None:
+    optim = {"optimizer": "AdamW", "optimizer_impl": "torch.optim", "lr_warmup_steps_ratio": 0.0, "min_lr_ratio": 0.0}
+    common = {"optim": optim | {"num_cycles": 0.5, "zero_indexed_step": True}, "loss_extra_scale_ratio": 1.0}
+    rollout = {"top_p": 1.0, "top_k": -1, "gamma": 1.0, "val_kwargs": {"top_p": 1.0}}
+    lora = {"layered_summon": False, "load_format": "auto"}
+    assert (
+        parse_job({"ajet": {"trainer_common": common, "rollout": rollout, "lora": lora}}).trainer
+        == parse_job({}).trainer
+    )
 
 
 COMPARED = {"rollout": {"num_repeat": 1}}

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile, validated_cluster
-from bombus.config.documents import Tree, parse_job, read_job_file
+from bombus.config.documents import Tree, no_effect, parse_job, read_job_file
 from bombus.config.flags import add_settings_arguments, check_range, flags_of, name_of
 from bombus.config.parts import MODELS_MAX, PROCESSES_MAX
 from bombus.config.placement import check_placement
 from bombus.config.streams import StreamLimits
-from bombus.config.xorl import IGNORED
 from bombus.errors import Code, Refused
 from bombus.terminal import complain
 
@@ -196,8 +195,7 @@ def tell_ignored(jobs: Jobs) -> None:
     """Print a line for each key of a job that has no effect here, as its author may rely on it."""
     for name, job in jobs.items():
         for key in job.ignored:
-            why = f": {IGNORED[key]}" if key in IGNORED else ""
-            complain(f"engine {name}: {key} of its job has no effect{why}")
+            complain(f"engine {name}: {no_effect(key)}")
 
 
 def check_counts(arguments: argparse.Namespace, most: Mapping[str, int]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from bombus.commands.deployment import add_deployment_arguments, deployment
+from bombus.commands.deployment import add_deployment_arguments, deployment, tell_ignored
 from bombus.host.doctor import Finding, State, examine_machine
 from bombus.host.doctor_deployment import examine_deployment, longest_sequence, needed
 from bombus.host.doctor_model import examine_model
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     cluster, jobs = deployment(arguments)
+    tell_ignored(jobs)
     gateway = cluster.gateway
     findings = examine_machine(
         Path(cluster.data_dir), gateway.host, gateway.port if gateway.count else 0, needed(cluster)

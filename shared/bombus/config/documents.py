@@ -1,15 +1,15 @@
-"""Reads and writes the document of a job: AgentJet's YAML (`ajet:`), xorl's flat keys and our own block (`bombus:`).
+"""Reads and writes the document of a job: AgentJet's YAML (`ajet:`), verl's and xorl's keys, our own block (`bombus:`).
 
 A mistake in one is a `Refused(BAD_CONFIG)` that names the field, the value and the range.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bombus.config import xorl
+from bombus.config import agentjet, xorl
 from bombus.config.groups import Tree, bad_config, shown
 from bombus.config.job import GROUPS, RolloutConfig, RunConfig, validated
 from bombus.config.learning import why_nothing_is_learnt
@@ -17,12 +17,11 @@ from bombus.config.slime import from_slime
 from bombus.errors import Code, Refused
 
 __all__ = [
-    "AJET_KEYS",
     "LENGTHS",
-    "PASSED_ON",
     "RunConfig",
     "Tree",
     "derive_lengths",
+    "no_effect",
     "own_groups",
     "parse_job",
     "read_document",
@@ -33,67 +32,21 @@ __all__ = [
 JOB_BYTES_MAX = 256 << 10
 IGNORED_MAX = 200
 
-# AgentJet's keys below `ajet.`, and ours for the same setting.
-AJET_KEYS: dict[str, str] = {
-    "project_name": "experiment.project_name",
-    "experiment_name": "experiment.experiment_name",
-    "experiment_dir": "experiment.dir",
-    "model.path": "model.path",
-    "data.train_batch_size": "collection.batch_size",
-    "data.max_prompt_length": "rollout.max_prompt_length",
-    "data.max_response_length": "rollout.max_response_length",
-    "rollout.num_repeat": "rollout.num_repeat",
-    "rollout.max_env_worker": "rollout.max_env_worker",
-    "rollout.max_response_length_in_one_turn": "rollout.max_response_length_in_one_turn",
-    "rollout.max_model_len": "rollout.max_model_len",
-    "rollout.temperature": "rollout.temperature",
-    "rollout.ppo_max_token_len_per_gpu": "trainer.max_tokens_per_bin",
-    "swarm_mode_sample_collection_method": "collection.method",
-    "swarm_mode_sample_collection_max_cached_episodes": "collection.max_cached_episodes",
-    "trainer_common.algorithm.adv_estimator": "trainer.adv_estimator",
-    "trainer_common.resume_mode": "trainer.resume",
-    "trainer_common.save_freq": "trainer.checkpoint_every",
-    "trainer_common.max_actor_ckpt_to_keep": "trainer.checkpoints_kept",
-    "trainer_common.mini_batch_num": "trainer.mini_batch_num",
-    "trainer_common.ppo_epochs": "trainer.ppo_epochs",
-    "trainer_common.kl_loss_coef": "trainer.kl_coef",
-    "trainer_common.optim.lr": "trainer.lr",
-    "trainer_common.optim.weight_decay": "trainer.weight_decay",
-    "trainer_common.optim.betas": "trainer.betas",
-    "trainer_common.optim.grad_clip": "trainer.grad_clip",
-    "trainer_common.optim.lr_scheduler_type": "trainer.lr_schedule",
-    "trainer_common.optim.lr_warmup_steps": "trainer.warmup_steps",
-    "trainer_common.optim.total_training_steps": "trainer.total_steps",
-    "lora.lora_rank": "trainer.lora_rank",
-    "lora.lora_alpha": "trainer.lora_alpha",
-    "lora.target_modules": "trainer.target_modules",
-}
-# What `Job` adds for readers that expect all of AgentJet's keys; these have no effect here.
-PASSED_ON: dict[str, object] = {
-    "trainer_common.logger": "tensorboard",
-    "trainer_common.n_gpus_per_node": 8,
-    "enable_swarm_mode": True,
-    "backbone": "verl",
-    "lora.load_format": "auto",
-    "rollout.gpu_memory_utilization": 0.85,
-}
 BLOCKS = ("ajet", "bombus", "hydra", "defaults")  # the keys at the top of a document; the last two are Hydra's
-_KL_SWITCH = "trainer_common.use_kl_loss"  # where this is off, the coefficient has no effect
-_MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps", "trainer.checkpoint_every"}
-_RESUME_MODES = {"disable": "never"}  # AgentJet's and verl's names for what is called otherwise here
 LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_one_turn", "max_model_len")
 
 
 def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     """Return the configuration that a document asks for: text in YAML or JSON, or the mapping that it stands for.
 
-    Keys below `ajet` are AgentJet's. A document without them may have xorl's keys at its top. The groups below `bombus`
-    have our own names and win; `trainer` accepts slime's names too. Any of the four lengths may be given, and the
-    others follow. Raises `Refused(BAD_CONFIG)`.
+    Keys below `ajet` are AgentJet's, and verl's may stand beside them. A document without either may have xorl's keys
+    at its top. The groups below `bombus` have our own names and win; `trainer` accepts slime's names too. Any of the
+    four lengths may be given, and the others follow. Raises `Refused(BAD_CONFIG)`.
     """
     tree = read_document(document) if isinstance(document, str) else document
-    given, names, ignored = _read_agentjet(tree.get("ajet"))
-    ignored += [str(key) for key in tree if key not in BLOCKS] if "ajet" in tree else []
+    given, names, ignored = agentjet.read(tree)
+    known = (*BLOCKS, *agentjet.VERL_TOPS)
+    ignored += [str(key) for key in tree if key not in known] if agentjet.has_keys(tree) else []
     flat, flat_names, without_effect = xorl.read(_flat_keys(tree))
     xorl.put(flat, given)
     names |= flat_names
@@ -118,36 +71,15 @@ def _check_it_can_learn(job: RunConfig, names: Mapping[str, str]) -> None:
         raise bad_config(f"{names.get(path, f'bombus.{path}')} = {value} is refused: {why}")
 
 
-def _read_agentjet(block: object) -> tuple[Tree, dict[str, str], list[str]]:
-    """Read AgentJet's block. Returns our groups, the document's key by our path, and the keys without effect."""
-    given: Tree = {}
-    names: dict[str, str] = {}
-    ignored: list[str] = []
-    kl_is_on = True
-    for path, value in _leaves(block, "ajet"):
-        target = AJET_KEYS.get(path)
-        unset = target in _MINUS_ONE_IS_UNSET and value == -1
-        expected = (path in PASSED_ON and value == PASSED_ON[path]) or (path, value) == ("backbone", "torch")
-        if path == _KL_SWITCH:
-            kl_is_on = value is not False
-        elif target is None and not expected:
-            ignored.append(f"ajet.{path}")
-        elif target is not None and value is not None and not unset:
-            group, _, field = target.partition(".")
-            given.setdefault(group, {})[field] = _resume_mode(value) if field == "resume" else value
-            names[target] = f"ajet.{path}"
-    if not kl_is_on:
-        given.get("trainer", {}).pop("kl_coef", None)
-    return given, names, ignored
-
-
-def _resume_mode(value: object) -> object:
-    return _RESUME_MODES.get(value, value) if isinstance(value, str) else value
+def no_effect(key: str) -> str:
+    """Say that a key of a job has no effect, and what there is in its place."""
+    why = agentjet.IGNORED.get(key) or xorl.IGNORED.get(key)
+    return f"{key} of the job has no effect" + (f": {why}" if why else "")
 
 
 def _flat_keys(tree: Mapping[str, Any]) -> Tree:
-    """Return xorl's keys at the top of a document; a document with AgentJet's block has none."""
-    return {} if "ajet" in tree else {str(key): value for key, value in tree.items() if key not in BLOCKS}
+    """Return xorl's keys at the top of a document; a document with AgentJet's keys, or verl's, has none."""
+    return {} if agentjet.has_keys(tree) else {str(key): value for key, value in tree.items() if key not in BLOCKS}
 
 
 def _check_model_is_named(flat: Mapping[str, object], own: object) -> None:
@@ -158,8 +90,8 @@ def _check_model_is_named(flat: Mapping[str, object], own: object) -> None:
 
 
 def own_groups(tree: Mapping[str, Any]) -> Tree:
-    """Return a document's own block, with xorl's flat keys as its fields. Raises `Refused(BAD_CONFIG)`."""
-    groups: Tree = {}
+    """Return a document's own block, with xorl's flat keys and verl's as its fields. Raises `Refused(BAD_CONFIG)`."""
+    groups: Tree = agentjet.read({key: value for key, value in tree.items() if key != "ajet"})[0]
     xorl.put(xorl.read(_flat_keys(tree))[0], groups)
     for group, fields in _own_block(tree.get("bombus")).items():
         groups.setdefault(group, {}).update(fields)
@@ -219,26 +151,6 @@ def _syntax_error(text: str, name: str, error: Exception) -> str:
     if "<block " in why:  # PyYAML's word for lines that are indented alike
         why = "this line does not fit the indentation of those above it"
     return f"{name}, line {line}, column {column}: {why}"
-
-
-def _leaves(tree: object, name: str) -> Iterator[tuple[str, object]]:
-    """Yield the keys of AgentJet's block as dotted paths. A subtree without a key that we know comes as one leaf."""
-    if tree is None:
-        return
-    if not isinstance(tree, Mapping):
-        raise bad_config(f"{name} must be a mapping, not {shown(tree)}")
-    inner = {".".join(key.split(".")[:depth]) for key in AJET_KEYS for depth in range(1, key.count(".") + 1)}
-    todo: list[tuple[str, Mapping[object, object]]] = [("", tree)]
-    while todo:
-        stem, branch = todo.pop()
-        for key, value in branch.items():
-            path = f"{stem}{key}"
-            if path in inner and isinstance(value, Mapping):
-                todo.append((f"{path}.", value))
-            elif path in inner and value is not None:
-                raise bad_config(f"{name}.{path} must be a mapping, not {shown(value)}")
-            else:
-                yield path, value
 
 
 def _own_block(tree: object) -> dict[str, Mapping[str, object]]:

@@ -18,6 +18,7 @@ import msgspec
 from pydantic import BaseModel
 
 from bombus.config.algorithms import Estimator
+from bombus.config.documents import no_effect
 from bombus.datums.episodes import EndedEpisode, EpisodeDatum, datums_of, read_ended
 from bombus.errors import Code
 from bombus.hive.bounded import trim
@@ -526,8 +527,13 @@ class ClientCore:
         return PoolInformation.model_validate(reply)
 
     def sync_train_config(self, job: Mapping[str, Any] | str) -> ClientOperation[None]:
-        """Configure the engine, which must be OFFLINE, with a job. Raises `BadConfig`, `WrongPhase`."""
-        yield from self._request("POST", "/sync_train_config", {"yaml_as_string": _text(job)})
+        """Configure the engine, which must be OFFLINE, with a job. Raises `BadConfig`, `WrongPhase`.
+
+        Keys of the job that have no effect are logged.
+        """
+        reply = yield from self._request("POST", "/sync_train_config", {"yaml_as_string": _text(job)})
+        for key in reply.get("ignored") or []:
+            log.warning("%s", no_effect(str(key)))
 
     def start_engine(self, timeout_s: float = 3600.0) -> ClientOperation[None]:
         """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, `EngineOffline` with the reason.

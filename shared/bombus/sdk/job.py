@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from bombus.config.agentjet import AJET_KEYS, PASSED_ON
 from bombus.config.documents import (
-    AJET_KEYS,
     LENGTHS,
-    PASSED_ON,
     RunConfig,
     Tree,
     derive_lengths,
