@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bombus.cli import DEFAULT_NATS, URL_FILE, default_nats, hint_at_bus
@@ -275,3 +276,48 @@ def test_a_run_of_operations_shows_what_they_computed_and_its_episodes() -> None
 def test_an_engine_that_never_had_an_operation_says_nothing_of_them(hive: Hive) -> None:
     assert all(engine.operations is None for engine in hive_status(hive).engines)
     assert "operations" not in render_status(hive)
+
+
+def test_what_episodes_have_reported_is_shown_by_step() -> None:
+    hive = hive_of(rolling(4))
+    engine = hive.engine(ENGINE)
+    evolve(hive, ev.BatchReady(engine=ENGINE, run=engine.run, step=5, groups=(), config_digest=""))
+    reported = [(None, {"turns": 5.0}), (False, {"reward/format": 1.0}), (True, {"reward/format": 2.0})]
+    outcomes = tuple(
+        ev.Outcome(episode=f"main-1-9{n}", task="t", reward=n, digest=b"", is_success=success, log_metrics=metrics)
+        for n, (success, metrics) in enumerate(reported)
+    )
+    evolve(
+        hive,
+        ev.EpisodeEnded(
+            engine=ENGINE,
+            run=engine.run,
+            client="c",
+            type=ev.EpisodeType.TRAIN,
+            version=4,
+            outcomes=outcomes,
+        ),
+    )
+    evolve(hive, ev.BatchReady(engine=ENGINE, run=engine.run, step=6, groups=(), config_digest=""))
+    newest = engine_status(engine, 6).rollouts[-1]
+    assert (newest.step, newest.success_rate, newest.metrics["reward/format"]) == (6, 0.5, 1.5)
+    text = render_status(hive, ENGINE)
+    assert "episodes of step 6: 3, mean reward 1, 50% successes" in text
+    assert "  reward/format 1.5\n" in text
+
+
+def test_three_steps_in_which_no_group_had_a_signal_are_warned_of() -> None:
+    hive = hive_of(rolling(4))
+    engine = hive.engine(ENGINE)
+    group = ev.BatchGroup(task="t", episodes=(ev.BatchEpisode(episode="e", reward=1.0),))
+
+    def train(step: int, silent: float) -> str:
+        evolve(hive, ev.BatchReady(engine=ENGINE, run=engine.run, step=step, groups=(group,), config_digest=""))
+        assert engine.step_done is not None
+        metrics = {"groups_without_signal": silent}
+        evolve(hive, msgspec.structs.replace(engine.step_done, step=step, metrics=metrics))
+        return engine_status(engine, step).silent
+
+    assert [bool(train(5 + number, 1.0)) for number in range(3)] == [False, False, True]
+    assert "warning: nothing was learnt in the last 3 steps" in render_status(hive, ENGINE)
+    assert not train(8, 0.0)

@@ -95,7 +95,7 @@ class TrainingSummary:
     grad_norm: tuple[float, ...]
     staleness: float | None
     merge_share: float | None  # of calls that extended an earlier one token for token
-    others: tuple[tuple[str, float], ...]  # the last step's other metrics, by name
+    others: tuple[tuple[str, float], ...]  # what its episodes have reported, and the last step's other metrics
     model: str = ""
 
 
@@ -281,6 +281,8 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
     trainer = status.trainer
     model, computed = next(reversed(history.models.items()), ("", ModelHistory()))
     is_tenants = status.run_kind == RunKind.OPERATIONS
+    reported = status.rollouts[-1].metrics if status.rollouts else {}
+    listed = [(name, value) for name, value in sorted(metrics.items()) if name not in shown]
     return TrainingSummary(
         epoch=trainer.epoch,
         step_in_flight=trainer.step_in_flight,
@@ -293,7 +295,7 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
         grad_norm=tuple(computed.grad_norms) if is_tenants else _curve(history, GRAD_NORM),
         staleness=metrics.get(STALENESS),
         merge_share=merged,
-        others=tuple((one_line(name), value) for name, value in sorted(metrics.items()) if name not in shown),
+        others=tuple((one_line(name), value) for name, value in [*reported.items(), *listed]),
         model=one_line(model) if is_tenants else "",
     )
 

@@ -126,9 +126,9 @@ class Notice(Panel):
 
 
 def _warning(status: EngineStatus) -> str:
-    """Return what is wrong with replicas or gateways while the run goes on."""
+    """Return what is wrong with replicas, gateways or rewards while the run goes on."""
     apart = [f"{each.replica} is quarantined: {each.quarantined}" for each in status.replicas if each.quarantined]
-    return ". ".join([*apart, status.disagreement] if status.disagreement else apart)
+    return ". ".join(filter(None, [*apart, status.silent, status.disagreement]))
 
 
 def _serves(screen: Screen) -> bool:

@@ -6,6 +6,7 @@ from bombus.cli import Command, add_subcommands, run_command
 
 SUBCOMMANDS = {
     "timeline": Command("bombus.replay.timeline", "what happened, one line for each event", "server"),
+    "episodes": Command("bombus.replay.episodes", "the ended episodes, sorted by their rewards", "server"),
     "state": Command("bombus.replay.state", "what the hive was doing at a position of its log", "server"),
     "diff": Command("bombus.replay.diff", "what changed between two positions", "server"),
     "episode": Command("bombus.replay.episode.command", "an episode as a person reads it, token by token", "server"),

@@ -15,13 +15,14 @@ from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import LeftRun, goes_on, keep, leave, step_of
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall, RunKind
 from bombus.hive.records import BodyRef, CallRef, CallStatus
+from bombus.hive.rollouts import STEPS_KEPT, RolloutFigures, silent_after
 from bombus.hive.steps import SealedStep, complete, lacking, up_to
 from bombus.hive.tenants import state as tenancy
 from bombus.hive.tenants.state import Tenants
 from bombus.hive.trajectories import state as scored
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 10  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 11  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -220,6 +221,9 @@ class EngineState(msgspec.Struct, kw_only=True):
     commands: dict[str, int] = {}  # configure, start, stop and resume commands that were carried out: their runs
     refused: dict[str, ev.CommandAnswered] = {}  # those that were refused
     evals: dict[int, EvalStats] = {}
+    collected: RolloutFigures = msgspec.field(default_factory=RolloutFigures)  # since the newest batch was sealed
+    rollouts: list[RolloutFigures] = []  # those of the newest sealed batches, oldest first
+    silent_steps: int = 0  # the newest steps in a row of which no group had a signal
     counters: Counters = msgspec.field(default_factory=Counters)
     tenants: Tenants = msgspec.field(default_factory=Tenants)
     trajectories: Trajectories = msgspec.field(default_factory=Trajectories)
@@ -537,6 +541,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
             fresh.counters = engine.counters
             kept = {version: stats for version, stats in engine.evals.items() if version <= event.begins.step}
             fresh.evals = kept  # the versions after it are made again, and are others
+            fresh.rollouts = [each for each in engine.rollouts if each.step <= event.begins.step]
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))
     _release_replicas(engine)
@@ -745,6 +750,8 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
         if is_eval:
             continue
         before = _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
+        if before is None:
+            engine.collected.add(outcome)
         calls = ended_calls(outcome, episode) or (before.calls if before is not None else ())
         size = 200 + 8 * outcome.completion_tokens + 100 * len(calls)
         engine.pool[outcome.episode] = Completed(
@@ -863,6 +870,10 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
     engine.counters.trained += len(sealed) + sum(group.sequences for group in event.scored)
     engine.steps_from.append(min((completed.calls_from for completed in sealed), default=engine.newest_call))
     engine.steps.append(SealedStep(batch=event))
+    engine.collected.step = event.step
+    engine.rollouts.append(engine.collected)
+    engine.collected = RolloutFigures()
+    del engine.rollouts[:-STEPS_KEPT]
     del engine.steps_from[: -max(engine.steps_needed, engine.collection.replay_steps)]
 
 
@@ -900,6 +911,8 @@ def _trainer_stalled(engine: EngineState, event: ev.TrainerStalled) -> None:
 @_on(ev.StepCompleted)
 def _step_completed(engine: EngineState, event: ev.StepCompleted) -> None:
     engine.step_done = event
+    groups = 0 if engine.batch is None else len(engine.batch.groups)
+    engine.silent_steps = silent_after(engine.silent_steps, groups, event.metrics)
     complete(engine.steps, event)
     engine.kept = keep(engine.kept, event, engine.collection.checkpoints_kept)
     engine.batch = None

@@ -6,8 +6,9 @@ from bombus.figures import duration, seconds_between
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.collection import measures
 from bombus.hive.pacing import pace
+from bombus.hive.rollouts import RolloutFigures
 from bombus.hive.state import EngineState, Episode, EvalStats, Hive, Phase, Replica, engine_of
-from bombus.hive.status.detail import detail_of, disagreement_of, lost_text, no_trainer, noting
+from bombus.hive.status.detail import detail_of, disagreement_of, lost_text, no_trainer, noting, silence_of
 from bombus.hive.status.rows import (
     DataSetStatus,
     EngineStatus,
@@ -19,6 +20,7 @@ from bombus.hive.status.rows import (
     OpenEpisode,
     OperationsStatus,
     ReplicaStatus,
+    RolloutStatus,
     StepStatus,
     TrainerStatus,
 )
@@ -205,6 +207,19 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         taken=engine.counters.taken,
         calls_incomplete=engine.counters.calls_incomplete,
         scored=scored_status(engine.trajectories, engine.trains_scored),
+        rollouts=tuple(_rollout(each) for each in engine.rollouts if each.rewards.count),
+        silent=silence_of(engine),
+    )
+
+
+def _rollout(figures: RolloutFigures) -> RolloutStatus:
+    return RolloutStatus(
+        step=figures.step,
+        episodes=figures.rewards.count,
+        mean_reward=figures.rewards.mean,
+        success_rate=figures.successes.mean if figures.successes.count else None,
+        mean_completion_tokens=figures.completion_tokens.mean,
+        metrics={name: metric.mean for name, metric in sorted(figures.metrics.items())},
     )
 
 

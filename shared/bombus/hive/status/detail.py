@@ -9,6 +9,8 @@ from bombus.hive.pacing import last_chances, pace
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.rows import EngineStatus, FormatStatus
 
+SILENT_STEPS = 3  # that have learnt nothing, in a row, before a status says why
+
 
 def detail_of(engine: EngineState, now_ns: int) -> str:
     """Return a clause about what the engine waits for in its phase, or why its run is suspended or has no trainer."""
@@ -120,3 +122,16 @@ def way_on(status: EngineStatus) -> str:
     if status.until_served:
         return "the run goes on once a replica serves its weights; `bombus resume` lets all of them try at once"
     return "once the cause is gone, `bombus resume` lets the run go on"
+
+
+def silence_of(engine: EngineState) -> str:
+    """Return why the newest steps have learnt nothing, and what to change; nothing where they have."""
+    if engine.silent_steps < SILENT_STEPS:
+        return ""
+    mean = engine.rollouts[-1].rewards.mean if engine.rollouts else 0.0
+    return (
+        f"nothing was learnt in the last {engine.silent_steps} steps: the rewards of each task's episodes are equal "
+        f"(their mean is {mean:.3g}), so that no answer is better than another. Give tasks that this model solves "
+        "sometimes, or rewards in parts; raise num_repeat or rollout.temperature; the collection method "
+        "rollout_until_finish_enough_non_dummy_tasks leaves such tasks out"
+    )

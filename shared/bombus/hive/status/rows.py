@@ -83,6 +83,21 @@ class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
+class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The training episodes that ended while the batch of `step` was collected.
+
+    `success_rate` is of those that say whether they are a success, None where none does. `metrics` has the mean of each
+    metric that they have reported.
+    """
+
+    step: int
+    episodes: int
+    mean_reward: float
+    success_rate: float | None
+    mean_completion_tokens: float
+    metrics: dict[str, float]
+
+
 class DataSetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Evaluation on one data set. `mixed` episodes are in none of the other figures: see `EvalStatus`."""
 
@@ -173,6 +188,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     taken: int = 0  # ended episodes of a run of operations that their clients have taken
     calls_incomplete: int = 0  # answered without a part of their conversation, such as an image
     scored: ScoredStatus | None = None  # None: it has no scored groups, and no trainer for them
+    rollouts: tuple[RolloutStatus, ...] = ()  # of the newest sealed batches, oldest first
+    silent: str = ""  # why the newest steps have learnt nothing
 
 
 class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from bombus.hive.status.rows import (
     OpenEpisode,
     OperationsStatus,
     ReplicaStatus,
+    RolloutStatus,
 )
 from bombus.hive.tenants.state import mean_loss
 from bombus.hive.trajectories.status import scored_lines
@@ -91,6 +92,8 @@ def _head_lines(status: EngineStatus) -> list[str]:
     lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
     if status.begun:
         lines.append(f"  begun {one_line(status.begun)}")
+    if status.silent:
+        lines.append(f"  warning: {one_line(status.silent)}")
     if status.disagreement:
         lines.append(f"  warning: {one_line(status.disagreement)}")
     elif status.formats:
@@ -176,12 +179,21 @@ def _training_lines(status: EngineStatus, now_ns: int) -> list[str]:
         ago = duration(seconds_between(status.last_step.at_ns, now_ns))
         lines.append(f"last step: {status.last_step.step}, {ago} ago")
         lines += [f"  {one_line(name)} {value:.6g}" for name, value in sorted(status.last_step.metrics.items())]
+    if status.rollouts:
+        lines += _rollout_lines(status.rollouts[-1])
     if status.evals:
         lines.append("held-out reward by policy version:")
         for row in status.evals[-EVALS_SHOWN:]:
             lines.append(f"  {row.version:>5}  {_eval_figures(row)}")
             lines += [f"         {_eval_figures(each, one_line(each.data_set))}" for each in row.data_sets]
     return lines
+
+
+def _rollout_lines(row: RolloutStatus) -> list[str]:
+    success = "" if row.success_rate is None else f", {row.success_rate:.0%} successes"
+    means = f"mean reward {row.mean_reward:.4g}{success}, {row.mean_completion_tokens:.4g} sampled tokens"
+    lines = [f"episodes of step {row.step}: {row.episodes}, {means}"]
+    return lines + [f"  {one_line(name)} {value:.6g}" for name, value in row.metrics.items()]
 
 
 def _eval_figures(row: EvalStatus | DataSetStatus, name: str = "") -> str:

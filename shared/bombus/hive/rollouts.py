@@ -1,0 +1,46 @@
+"""Sums over the training episodes that ended while the batch of one step was collected."""
+
+import msgspec
+
+from bombus.hive.events import Outcome
+
+METRICS_MAX = 64  # names; what episodes report beyond them is in no sum
+STEPS_KEPT = 16
+SILENT = "groups_without_signal"  # the trainer's metric of a step
+
+
+class MetricSum(msgspec.Struct, array_like=True):
+    total: float = 0.0
+    count: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+
+class RolloutFigures(msgspec.Struct):
+    """What episodes have reported: `step` is that of the batch that was sealed after them, 0 until it is."""
+
+    step: int = 0
+    rewards: MetricSum = msgspec.field(default_factory=MetricSum)
+    successes: MetricSum = msgspec.field(default_factory=MetricSum)  # of the episodes that say whether they are one
+    completion_tokens: MetricSum = msgspec.field(default_factory=MetricSum)
+    metrics: dict[str, MetricSum] = {}
+
+    def add(self, outcome: Outcome) -> None:
+        self.rewards.add(outcome.reward)
+        self.completion_tokens.add(outcome.completion_tokens)
+        if outcome.is_success is not None:
+            self.successes.add(outcome.is_success)
+        for name, value in outcome.log_metrics.items():
+            if name in self.metrics or len(self.metrics) < METRICS_MAX:
+                self.metrics.setdefault(name, MetricSum()).add(value)
+
+
+def silent_after(before: int, groups: int, metrics: dict[str, float]) -> int:
+    """Return how many steps in a row had no group with a signal, after one of so many groups."""
+    return before + 1 if 0 < groups <= metrics.get(SILENT, 0.0) else 0
