@@ -95,6 +95,7 @@ def test_numbers_and_times_are_short() -> None:
         "1.23e+07",
     ]
     assert clock_time(3_661 * 1_000_000_000) == "01:01:01"
+    assert clock_time(0).strip() == "", "the first events of a log have no time"
 
 
 def test_the_collection_panel_says_how_far_claims_are_ahead_of_training() -> None:

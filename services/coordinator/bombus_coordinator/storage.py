@@ -58,9 +58,10 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
     if full:
         name = place.what if place.what in (DISK, INODES) else f"stream {place.what}"
         text = str if place.what == INODES else byte_size
-        left = f"{text(max(0, place.size - place.used))} of {text(place.size)} are left"
+        left = f"{text(max(0, place.size - place.used))} of {text(place.size)} were left"
+        again = f"New work is taken again once {text(int(FREE_AGAIN * place.reserve))} are free."
         oldest = _oldest_group(hive) if place.what == SCORED_GROUPS else ""
-        why = f"Storage is nearly full: of {name} {left}. {_ADVICE.get(place.what, 'Make room.')}{oldest}"
+        why = f"Storage is nearly full: of {name} {left}. {again} {_ADVICE.get(place.what, 'Make room.')}{oldest}"
         filled = ev.StorageFilled(at_ns=live.now_ns, what=place.what, used=place.used, size=place.size, why=why)
         yield Decision(events=(filled,))
     else:

@@ -90,5 +90,10 @@ def figure(value: float) -> str:
 
 
 def clock_time(at_ns: int) -> str:
-    """Return the time of day in UTC, since the machines of a hive may be in different time zones."""
+    """Return the time of day in UTC, since the machines of a hive may be in different time zones.
+
+    The first events of a log have no time: a hive knows none before its first message.
+    """
+    if not at_ns:
+        return " " * 8
     return datetime.fromtimestamp(at_ns / 1e9, UTC).strftime("%H:%M:%S")
