@@ -202,6 +202,12 @@ def test_a_mistake_is_named_with_its_value_and_its_range(job: Any, words: list[s
             "bombus.trainer.lora_rank = -1 is refused: it takes a whole number, at least 0, at most 1024",
         ),
         ({"lrr": 1}, "bombus.trainer.lrr is unknown; did you mean bombus.trainer.lr?"),
+        ({"learning_rate": 1}, "bombus.trainer.learning_rate is unknown; did you mean bombus.trainer.lr?"),
+        ({"lora_r": 1}, "bombus.trainer.lora_r is unknown; did you mean bombus.trainer.lora_rank?"),
+        (
+            {"max_tokens": 1},
+            "bombus.trainer.max_tokens is unknown; did you mean bombus.rollout.max_response_length_in_one_turn?",
+        ),
         (
             {"overlong": "penalty", "overlong_buffer": 5000},
             "bombus.trainer.overlong_buffer 5000 is over bombus.rollout.max_response_length_in_one_turn 4096",

@@ -382,6 +382,25 @@ def test_an_engine_that_runs_the_same_job_is_joined_without_a_warning(
     assert caplog.text == ""
 
 
+def test_a_program_that_joins_a_run_is_told_where_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    running = {
+        "engine_status": "ENGINE.ROLLING",
+        "engine_status_detail": "",
+        "global_step": 7,
+        "pool_episodes": 12,
+        "run": 3,
+    }
+    driver = Driver([ok(running), SAME])
+    driver.run(driver.core.auto_start({}))
+    assert "goes on with its run 3 after step 7, and the next batch begins with 12 ended episodes" in caplog.text
+
+
+def test_what_a_job_has_that_means_nothing_here_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver([ok({"success": True, "ignored": ["ajet.trainer_common.n_gpus_per_node"]})])
+    driver.run(driver.core.sync_train_config({}))
+    assert "ajet.trainer_common.n_gpus_per_node of the job has no effect: in the cluster file" in caplog.text
+
+
 def test_an_engine_that_trains_another_model_is_not_joined() -> None:
     differs = other(trainer__lr=(0.1, 0.2), model__path=("tiny", "smollm2"))
     driver = Driver([status("ENGINE.ROLLING"), differs])

@@ -1,6 +1,5 @@
 """A cluster file: the processes of a whole deployment, and the job of each engine. `bombus up --config` starts it."""
 
-import difflib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from pydantic.fields import FieldInfo
 from bombus.config import xorl
 from bombus.config.documents import BLOCKS, RunConfig, Tree, parse_job, read_job_file
 from bombus.config.flags import typed
-from bombus.config.groups import allowed, bad_config, shown
+from bombus.config.groups import allowed, bad_config, nearest, shown
 from bombus.config.parts import PROCESSES_MAX, CoordinatorPart, GatewayPart, InferencePart, Part, TrainerPart
 from bombus.config.streams import StreamLimits
 from bombus.errors import Refused
@@ -202,8 +201,8 @@ def _sentence(error: ValidationError, flag_of: Callable[[str], str]) -> str:
     if problem["type"] == "extra_forbidden":
         stem, _, last = place.rpartition(".")
         model = found if isinstance(found, type) else Cluster
-        close = difflib.get_close_matches(last, model.model_fields, n=1)
-        return f"{stem}{'.' if stem else ''}{last} is unknown" + (f"; did you mean {close[0]}?" if close else "")
+        meant = nearest(last, model.model_fields)
+        return f"{stem}{'.' if stem else ''}{last} is unknown" + (f"; did you mean {meant}?" if meant else "")
     if place == "engines" and problem["type"] in ("missing", "too_short"):
         return "engines is missing: name at least one engine"
     if problem["type"] == "value_error" or not isinstance(found, FieldInfo) or part_of(found.annotation) is not None:

@@ -1,7 +1,8 @@
 """The base of a configuration's groups of settings, and the words in which a refusal says what a field takes."""
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
@@ -71,3 +72,47 @@ def shown(value: object) -> str:
         return "a mapping"
     text = json.dumps(value, default=str) if not isinstance(value, list) else f"a list of {len(value)}"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+# What people call a setting elsewhere (peft, transformers, TRL, verl, OpenAI), and its name here.
+MEANT: dict[str, tuple[str, ...]] = {
+    "lr": ("learning_rate", "learningrate", "step_size", "actor_lr"),
+    "lora_rank": ("lora_r", "r", "rank", "lora_dim"),
+    "lora_alpha": ("alpha",),
+    "target_modules": ("lora_target_modules", "lora_targets"),
+    "warmup_steps": ("num_warmup_steps", "lr_warmup_steps"),
+    "total_steps": ("max_steps", "num_train_steps", "total_training_steps"),
+    "grad_clip": ("max_grad_norm", "clip_grad", "gradient_clipping", "max_norm"),
+    "kl_coef": ("beta", "kl_beta", "kl_loss_coef", "init_kl_coef"),
+    "clip_high": ("epsilon_high", "clip_ratio_high", "eps_clip_high"),
+    "clip_low": ("epsilon", "epsilon_low", "clip_ratio", "clip_ratio_low", "eps_clip", "cliprange"),
+    "entropy_coef": ("entropy_coeff", "entropy_bonus"),
+    "ppo_epochs": ("num_epochs", "epochs", "num_iterations", "num_ppo_epochs"),
+    "adv_estimator": ("algorithm", "advantage_estimator", "advantage"),
+    "loss": ("loss_type", "policy_loss", "loss_fn", "loss_mode"),
+    "max_tokens_per_bin": ("micro_batch_size", "per_device_train_batch_size", "max_tokens_per_gpu"),
+    "checkpoint_every": ("save_steps", "save_freq", "save_interval", "save_every"),
+    "checkpoints_kept": ("save_total_limit", "max_to_keep"),
+    "num_repeat": ("num_generations", "group_size", "rollout_n", "n", "n_samples_per_prompt", "samples_per_prompt"),
+    "max_response_length_in_one_turn": ("max_tokens", "max_new_tokens", "max_completion_tokens"),
+    "max_response_length": ("max_completion_length", "response_length"),
+    "max_prompt_length": ("prompt_length", "max_input_length"),
+    "max_model_len": ("max_seq_length", "max_seq_len", "max_length", "context_length", "seq_len"),
+    "batch_size": ("train_batch_size", "global_batch_size", "rollout_batch_size", "prompts_per_step"),
+    "path": ("model", "name", "model_name", "model_path", "model_name_or_path", "base_model"),
+    "dtype": ("torch_dtype", "precision", "bf16", "fp16"),
+    "gradient_checkpointing": ("enable_gradient_checkpointing", "activation_checkpointing"),
+}
+
+
+def nearest(name: str, paths: Iterable[str]) -> str | None:
+    """Return which of these settings is meant by a name that is none: by its meaning, else by its spelling.
+
+    Of several with that last name, the one that is spelled most alike is meant.
+    """
+    known = list(paths)
+    last = name.rpartition(".")[2].lower().replace("-", "_")
+    meant = {here for here, names in MEANT.items() if last in names}
+    by_meaning = [path for path in known if path.rpartition(".")[2] in meant]
+    close = difflib.get_close_matches(name, by_meaning, n=1, cutoff=0.0) or difflib.get_close_matches(name, known, n=1)
+    return close[0] if close else None

@@ -1,6 +1,5 @@
 """What one engine trains, and how: a run's whole configuration, checked when it is made."""
 
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Annotated, Literal, cast
@@ -9,7 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic.fields import FieldInfo
 
 from bombus.config.algorithms import Overlong
-from bombus.config.groups import ConfigGroup, Float, Tree, allowed, bad_config, shown
+from bombus.config.groups import ConfigGroup, Float, Tree, allowed, bad_config, nearest, shown
 from bombus.config.template_variables import VARIABLES_MAX, problem_of
 from bombus.config.trainer import TrainerConfig
 from bombus.hive.checkpoints import UNNAMED
@@ -303,8 +302,8 @@ def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
         name = _name(ours, names)
         field = _field(ours)
         if problem["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(ours, _all_paths(), n=1)
-            sentences.append(f"{name} is unknown" + (f"; did you mean bombus.{close[0]}?" if close else ""))
+            meant = nearest(ours, _all_paths())
+            sentences.append(f"{name} is unknown" + (f"; did you mean bombus.{meant}?" if meant else ""))
         elif field is None:
             sentences.append(f"{name}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": "))
         elif problem["type"] == "value_error":

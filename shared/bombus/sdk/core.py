@@ -606,6 +606,8 @@ class ClientCore:
                     raise
                 # Another client was faster, perhaps between our two requests: its job runs.
                 log.info("the engine is being started by another client (%s)", error.why)
+        elif reply.get("global_step") or reply.get("pool_episodes"):
+            log.warning("%s", _where_it_goes_on(self.server_url, reply))
         if status not in (ROLLING, ROLLING_POST):
             yield from self.wait_for_status(ROLLING)
         yield from self._join(job)
@@ -637,6 +639,16 @@ class ClientCore:
 
 def _text(job: Mapping[str, Any] | str) -> str:
     return job if isinstance(job, str) else msgspec.json.encode(job).decode()
+
+
+def _where_it_goes_on(url: str, reply: Mapping[str, Any]) -> str:
+    """Say at which step an engine goes on that another program has started, and what that has left."""
+    left = reply.get("pool_episodes", 0)
+    pool = f", and the next batch begins with {left} ended episodes of its pool" if left else ""
+    return (
+        f"the engine at {url} runs already: this program goes on with its run {reply.get('run', '-')} after step "
+        f"{reply.get('global_step', '-')}{pool}. client.stop_engine() or `bombus stop` ends that run"
+    )
 
 
 def _describe_differences(url: str, differences: dict[str, Any]) -> str:

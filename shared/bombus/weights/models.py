@@ -4,6 +4,7 @@
 or of a model on the hub. torch and transformers are imported only when a model is made or loaded.
 """
 
+import difflib
 import importlib.util
 import json
 import logging
@@ -180,7 +181,9 @@ def _from_hub(name: str, allow_download: bool, wanted: Sequence[str] = MODEL_FIL
     except LocalEntryNotFoundError as error:
         hint = "the hub cannot be reached" if allow_download else "downloads are not allowed"
         todo = "name its folder" if allow_download else "start the trainer (or `bombus up`) with --allow-download"
-        raise EngineFault(f"model {name!r} is not on this machine, and {hint}: {todo}") from error
+        close = difflib.get_close_matches(name.lower(), (TINY, SMOLLM2), n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise EngineFault(f"model {name!r} is not on this machine, and {hint}: {todo}{meant}") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise EngineFault(f"model {name!r} could not be downloaded: {error}") from error
 

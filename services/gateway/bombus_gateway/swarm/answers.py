@@ -23,7 +23,7 @@ class SwarmErrorAnswer(BaseModel):
 class EngineStatusAnswer(BaseModel):
     """`global_step` counts optimizer steps. `failure` says why the last run ended, `suspended` why this one waits.
 
-    Calls are answered while there are `serving_replicas`.
+    Calls are answered while there are `serving_replicas`. `pool_episodes` have ended and are in no batch yet.
     """
 
     engine_status: Phase
@@ -35,6 +35,7 @@ class EngineStatusAnswer(BaseModel):
     suspended: str
     model: str
     serving_replicas: int
+    pool_episodes: int
 
 
 class ConfiguredAnswer(SuccessAnswer):

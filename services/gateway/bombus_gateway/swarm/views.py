@@ -29,6 +29,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> JsonO
         "suspended": engine.suspended,
         "model": model_of(engine),
         "serving_replicas": len(fitting(engine)),
+        "pool_episodes": len(engine.pool),
     }
 
 
