@@ -78,7 +78,7 @@ class Node(EmbeddedServer):
 
 class Cluster:
     def __init__(self, folder: Path) -> None:
-        ports = _free_ports(3 * NODES)
+        ports = free_ports(3 * NODES)
         routes = ports[2 * NODES :]
         self.nodes = [
             Node(folder / f"node-{index}", ports[index], ports[NODES + index], routes[index:] + routes[:index])
@@ -129,7 +129,7 @@ async def nats_cluster(folder: Path) -> AsyncIterator[Cluster]:
         cluster.stop()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return free ports, chosen together so that they differ."""
     probes = [socket.socket() for _ in range(count)]
     try:

@@ -17,6 +17,7 @@ from bombus.config.groups import allowed
 from bombus.config.job import GROUPS, RunConfig
 from bombus.config.parts import CoordinatorPart, GatewayPart, InferencePart, TrainerPart
 from bombus.config.streams import StreamLimits
+from bombus.sdk.job import KEYWORDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -108,6 +109,18 @@ def _agentjet() -> Iterator[str]:
     rows = [(f"`ajet.{key}`", f"`{ours}`") for key, ours in AJET_KEYS.items()]
     rows.append(("`ajet.trainer_common.use_kl_loss`", "false: `trainer.kl_coef` has no effect"))
     yield _table(("key", "meaning here"), rows)
+
+
+def _keywords() -> Iterator[str]:
+    yield "## `Job`'s keywords\n"
+    yield (
+        "`Job(...)` takes AgentJet's keywords, `base_yaml_config` with the path of a job to begin with, and `bombus` "
+        "with our own\ngroups, which win. What is not given is as in the job, or the default.\n"
+    )
+    rows = [
+        (f"`{name}`", f"`{AJET_KEYS[path]}`" if path in AJET_KEYS else "no effect") for name, path in KEYWORDS.items()
+    ]
+    yield _table(("keyword", "meaning here"), rows)
 
 
 def _verl() -> Iterator[str]:
