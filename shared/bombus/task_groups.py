@@ -1,9 +1,42 @@
-"""Groups of tasks whose failure is handled by the task that waits for them, and after which its timeouts work."""
+"""Groups of tasks whose failure is handled by the task that waits for them, and loops that end in bounded time."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+log = logging.getLogger("bombus")
+
+LEFT_S = 5.0  # for what is left in a loop to end, once it was cancelled
+
+T = TypeVar("T")
+
+
+def run(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
+    """Run a coroutine in a loop of its own, as `asyncio.run` does, and return its result.
+
+    Unlike `asyncio.run`, this waits no longer than a few seconds for what other code has left running: tasks that go on
+    when they are cancelled, and calls in threads, which cannot be cancelled.
+    """
+    runner = asyncio.Runner(loop_factory=loop_factory or asyncio.new_event_loop)
+    loop = runner.get_loop()
+    try:
+        return runner.run(work)
+    finally:
+        loop.run_until_complete(_end(asyncio.all_tasks(loop)))
+        loop.close()
+
+
+async def _end(tasks: set[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _, left = await asyncio.wait(tasks, timeout=LEFT_S)
+        for task in left:
+            log.warning("%s goes on after it was cancelled: it is left to itself", task.get_coro())
+    closing = asyncio.create_task(asyncio.get_running_loop().shutdown_asyncgens())
+    await asyncio.wait({closing}, timeout=LEFT_S)
 
 
 @contextmanager

@@ -279,6 +279,43 @@ async def test_a_coroutine_that_goes_on_after_it_was_cancelled_ends_the_episode_
     over.set()
 
 
+@pytest.mark.parametrize("stubborn", ["open", "call", "is_over", "score", "close"])
+async def test_a_budget_holds_whatever_an_environment_makes_of_its_cancellation(
+    stubborn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "CANCELLED_S", 0.05)
+    over = asyncio.Event()
+
+    async def goes_on(*_: object) -> None:
+        while not over.is_set():
+            with suppress(asyncio.CancelledError):
+                await over.wait()
+
+    made = type("Stubborn", (Other,), {stubborn: goes_on})
+    budgets: dict[str, Any] = {"tool_s": 0.2, "turn_s": SHORT_S, "setup_s": 0.2}
+    result = await played(ScriptedModel(calls(("act", {})), "done"), made, **budgets)
+    if stubborn == "close":
+        assert result.output().reward == 1.0, "it was known before"
+    else:
+        with pytest.raises(EnvironmentLost, match=r"took longer than 0.2 s|`act` went on after it was cancelled"):
+            result.output()
+    over.set()
+
+
+async def test_methods_of_an_environment_run_in_one_task_so_that_it_can_hold_something_open() -> None:
+    class Connected(Other):
+        async def open(self, task: Task) -> Opening:
+            self.task = asyncio.current_task()
+            return await super().open(task)
+
+        async def close(self) -> None:
+            closed.append(asyncio.current_task() is self.task)
+
+    closed: list[bool] = []
+    await played(ScriptedModel(), Connected)
+    assert closed == [True]
+
+
 async def test_a_tool_that_hangs_in_a_thread_ends_the_episode_as_infrastructure() -> None:
     world = Threads()
     model = ScriptedModel(calls(("hang", {})), "done")

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
+from bombus import task_groups
 from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.errors import BombusError, Code, Refused
 from bombus.host.process import TERMINATED, cancel_at_signals
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = plan_of(settings_from(RolloutOptions, arguments, flags={"n": "-n"}))
     job = Job.build_job_from_yaml(plan.options.job) if plan.options.job is not None else None
     try:
-        return asyncio.run(_roll_out(plan, job))
+        return task_groups.run(_roll_out(plan, job))
     except EngineOffline as error:
         complain(f"bombus rollout: {error}", "Start a job first, or name one with --job.")
     except (BombusError, TimeoutError) as error:

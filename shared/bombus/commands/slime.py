@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import resource
 
+from bombus import task_groups
 from bombus.config.flags import add_settings_arguments, settings_from
 from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.host.process import TERMINATED, cancel_at_signals
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = settings_from(SlimeOptions, arguments)
     _allow_files()
     try:
-        return asyncio.run(play(options))
+        return task_groups.run(play(options))
     except Refused:
         raise
     except BombusError as error:

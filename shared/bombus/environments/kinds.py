@@ -154,3 +154,11 @@ class ResetFailed(InfraError):
 
 class MethodFailed(InfraError):
     """A method of the environment's own that is not a tool failed, such as the one that gives the reward."""
+
+
+def went_on(name: str) -> EnvironmentLost:
+    """Return the error for a coroutine that still ran some seconds after it was cancelled."""
+    return EnvironmentLost(
+        f"`{name}` went on after it was cancelled, so that the environment is given up. Let the CancelledError out "
+        "that ends it: `except Exception` does, `except:` does not"
+    )

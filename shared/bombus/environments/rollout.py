@@ -3,8 +3,8 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
 import httpx
@@ -31,12 +31,15 @@ from bombus.environments.kinds import (
     ToolSchema,
     Transcript,
     is_environment,
+    went_on,
 )
 from bombus.environments.plain.description import describe
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.play import Play, RewardedCall
 from bombus.errors import BombusError, in_one_line, without_surrogates
+from bombus.sdk import running
 from bombus.sdk.errors import InfraError
+from bombus.sdk.running import contained
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 from bombus.task_groups import first_failure
 
@@ -174,34 +177,61 @@ class Rollout:
         model: ChatModel | None,
         roles: Mapping[str, Credentials],
     ) -> RolloutResult:
-        transcript = Transcript()
-        try:
-            async with AsyncExitStack() as stack:
-                if model is not None:
-                    await stack.enter_async_context(model)
-                world = await stack.enter_async_context(self._environment(environment))
-                models = {role: await stack.enter_async_context(self._model(one)) for role, one in roles.items()}
-                if isinstance(world, PlainEnvironment) and world.world.has_play:
-                    return await self._play(world, lambda role: models.get(role, model), task, transcript)
-                if model is None:
-                    raise TypeError("only a class with `play` has agents for the roles of a joint episode")
-                loop = _ToolLoop(world, model, self.budgets, task, transcript)
-                return RolloutResult(transcript=transcript, scores=await loop.run())
-        except ModelRefused as error:
-            named = beginning_refused(error, self.budgets.tokens_max) if error.is_too_long else error
-            return _aborted(transcript, named)
-        except InfraError as error:
-            return _aborted(transcript, error)
+        limits = _MethodLimits(Transcript())
+        return await contained(self._episode(task, environment, model, roles, limits), given_up=limits.given_up)
+
+    async def _episode(
+        self,
+        task: Task,
+        environment: AgentEnvironment | None,
+        model: ChatModel | None,
+        roles: Mapping[str, Credentials],
+        limits: "_MethodLimits",
+    ) -> RolloutResult:
+        async with AsyncExitStack() as stack:
+            if model is not None:
+                await stack.enter_async_context(model)
+            models = {role: await stack.enter_async_context(self._model(one)) for role, one in roles.items()}
+            try:
+                world = environment or await self._made(limits)
+                if environment is None:
+                    stack.push_async_callback(self._close, world, limits)
+                limits.result = await self._result(world, task, lambda role: models.get(role, model), limits)
+            except ModelRefused as error:
+                named = beginning_refused(error, self.budgets.tokens_max) if error.is_too_long else error
+                limits.result = _aborted(limits.transcript, named)
+            except InfraError as error:
+                limits.result = _aborted(limits.transcript, error)
+            except Exception as error:  # the caller's code, which closing the environment does not hide
+                limits.mistake = error
+                raise
+            return limits.result
+
+    async def _result(
+        self,
+        world: AgentEnvironment,
+        task: Task,
+        model_of: Callable[[str], ChatModel | None],
+        limits: "_MethodLimits",
+    ) -> RolloutResult:
+        if isinstance(world, PlainEnvironment):
+            await limits.within(self.budgets.setup_s, world.world.make(), "making the environment")
+            if world.world.has_play:
+                return await self._play(world, model_of, task, limits)
+        model = model_of("")
+        if model is None:
+            raise TypeError("only a class with `play` has agents for the roles of a joint episode")
+        loop = _ToolLoop(world, model, self.budgets, task, limits)
+        return RolloutResult(transcript=limits.transcript, scores=await loop.run())
 
     async def _play(
         self,
         world: PlainEnvironment,
         model_of: Callable[[str], ChatModel | None],
         task: Task,
-        transcript: Transcript,
+        limits: "_MethodLimits",
     ) -> RolloutResult:
-        budgets = self.budgets
-        await _within(budgets.setup_s, world.world.make(), "making the environment")
+        budgets, transcript = self.budgets, limits.transcript
         play = Play(world.world, task, budgets, transcript)
 
         async def ask(
@@ -221,7 +251,7 @@ class Rollout:
             )
 
         transcript.status = await play.run(ask)
-        scores, calls = await _within(budgets.setup_s, play.score(), "scoring the environment")
+        scores, calls = await limits.within(budgets.setup_s, play.score(), "scoring the environment")
         return RolloutResult(transcript=transcript, scores=scores, calls=calls)
 
     def _model(self, credentials: Credentials) -> ChatModel:
@@ -234,31 +264,55 @@ class Rollout:
             transport=self._transport,
         )
 
-    @asynccontextmanager
-    async def _environment(self, given: AgentEnvironment | None) -> AsyncIterator[AgentEnvironment]:
-        if given is not None:
-            yield given
-            return
-        world = await self._made()
-        try:
-            if isinstance(world, PlainEnvironment):
-                await _within(self.budgets.setup_s, world.world.make(), "making the environment")
-            yield world
-        finally:
-            await self._close(world)
-
-    async def _made(self) -> AgentEnvironment:
+    async def _made(self, limits: "_MethodLimits") -> AgentEnvironment:
         """Return the environment of one episode; its instance may not exist yet. Raises `InfraError`, `WrongClass`."""
         make: Any = self._make
         if inspect.isclass(make) and not is_environment(make):
             return PlainEnvironment(make)
-        return await _within(self.budgets.setup_s, _made_by(make), "making the environment")
+        return await limits.within(self.budgets.setup_s, _made_by(make), "making the environment")
 
-    async def _close(self, world: AgentEnvironment) -> None:
+    async def _close(self, world: AgentEnvironment, limits: "_MethodLimits") -> None:
         try:
-            await _within(self.budgets.setup_s, world.close(), "closing the environment")
+            await limits.within(self.budgets.setup_s, world.close(), "closing the environment")
         except Exception as error:  # the episode is over, and its reward is known
             log.warning("an environment was not closed in order: %s", in_one_line(error))
+
+
+class _MethodLimits:
+    """Bounds the methods of an episode's environment, also those that go on after they were cancelled.
+
+    They all run in the task of the episode, so that what one of them has entered, such as a client's group of tasks,
+    can be left in another one. `given_up` is done when that task is not waited for any more.
+    """
+
+    def __init__(self, transcript: Transcript) -> None:
+        self.transcript = transcript
+        self.result: RolloutResult | None = None  # once it is known
+        self.mistake: Exception | None = None  # what the episode raises in place of a result
+        self.given_up: asyncio.Future[RolloutResult] = asyncio.get_running_loop().create_future()
+
+    async def within(self, limit_s: float, work: Awaitable[T], what: str) -> T:
+        """Await a method of the environment. Raises `EnvironmentLost` when it takes too long."""
+        error = EnvironmentLost(f"{what} took longer than {limit_s:g} s")
+        giving_up = asyncio.get_running_loop().call_later(limit_s + running.CANCELLED_S, self._give_up, error)
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return await work
+        except TimeoutError as raised:
+            if not limit.expired():
+                raise
+            raise error from raised
+        finally:
+            giving_up.cancel()
+
+    def _give_up(self, error: EnvironmentLost) -> None:
+        log.warning("%s, and goes on after it was cancelled: it is left to itself", error)
+        if self.given_up.done():
+            return
+        if self.mistake is not None:
+            self.given_up.set_exception(self.mistake)
+        else:
+            self.given_up.set_result(self.result or _aborted(self.transcript, error))
 
 
 class _ToolLoop:
@@ -270,13 +324,14 @@ class _ToolLoop:
         model: ChatModel,
         budgets: RolloutBudgets,
         task: Task,
-        transcript: Transcript,
+        limits: _MethodLimits,
     ) -> None:
         self._world = world
         self._model = model
         self._budgets = budgets
         self._task = task
-        self._transcript = transcript
+        self._limits = limits
+        self._transcript = limits.transcript
         self._tools: list[ToolSchema] = []
         self._used = 0  # tokens of the conversation, as the server has counted them
         self._uncounted: list[MessageDict] = []  # messages since then
@@ -286,7 +341,7 @@ class _ToolLoop:
         """Play to the end, and return the scores. Raises `InfraError`."""
         budgets, transcript = self._budgets, self._transcript
         described = tools_of_task(self._task)
-        opening = await _within(budgets.setup_s, self._world.open(self._task), "making the environment new")
+        opening = await self._within(self._world.open(self._task), "making the environment new")
         named = {tool.name: tool for tool in [*opening.tools, *described]}
         self._tools = list(named.values())
         self._say(opening.messages)
@@ -294,7 +349,7 @@ class _ToolLoop:
         transcript.status = await self._turns()
         if not transcript.turns:
             raise never_answered(budgets.episode_s)
-        return await _within(budgets.setup_s, self._world.score(transcript), "scoring the environment")
+        return await self._within(self._world.score(transcript), "scoring the environment")
 
     async def _turns(self) -> RolloutStatus:
         transcript, budgets = self._transcript, self._budgets
@@ -344,7 +399,10 @@ class _ToolLoop:
         self._uncounted += messages
 
     async def _is_over(self) -> bool:
-        return await _within(self._budgets.setup_s, self._world.is_over(self._transcript), "asking whether it is over")
+        return await self._within(self._world.is_over(self._transcript), "asking whether it is over")
+
+    async def _within(self, work: Awaitable[T], what: str) -> T:
+        return await self._limits.within(self._budgets.setup_s, work, what)
 
     # ---- tools --------------------------------------------------------------------------------------------------
 
@@ -384,10 +442,13 @@ class _ToolLoop:
             return ToolOutcome(text="it was not carried out: the time for this answer's tools was over", failed=True)
         if isinstance(self._world, PlainEnvironment) and self._world.world.can_cancel(call.name):
             limit_s = min(limit_s, left_s)
+        left: list[str] = []
         try:
             async with asyncio.timeout(limit_s):
-                return await self._world.call(call)
-        except TimeoutError:
+                return await contained(self._world.call(call), lambda: left.append(call.name))
+        except TimeoutError as error:
+            if left:
+                raise went_on(call.name) from error
             return ToolOutcome(text=f"it did not end within {limit_s:.3g} s, and was cancelled", failed=True)
 
     def _shown(self, outcome: ToolOutcome) -> str:
@@ -440,14 +501,3 @@ def _characters(content: object) -> int:
     if isinstance(content, list):
         return sum(_characters(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return len(str(content))
-
-
-async def _within(limit_s: float, work: Awaitable[T], what: str) -> T:
-    """Await something of an environment. Raises `EnvironmentLost` when it takes too long."""
-    try:
-        async with asyncio.timeout(limit_s) as limit:
-            return await work
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise EnvironmentLost(f"{what} took longer than {limit_s:g} s") from error

@@ -8,14 +8,18 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from bombus import task_groups
 from bombus.errors import BombusError, Code, Refused
 from bombus.host.watchdog import keep_alive
 
 TERMINATED = 143  # the exit code that a shell reports of a program that SIGTERM has ended
 PARENT_VARIABLE = "BOMBUS_PARENT"  # the pid of a supervisor: when it dies, so does this process
+THREADS_S = 5.0  # for threads to end once the service has
 _PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
@@ -72,14 +76,28 @@ def run_service(service: Coroutine[Any, Any, None]) -> int:
     """Run a service until it ends, or SIGINT or SIGTERM cancels it. Returns the process's exit code."""
     die_with_parent()
     failed = False
+    threads = set(threading.enumerate())
     try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_until_signal(service))
+        task_groups.run(_until_signal(service), loop_factory())
     except* BombusError as group:
         for error in _leaves(group):
             log.error("%s", error)
         failed = True
+    _end_despite_threads(threads, int(failed))
     return int(failed)
+
+
+def _end_despite_threads(before: set[threading.Thread], code: int) -> None:
+    """End the process here if threads of other code hang, such as calls in `asyncio.to_thread`, which Python joins."""
+    begun = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    until = time.monotonic() + THREADS_S
+    for thread in begun:
+        thread.join(max(0.0, until - time.monotonic()))
+    if stuck := [thread.name for thread in begun if thread.is_alive()]:
+        log.warning("ended although these threads go on: %s", ", ".join(stuck))
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

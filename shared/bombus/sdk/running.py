@@ -53,18 +53,26 @@ def checked_output(result: AgentResult) -> WorkflowOutput:
     return output
 
 
-async def contained(work: Awaitable[T], left: Callable[[], object] = lambda: None) -> T:
+async def contained(
+    work: Awaitable[T], left: Callable[[], object] = lambda: None, given_up: asyncio.Future[T] | None = None
+) -> T:
     """Return what somebody's coroutine returns, as `contained_here` does, from a task of its own.
 
     There a group of tasks that fails can leave a cancellation with no task but that one, so that a `CancelledError` of
     its own is told from one that was asked for even after such a group.
 
     One that was cancelled may still return something, but no error of it hides that it was cancelled. One that goes on
-    for `CANCELLED_S` after it was cancelled is not waited for any more: `left` is called then.
+    for `CANCELLED_S` after it was cancelled is not waited for any more: `left` is called then. Nor is one that still
+    runs when `given_up` is done, whose result is returned in its place.
     """
     this, before = _cancellations()
     task = asyncio.create_task(contained_here(work))
     try:
+        if given_up is not None:
+            await asyncio.wait({task, given_up}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                _leave(task)
+                return given_up.result()
         return await asyncio.shield(task)
     except asyncio.CancelledError as error:
         if this.cancelling() == before:

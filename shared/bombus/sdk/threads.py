@@ -5,12 +5,12 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
+from bombus import task_groups
 from bombus.hive.bounded import trim
-from bombus.sdk import running
 from bombus.sdk.core import BEGUN_MAX
 from bombus.sdk.running import contained
 
@@ -108,35 +108,12 @@ def result_of(agent: Callable[[], object]) -> object:
     """
     try:
         found = agent()
-        return _run(_awaited(found)) if inspect.isawaitable(found) else found
+        return task_groups.run(_awaited(found)) if inspect.isawaitable(found) else found
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:  # the caller's code, which may end neither its group nor the program
         check()
         raise RuntimeError(f"it raised {error!r}") from error
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine returns, from a loop of this thread.
-
-    Unlike `asyncio.run`, this waits no longer than a few seconds for what other code has left running: tasks that go on
-    when they are cancelled, and calls in threads, which cannot be cancelled.
-    """
-    loop = asyncio.new_event_loop()
-    try:
-        return loop.run_until_complete(work)
-    finally:
-        loop.run_until_complete(_end(asyncio.all_tasks(loop)))
-        loop.close()
-
-
-async def _end(tasks: set[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=running.CANCELLED_S)
-    closing = asyncio.create_task(asyncio.get_running_loop().shutdown_asyncgens())
-    await asyncio.wait({closing}, timeout=running.CANCELLED_S)
 
 
 async def _awaited(found: Awaitable[T]) -> T:

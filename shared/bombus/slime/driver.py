@@ -17,6 +17,7 @@ from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.core import OFFLINE
 from bombus.sdk.errors import BadReward, EpisodeGone, InfraError, SwarmError
+from bombus.sdk.running import contained
 from bombus.sdk.types import Credentials, EpisodeKind, Task, WorkflowOutput
 from bombus.slime import generation
 from bombus.slime.filters import as_filter_output, flattened
@@ -359,17 +360,17 @@ class SlimeDriver:
     async def _generate(self, args: Namespace, sample: SlimeSample) -> Any:
         function = self._functions.get("custom_generate_function_path", generation.generate)
         more = {"evaluation": False} if "evaluation" in inspect.signature(function).parameters else {}
-        return await function(args, sample, dict(self._state.sampling_params), **more)
+        return await contained(function(args, sample, dict(self._state.sampling_params), **more))
 
     async def _reward(self, returned: Sequence[Any]) -> None:
         """Reward what generate functions returned: a sample of its own, a list of samples, or a group together."""
         if not self._options.group_rm and not isinstance(returned[0], list):
             if returned[0].reward is None:
-                returned[0].reward = await async_rm(self.args, returned[0])
+                returned[0].reward = await contained(async_rm(self.args, returned[0]))
             return
         samples = [sample for sample in flattened(returned) if sample.reward is None]
         if samples:
-            rewards = list(await batched_async_rm(self.args, samples))
+            rewards = list(await contained(batched_async_rm(self.args, samples)))
             if len(rewards) != len(samples):
                 raise ValueError(f"the reward function gave {len(rewards)} rewards for {len(samples)} samples")
             for sample, reward in zip(samples, rewards, strict=True):

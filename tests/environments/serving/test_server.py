@@ -13,8 +13,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from bombus.environments.kinds import EnvironmentLost, EnvironmentsBusy, ResetFailed, ToolCall, ToolOutcome
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
+from bombus.sdk import running
 from tests.environments.serving.served import served
-from tests.environments.serving.worlds import Clinging, Counter, Slow, Unmakeable
+from tests.environments.serving.worlds import Clinging, Counter, Slow, Stubborn, Unmakeable
 from tests.patience import until
 
 TASK = {"task": {"main_query": "three", "task_id": "t1"}}
@@ -186,11 +187,16 @@ async def test_a_world_that_leaves_the_program_ends_neither_the_server_nor_its_s
         await until(lambda: server.counts()["leased"] == 0 and len(server.table.free) == 1)
 
 
-async def test_a_world_that_cannot_be_closed_does_not_keep_its_slot() -> None:
-    async with served(Clinging, close_s=0.2) as (server, url):
+@pytest.mark.parametrize("made", [Clinging, Stubborn])
+async def test_a_world_that_cannot_be_closed_does_not_keep_its_slot(
+    made: type[Counter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "CANCELLED_S", 0.05)
+    async with served(made, close_s=0.2) as (server, url):
         async with await EnvSession.open(url) as session:
             await session.reset(TASK)
         await until(lambda: len(server.table.free) == 1)
+    Stubborn.over.set()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Worlds that the tests serve: their methods say what happened in which instance."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -71,6 +72,17 @@ class Clinging(Counter):
 
     async def close(self) -> None:
         await asyncio.Event().wait()
+
+
+class Stubborn(Counter):
+    """Cannot be closed, and goes on when its `close` is cancelled."""
+
+    over = asyncio.Event()
+
+    async def close(self) -> None:
+        while not self.over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.over.wait()
 
 
 class Unmakeable(Counter):

@@ -1,11 +1,11 @@
 """`bombus env validate`: plays a class without a model, and says what is wrong with it before it is trained on."""
 
 import argparse
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from bombus import task_groups
 from bombus.environments.loading import load_class, read_environment_tasks
 from bombus.environments.plain.description import WrongClass, describe
 from bombus.environments.plain.validation import CheckedTask, ClassValidation
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{len(description.metrics)}, tasks {min(len(tasks), TASKS_MAX)} of {len(tasks)}"
     )
     validation = ClassValidation(kind, description, needs_gold=arguments.gold)
-    found = asyncio.run(_checked(validation, tasks[:TASKS_MAX]))
+    found = task_groups.run(_checked(validation, tasks[:TASKS_MAX]))
     for check in CHECKS:
         rows = [row for _, checked in found for row in checked if row.check == check]
         if rows:

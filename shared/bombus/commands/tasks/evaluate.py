@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from bombus import task_groups
 from bombus.commands.tasks.options import PlayOptions, add_play_arguments, flaw_of
 from bombus.config.flags import Flag, add_settings_arguments, settings_from
 from bombus.environments.rollout import Rollout
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             if any(one.name == opened[-1].name for one in opened[:-1]):
                 why = f"two data sets are named {opened[-1].name}: give one of the files another name"
                 raise Refused(Code.BAD_CONFIG, why)
-        return asyncio.run(_evaluate(options, opened))
+        return task_groups.run(_evaluate(options, opened))
     except Refused:
         raise
     except EngineOffline as error:

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 from pydantic import Field
 
+from bombus import task_groups
 from bombus.commands.tasks.options import PlayOptions, add_play_arguments, flaw_of
 from bombus.config.flags import Flag, add_settings_arguments, settings_from
 from bombus.environments.rollout import Rollout
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in dict.fromkeys(options.task):
             opened.append(open_tasks(name, options.options_for(name)))
         drawn = {one.name: options.draw(one) for one in opened}
-        return asyncio.run(_play(options, opened, drawn))
+        return task_groups.run(_play(options, opened, drawn))
     except Refused:
         raise
     except BombusError as error:

@@ -24,6 +24,7 @@ from bombus.environments.kinds import (
     ToolOutcome,
     Transcript,
     task_of_its_own,
+    went_on,
 )
 from bombus.environments.plain.description import MarkedMethod, PlainClass, WrongClass, describe
 from bombus.environments.plain.tools import BadArguments, text_of
@@ -147,10 +148,7 @@ class PlainWorld:
 
     def give_up(self, name: str) -> None:
         """Take the world for lost, because a coroutine of it goes on although it was cancelled."""
-        self._lost = (
-            f"`{name}` went on after it was cancelled, so that the environment is given up. Let the CancelledError out "
-            "that ends it: `except Exception` does, `except:` does not"
-        )
+        self._lost = str(went_on(name))
 
     def can_cancel(self, name: str) -> bool:
         """Whether a call of this method can be cancelled: what runs in a thread cannot."""

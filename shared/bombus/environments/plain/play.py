@@ -16,6 +16,7 @@ from bombus.environments.kinds import (
     ToolSchema,
     Transcript,
     task_of_its_own,
+    went_on,
 )
 from bombus.environments.plain.description import MarkedMethod
 from bombus.environments.plain.environment import PlainWorld, metrics_of, number_of
@@ -120,15 +121,14 @@ class Play:
         Calls that are under way when `play` is over are given up, and answers that come later do not count.
         """
         name = self._world.description.name
+        left: list[str] = []
         try:
             async with asyncio.timeout(self._budgets.episode_s) as limit:
-                if self._world.description.has_reset:
-                    await self._world.call("reset", {"task": self._task})
-                agents = PlayAgents(partial(self._counted, ask))
-                playing = self._world.call("play", {"task": self._task, "agents": agents})
-                await contained(playing, partial(self._world.give_up, "play"))
+                await contained(self._played(ask), lambda: left.append("play"))
         except (InfraError, BudgetSpent, ExceptionGroup, TimeoutError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
+                if left:
+                    raise went_on("play") from error
                 if self._asked and not self._answers:
                     raise never_answered(self._budgets.episode_s) from error
                 return RolloutStatus.TRUNCATED
@@ -144,6 +144,12 @@ class Play:
             await asyncio.gather(*self._under_way, return_exceptions=True)
             self.calls = list(self._answers)
         return RolloutStatus.COMPLETED
+
+    async def _played(self, ask: Ask) -> None:
+        if self._world.description.has_reset:
+            await self._world.call("reset", {"task": self._task})
+        agents = PlayAgents(partial(self._counted, ask))
+        await self._world.call("play", {"task": self._task, "agents": agents})
 
     async def _counted(
         self, ask: Ask, role: str, messages: Sequence[MessageDict], tools: Sequence[ToolSchema], max_tokens: int | None

@@ -14,6 +14,7 @@ from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.leaks import footprint, left_behind
 from bombus.environments.plain.trial import GoldSolution, Trial, carried_out, tried, tried_play
 from bombus.errors import BombusError, with_place
+from bombus.sdk.running import contained
 from bombus.sdk.types import Task
 
 CHECK_S = 120.0
@@ -42,8 +43,7 @@ class ClassValidation:
         """Return what each check has found. If the task cannot be played at all, there is only that finding."""
         try:
             async with asyncio.timeout(CHECK_S):
-                nothing = await self._trial(task, gold=False)
-                best = await self._trial(task, gold=True) if self._has_gold else nothing
+                nothing, best = await contained(self._trials(task))
         except Exception as error:  # the class's own code: whatever it raises is what is wrong with it
             return [CheckedTask(check="plays", problems=(f"It cannot be played: {_said(error)}.",))]
         return [
@@ -60,7 +60,7 @@ class ClassValidation:
             return CheckedTask(check=name, skipped="a class with `play` opens and ends at once")
         try:
             async with asyncio.timeout(CHECK_S):
-                return CheckedTask(check=name, problems=tuple([each async for each in problems]))
+                return CheckedTask(check=name, problems=await contained(_all(problems)))
         except Exception as error:  # the class's own code
             return CheckedTask(check=name, problems=(f"It could not be played once more: {_said(error)}.",))
 
@@ -71,6 +71,10 @@ class ClassValidation:
             yield environment
         finally:
             await environment.close()
+
+    async def _trials(self, task: Task) -> tuple[Trial, Trial]:
+        nothing = await self._trial(task, gold=False)
+        return nothing, await self._trial(task, gold=True) if self._has_gold else nothing
 
     async def _trial(self, task: Task, *, gold: bool) -> Trial:
         async with self._environment() as environment:
@@ -126,6 +130,10 @@ class ClassValidation:
             await self._trial(task, gold=self._has_gold)
             for what in await left_behind(before, *folders):
                 yield f"After `close` it leaves behind {what}."
+
+
+async def _all(problems: AsyncIterator[str]) -> tuple[str, ...]:
+    return tuple([each async for each in problems])
 
 
 def _differences(first: Trial, second: Trial) -> Iterator[str]:

@@ -62,7 +62,7 @@ from bombus.environments.serving.worlds import WorldSource
 from bombus.errors import Code, in_one_line
 from bombus.host.host_names import OwnHostNames
 from bombus.sdk.errors import InfraError
-from bombus.sdk.running import contained_here
+from bombus.sdk.running import contained
 
 log = logging.getLogger(__name__)
 sockets_log = logging.getLogger(f"{__name__}.sockets")
@@ -385,7 +385,7 @@ class EnvironmentServer:
                 self._spawn(_hang_up(seat.connection, *ENDED[reason]))
             has_ended = await self._end_work(seat)
             if (world := seat.made()) is not None:
-                has_ended &= await self._within("the world was not closed", session, contained_here(world.close()))
+                has_ended &= await self._within("the world was not closed", session, world.close())
             cleaning = self._source.clean(session, in_use=not has_ended)
             await self._within("what the world stood on was not cleaned", session, cleaning)
         finally:
@@ -413,7 +413,7 @@ class EnvironmentServer:
         """Await a part of the end of a session, and return whether it succeeded in its time."""
         try:
             async with asyncio.timeout(self.settings.close_s):
-                await work
+                await contained(work)
         except Exception as error:  # a slot is given back whatever a world's own code does at its end
             log.error("%s after session %s: %s", failure, session, in_one_line(error))
             return False
@@ -433,7 +433,7 @@ class EnvironmentServer:
             before = now
 
     async def close(self) -> None:
-        """End all sessions, and wait until their worlds are given up. It takes at most about four times `close_s`."""
+        """End all sessions, and wait until their worlds are given up. Each has about four times `close_s` at most."""
         self._closing = True
         for session in [*self.table.queue, *self.table.leases]:
             self._do(Release(session))
