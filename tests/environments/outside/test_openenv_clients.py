@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from openenv.cli._validation import validate_running_environment
 from openenv.core.generic_client import GenericEnvClient
 from openenv.core.mcp_client import CallToolAction, MCPToolClient
 from pydantic import BaseModel
@@ -28,6 +29,13 @@ async def test_a_client_resets_steps_and_reads_the_state() -> None:
             with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
                 await client.step({"colour": 1})
         await until(lambda: server.counts()["leased"] == 0)
+
+
+async def test_its_validation_of_a_running_server_passes() -> None:
+    async with served() as (_, url):
+        report = await asyncio.to_thread(validate_running_environment, url)
+        assert report["passed"], report["summary"]
+        assert report["mode"] == "production", "each client has a world of its own"
 
 
 async def test_a_client_without_a_task_and_without_a_loop_of_its_own_plays_too() -> None:

@@ -1,10 +1,24 @@
 """Messages that a session cannot send, and servers that close while it sends."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
+from websockets.utils import accept_key
 
-from bombus.environments.kinds import EnvironmentLost, Opening, RolloutScores, ToolCall, ToolOutcome, Transcript
+from bombus.environments.kinds import (
+    EnvironmentLost,
+    EnvironmentsBusy,
+    Opening,
+    RolloutScores,
+    ToolCall,
+    ToolOutcome,
+    Transcript,
+)
 from bombus.environments.openenv.messages import MESSAGE_BYTES_MAX
+from bombus.environments.pools.aio import AsyncEnvPool
 from bombus.environments.pools.remote import RemoteEnvironment
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.sdk.types import Task
@@ -104,3 +118,40 @@ async def test_a_session_does_without_the_proxies_of_its_environment(monkeypatch
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     async with served() as (_, url), await EnvSession.open(url) as session:
         assert session.is_ours
+
+
+FULL = b'{"type":"error","data":{"message":"at capacity (2/2)","code":"CAPACITY_REACHED"}}'
+
+
+@asynccontextmanager
+async def full_at_first(times: int) -> AsyncIterator[tuple[str, list[int]]]:
+    """Serve as OpenEnv's server does that is full: it accepts, says so and closes, here all in one packet."""
+    turned_away: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = (await reader.readuntil(b"\r\n\r\n")).decode()
+        key = next(line.split(": ")[1] for line in asked.split("\r\n") if line.lower().startswith("sec-websocket-key"))
+        accepted = f"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: {accept_key(key)}\r\n\r\n"
+        writer.write(f"HTTP/1.1 101 Switching Protocols\r\n{accepted}".encode())
+        if len(turned_away) < times:
+            turned_away.append(1)
+            writer.write(bytes([0x81, len(FULL)]) + FULL + bytes([0x88, 2]) + (1000).to_bytes(2))
+        else:
+            state = b'{"type":"state","data":{}}'
+            await reader.readexactly(1)
+            writer.write(bytes([0x81, len(state)]) + state)
+            await reader.read()
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", turned_away
+
+
+async def test_a_server_that_is_full_and_has_closed_before_it_was_asked_anything_is_busy_and_waited_for() -> None:
+    async with full_at_first(times=3) as (url, turned_away):
+        with pytest.raises(EnvironmentsBusy, match=r"at capacity \(2/2\)"):
+            await EnvSession.open(url)
+        async with AsyncEnvPool(url, 1, group_size=1, settings=SessionSettings(wait_s=30)) as pool:
+            assert not pool.session(0).is_dead
+        assert len(turned_away) == 3

@@ -57,6 +57,9 @@ class LeavingSource:
     def tools(self) -> Sequence[ToolSchema]:
         return ()
 
+    def metadata(self) -> dict[str, str]:
+        return {}
+
     def schema(self) -> dict[str, object]:
         return {}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -233,6 +234,10 @@ async def test_health_and_schema_are_there_and_strangers_are_not_let_in() -> Non
     async with served(slots=3) as (_, url), httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/health")).json() == {"status": "healthy", "slots": 3, "leased": 0, "waiting": 0}
         assert set((await http.get("/schema")).json()) == {"action", "observation", "state"}
+        assert (await http.get("/metadata")).json() == {"name": "Counter", "description": inspect.getdoc(Counter)}
+        described = (await http.get("/openapi.json")).json()
+        assert described["info"]["title"] == "Counter"
+        assert set(described["paths"]) == {"/health", "/metadata", "/schema", "/mcp", "/ws"}
         assert (await http.get("/nowhere")).status_code == 404
         assert (await http.get("/ws")).status_code == 426
         assert (await http.get("/health", headers={"Host": "evil.example"})).status_code == 421

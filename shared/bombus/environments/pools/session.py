@@ -207,8 +207,9 @@ class EnvSession:
         except NotSendable as error:
             raise StepRefused(WireError.VALIDATION_ERROR, f"the {message.type} cannot be sent: {error}") from error
         async with self._lock:
+            was_dead = bool(self._dead)
             if self._why_dead():
-                raise EnvironmentLost(self._sentence())
+                raise EnvironmentLost(self._sentence()) if was_dead else await self._last_word()
             too_long = f"the answer to a {message.type} took longer than {self.settings.step_s:g} s"
             limit = asyncio.get_running_loop().call_later(self.settings.step_s, self._die, too_long)
             try:
@@ -228,6 +229,15 @@ class EnvSession:
             if answer.type == "error":
                 raise self._error_of(answer)
             return answer
+
+    async def _last_word(self) -> BombusError:
+        """Return the error that the server sent before it closed the connection, or else that the session is lost."""
+        with contextlib.suppress(ConnectionClosed, NotAMessage):
+            said = decode(await self._connection.recv())
+            if said.type == "error" and said.data.get("code") in FATAL:
+                self._dead = ""
+                return self._error_of(said)
+        return EnvironmentLost(self._sentence())
 
     async def _exchange(self, text: str) -> str | bytes:
         # A server that is full may have closed the connection already, with its reason still to be read.

@@ -38,6 +38,7 @@ from bombus.environments.serving.doors import (
     wait_s_of,
 )
 from bombus.environments.serving.mcp import answer_post
+from bombus.environments.serving.pages import openapi
 from bombus.environments.serving.posts import ClientGone, PostingConnection
 from bombus.environments.serving.settings import WAIT_S_MAX, ServingSettings
 from bombus.environments.serving.slots import (
@@ -124,6 +125,12 @@ class EnvironmentServer:
         self._source = source
         self._names = names
         self._pages = pages or {}
+        self._documents: Mapping[str, Callable[[], Mapping[str, object]]] = {
+            "/health": lambda: {"status": "healthy", **self.counts()},
+            "/metadata": source.metadata,
+            "/openapi.json": lambda: openapi(source.metadata()),
+            "/schema": source.schema,
+        }
         self._clock = clock
         self._seats: dict[str, _Seat] = {}
         self._sessions: dict[ServerConnection, str] = {}
@@ -142,10 +149,8 @@ class EnvironmentServer:
     async def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
         url = url_of(request)
         check_caller(request, self.settings.key, self._names)
-        if url.path == "/health":
-            return json_response(HTTPStatus.OK, {"status": "healthy", **self.counts()})
-        if url.path == "/schema":
-            return json_response(HTTPStatus.OK, self._source.schema())
+        if url.path in self._documents:
+            return json_response(HTTPStatus.OK, self._documents[url.path]())
         if url.path in self._pages:
             kind, body = self._pages[url.path]
             return response(HTTPStatus.OK, kind, body)
@@ -153,7 +158,8 @@ class EnvironmentServer:
             why = f"the page to try a world by hand is for one slot alone, and this server has {slots}"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, f"{why}: serve the class with --slots 1")
         if url.path != "/ws":
-            why = "this server has no such page: sessions are at /ws, and there are /health, /schema and POST /mcp"
+            there = ", ".join(self._documents)
+            why = f"this server has no such page: sessions are at /ws, and there are {there} and POST /mcp"
             raise NotLetIn(HTTPStatus.NOT_FOUND, Code.UNKNOWN_PATH, why)
         if request.headers.get("Upgrade", "").lower() != "websocket":
             raise NotLetIn(HTTPStatus.UPGRADE_REQUIRED, Code.MALFORMED, "/ws speaks WebSocket: connect to ws://")

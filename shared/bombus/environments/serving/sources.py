@@ -83,6 +83,10 @@ class ClassSource:
         """Return the tools that are known before a reset: those of a plain class."""
         return self._tools
 
+    def metadata(self) -> dict[str, str]:
+        name = getattr(self._kind, "__name__", type(self._kind).__name__)
+        return {"name": name, "description": inspect.getdoc(self._kind) or f"The environment {name}."}
+
     def schema(self) -> dict[str, object]:
         """Return what actions, observations and states look like.
 

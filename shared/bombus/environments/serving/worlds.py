@@ -74,6 +74,10 @@ class WorldSource(Protocol):
         """Return the tools that are known before a reset."""
         ...
 
+    def metadata(self) -> dict[str, str]:
+        """Return the `name` of the environment, and a `description`."""
+        ...
+
     def schema(self) -> dict[str, object]:
         """Return the JSON schemas of actions, observations and states."""
         ...
