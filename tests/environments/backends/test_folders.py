@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bombus.environments.backends.folders import BackendFolder, empty_folder, megabytes_of, remove_left_folders
+from bombus.environments.backends.folders import BackendFolder, FolderUse, empty_folder, remove_left_folders, use_of
 from tests.patience import PATIENCE_S
 
 SERVER = """
@@ -51,8 +51,9 @@ async def test_a_folder_is_emptied_whatever_the_permissions_in_it(tmp_path: Path
 
 async def test_what_a_folder_takes_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(os.urandom(3 << 20))
-    assert await megabytes_of(str(tmp_path)) in (3, 4)
-    assert await megabytes_of(str(tmp_path / "nowhere")) == 0
+    assert (await use_of(str(tmp_path))).megabytes in (3, 4)
+    assert (await use_of(str(tmp_path))).files == 2
+    assert (await use_of(str(tmp_path / "nowhere"))) == FolderUse(0, 0)
 
 
 async def test_folders_of_a_server_that_was_killed_are_removed_by_the_next_one(

@@ -55,7 +55,7 @@ def has_namespaces() -> None:
 
 @pytest.fixture
 async def box(has_namespaces: None) -> AsyncIterator[ShellSandbox]:
-    sandbox = ShellSandbox(work_mb_max=8)
+    sandbox = ShellSandbox(work_mb_max=8, files_max=300, memory_mb_max=256)
     try:
         await sandbox.start()
         yield sandbox
@@ -180,7 +180,7 @@ async def test_a_scrub_follows_folders_however_deep(box: ShellSandbox) -> None:
 async def test_a_folder_that_is_full_takes_nothing_more_until_something_is_removed(box: ShellSandbox) -> None:
     filled = await box.run("for i in 1 2 3; do head -c 4000000 /dev/urandom > file$i; done")
     assert filled.is_full
-    assert "/work holds more than 8 MiB: remove files" in filled.output
+    assert "/work holds more than 8 MiB or 300 files: remove files" in filled.output
     assert (await box.run("echo more > file4")).code != 0
     emptied = await box.run("rm file1 file2")
     assert (emptied.code, emptied.is_full) == (0, False)
@@ -192,6 +192,40 @@ async def test_a_command_that_fills_the_folder_is_killed(box: ShellSandbox) -> N
     assert (filled.is_full, filled.timed_out) == (True, False)
     await box.scrub()
     assert not (await box.run("true")).is_full
+
+
+async def test_a_command_that_makes_too_many_files_is_killed_and_makes_no_more_until_some_are_removed(
+    box: ShellSandbox,
+) -> None:
+    filled = await box.run("i=0; while :; do i=$((i+1)); : > $i; done", timeout_s=55)
+    assert (filled.is_full, filled.timed_out) == (True, False)
+    more = await box.run("i=0; while :; do i=$((i+1)); : > more$i; done", timeout_s=55)
+    assert (more.is_full, more.timed_out) == (True, False)
+    assert not (await box.run("find . -type f -delete")).is_full
+
+
+EATER = "dd if=/dev/zero of=/dev/null bs=100M count=1000000"  # holds 100 MB for as long as it runs
+IN_NO_PROCESS = """
+import os
+held = [os.memfd_create("x") for _ in range(4)]
+for each in held:
+    os.write(each, bytes(100_000_000))
+import time; time.sleep(50)
+"""
+
+
+@pytest.mark.parametrize("command", [f"{EATER} & {EATER} & {EATER} & wait", f"python3 -c '{IN_NO_PROCESS}'"])
+async def test_the_processes_of_a_command_share_its_memory(box: ShellSandbox, command: str) -> None:
+    eaten = await box.run(command, timeout_s=50)
+    assert (eaten.out_of_memory, eaten.timed_out) == (True, False)
+    assert "took more than 256 MiB of memory together" in eaten.output
+    assert (await box.run("echo on")).output == "on\n"
+
+
+async def test_memory_that_processes_share_is_counted_once(box: ShellSandbox) -> None:
+    forks = "import os, time; held = bytes(60_000_000); [os.fork() for _ in range(3)]; time.sleep(1); print(1)"
+    shared = await box.run(f"python3 -c '{forks}'", timeout_s=50)
+    assert (shared.code, shared.out_of_memory) == (0, False)
 
 
 async def test_a_pool_of_sandboxes_keeps_their_files_apart(box: ShellSandbox) -> None:

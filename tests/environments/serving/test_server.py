@@ -53,6 +53,17 @@ def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(method)(lambda *given: method(*given))
 
 
+async def test_what_a_session_keeps_of_its_steps_is_bounded() -> None:
+    async with served() as (_, url), await EnvSession.open(url) as session:
+        await session.reset({"task": {"main_query": "many"}})
+        for _ in range(2):
+            await session.step({"tool": "add", "arguments": {"x": "x" * 9_000_000}})
+        with pytest.raises(StepRefused, match="an episode has at most 16777216 characters in its messages"):
+            await session.step({"tool": "add"})
+        await session.reset({"task": {"main_query": "many"}})
+        await session.step({"tool": "add"})
+
+
 async def test_an_environment_whose_methods_are_behind_decorators_is_served() -> None:
     class Decorated(Counter):
         call = wrapped(Counter.call)

@@ -7,6 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import msgspec
+
 from bombus.host.process import die_with_this_process, kill
 
 log = logging.getLogger(__name__)
@@ -42,9 +44,20 @@ async def empty_folder(path: str) -> None:
         os.chown(path, owner.st_uid, owner.st_gid)
 
 
-async def megabytes_of(path: str) -> int:
-    """Return how many megabytes a folder takes on the disk. What cannot be read is not counted."""
-    _, printed = await _run("du", "-sm", "--", path)
+class FolderUse(msgspec.Struct, frozen=True):
+    """What a folder takes on the disk."""
+
+    megabytes: int
+    files: int  # and folders, and links
+
+
+async def use_of(path: str) -> FolderUse:
+    """Return what a folder takes. What cannot be read is not counted."""
+    return FolderUse(*await asyncio.gather(_counted("-m", path), _counted("--inodes", path)))
+
+
+async def _counted(what: str, path: str) -> int:
+    _, printed = await _run("du", "-s", what, "--", path)
     last = printed.splitlines()[-1:]  # after what it says of folders that it could not read
     return int(last[0].split()[0]) if last and last[0][:1].isdigit() else 0
 

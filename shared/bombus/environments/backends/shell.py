@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from bombus.environments.backends.folders import BackendFolder, empty_folder, megabytes_of
+from bombus.environments.backends.folders import BackendFolder, FolderUse, empty_folder, use_of
+from bombus.environments.backends.memory import memory_of
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import Code, Refused
 from bombus.host.process import die_with_this_process
@@ -21,8 +22,11 @@ COMMAND_S = 30.0
 COMMAND_S_MAX = 600.0
 CHECK_S = 10.0
 WORK_MB_MAX = 1024  # of all files in the folder
+FILES_MAX = 50_000  # and folders, in the folder
+MEMORY_MB_MAX = 4096  # of all processes of a command together
 FILE_BYTES_MAX = 512 << 20
 MEASURE_S = 1.0
+MEASURE_MEMORY_S = 0.1
 NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--net", "--mount", "--ipc", "--uts", "--kill-child")
 NOBODY = 65534
 # Another user is not told of its parent's death any longer, unless it asks for that again.
@@ -38,6 +42,7 @@ class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool = False
     cut: bool = False  # there was more output than is kept
     is_full: bool = False  # the folder holds more than it may: until something is removed, nothing is written
+    out_of_memory: bool = False  # its processes took more memory than they may, and were killed
 
 
 class ShellSandbox:
@@ -45,14 +50,18 @@ class ShellSandbox:
 
     A command sees the folder as `/work`, and this machine's programs and libraries, read-only. It sees no network and
     no other processes, and has no capabilities. When it ends, all its processes end. A command that fills the folder
-    beyond `work_mb_max` is killed, and later commands cannot write until there is room again.
+    beyond `work_mb_max` or `files_max` is killed, and later commands cannot write until there is room again. One whose
+    processes together take more than `memory_mb_max` is killed too.
     """
 
-    def __init__(self, work_mb_max: int = WORK_MB_MAX) -> None:
+    def __init__(
+        self, work_mb_max: int = WORK_MB_MAX, files_max: int = FILES_MAX, memory_mb_max: int = MEMORY_MB_MAX
+    ) -> None:
         self.address = ""
         self._folder: BackendFolder | None = None
-        self._work_mb_max = work_mb_max
-        self._is_full = False
+        self._limit = FolderUse(work_mb_max, files_max)
+        self._memory_mb_max = memory_mb_max
+        self._use = FolderUse(0, 0)  # after the last command
 
     async def start(self) -> None:
         """Make the folder. Raises `Refused` where this machine makes no sandboxes."""
@@ -82,6 +91,7 @@ class ShellSandbox:
             f"{self.address}/root",
             f"{self.address}/work",
             str(0 if self._is_full else FILE_BYTES_MAX),
+            str(self._memory_mb_max << 20),
             command,
             env=VARIABLES,
             cwd="/",
@@ -95,7 +105,8 @@ class ShellSandbox:
         seen = 0
         timed_out = False
         assert process.stdout is not None
-        watching = asyncio.create_task(self._kill_when_full(process.pid))
+        filling = asyncio.create_task(self._kill_when_full(process.pid))
+        eating = asyncio.create_task(self._kill_when_out_of_memory(process.pid))
         try:
             async with asyncio.timeout(timeout_s):
                 while chunk := await process.stdout.read(OUTPUT_BYTES_MAX):
@@ -105,19 +116,23 @@ class ShellSandbox:
         except TimeoutError:
             timed_out = True
         finally:
-            watching.cancel()
+            filling.cancel()
+            eating.cancel()
             _kill_group(process.pid)
             await process.wait()
-        self._is_full = await self._holds_too_much()
+        self._use = await use_of(f"{self.address}/work")
         said = output.decode(errors="replace")
         if self._is_full:
-            said += f"\n[/work holds more than {self._work_mb_max} MiB: remove files before anything is written]\n"
+            said += f"\n[/work holds more than {self._limits()}: remove files before anything is written]\n"
+        if out_of_memory := _has_returned(eating):
+            said += f"\n[killed: its processes took more than {self._memory_mb_max} MiB of memory together]\n"
         return ShellResult(
             output=said,
             code=process.returncode if process.returncode is not None else -1,
             timed_out=timed_out,
             cut=seen > OUTPUT_BYTES_MAX,
             is_full=self._is_full,
+            out_of_memory=out_of_memory,
         )
 
     async def is_healthy(self) -> bool:
@@ -129,21 +144,32 @@ class ShellSandbox:
             await empty_folder(f"{self.address}/work")
         except OSError as error:
             raise EnvironmentLost(f"the folder of a sandbox could not be emptied: {error}") from error
-        self._is_full = False
+        self._use = FolderUse(0, 0)
 
     async def stop(self) -> None:
         folder, self._folder = self._folder, None
         if folder is not None:
             await folder.remove()
 
-    async def _holds_too_much(self) -> bool:
-        return await megabytes_of(f"{self.address}/work") > self._work_mb_max
+    @property
+    def _is_full(self) -> bool:
+        return self._use.megabytes > self._limit.megabytes or self._use.files > self._limit.files
+
+    def _limits(self) -> str:
+        return f"{self._limit.megabytes} MiB or {self._limit.files} files"
 
     async def _kill_when_full(self, group: int) -> None:
-        if self._is_full:  # nothing can be written: this command may remove what there is too much of
-            return
-        while not await self._holds_too_much():
+        """Kill a command that fills the folder. Where that is full, it may remove something, and add nothing."""
+        most_mb = max(self._limit.megabytes, self._use.megabytes)
+        most_files = max(self._limit.files, self._use.files)
+        while (use := await use_of(f"{self.address}/work")).megabytes <= most_mb and use.files <= most_files:
             await asyncio.sleep(MEASURE_S)
+        _kill_group(group)
+
+    async def _kill_when_out_of_memory(self, group: int) -> None:
+        bytes_max = self._memory_mb_max << 20
+        while memory_of(group, bytes_max) <= bytes_max:
+            await asyncio.sleep(MEASURE_MEMORY_S)
         _kill_group(group)
 
     async def _check(self) -> None:
@@ -160,6 +186,10 @@ class ShellSandbox:
                 "namespaces to this user (sysctl kernel.unprivileged_userns_clone, "
                 f"kernel.apparmor_restrict_unprivileged_userns). It said: {result.output.strip()[:200]}",
             )
+
+
+def _has_returned(task: "asyncio.Task[None]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _kill_group(group: int) -> None:

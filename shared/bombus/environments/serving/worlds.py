@@ -17,6 +17,7 @@ from bombus.environments.kinds import (
     Transcript,
 )
 from bombus.environments.openenv.messages import (
+    MESSAGE_BYTES_MAX,
     Rpc,
     RpcError,
     StepResult,
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TRANSCRIPT_MESSAGES_MAX = 4096  # of an episode that its client plays step by step
+TRANSCRIPT_CHARACTERS_MAX = MESSAGE_BYTES_MAX  # of what was said in it, as in a transcript that a client sends
 TEXT_CHARACTERS_MAX = 1_000_000  # of what a tool gives back: in JSON they are six times as many bytes at most
 NOT_RESET = "the world has no task yet: send a reset first"
 
@@ -110,6 +112,7 @@ class WorldSession:
         self.opening: Opening | None = None
         self.transcript = Transcript()
         self.steps = 0
+        self._characters = 0  # of what was said in the transcript here
         self.episode = ""
         self._is_over = False
 
@@ -151,7 +154,7 @@ class WorldSession:
         await self._source.renew(self.session)
         self.opening = opening = await self._watched(self.world.open(task), "reset")
         self.transcript = Transcript(messages=list(opening.messages))
-        self.steps, self._is_over = 0, False
+        self.steps, self._characters, self._is_over = 0, 0, False
         self.episode = str(data.get("episode_id") or task.task_id)
         tools = [msgspec.to_builtins(tool) for tool in opening.tools]
         return StepResult(observation={"messages": opening.messages, "tools": tools})
@@ -161,7 +164,7 @@ class WorldSession:
             return StepResult(observation={"tools": _mcp_tools(self._tools())})
         self._check_goes_on()
         if isinstance(text := data.get("message"), str):
-            self._said({"role": "assistant", "content": text})
+            self._said({"role": "assistant", "content": text}, len(text))
             return await self._ended({})
         call = self._call_of(data)
         seen = _seen(data, call, await self._noted_outcome(call))
@@ -183,12 +186,18 @@ class WorldSession:
             raise BadRequestMessage("the episode is over: send a reset for another one")
         if len(self.transcript.messages) + 2 > TRANSCRIPT_MESSAGES_MAX:
             raise BadRequestMessage(f"an episode has at most {TRANSCRIPT_MESSAGES_MAX} messages: send a reset")
+        if self._characters > TRANSCRIPT_CHARACTERS_MAX:
+            raise BadRequestMessage(
+                f"an episode has at most {TRANSCRIPT_CHARACTERS_MAX} characters in its messages: send a reset"
+            )
 
     async def _noted_outcome(self, call: ToolCall) -> ToolOutcome:
         """Carry out a call, and note it in the transcript."""
         made = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         outcome = await self._outcome(call)
-        self._said({"role": "assistant", "content": None, "tool_calls": [made]})
+        self._said(
+            {"role": "assistant", "content": None, "tool_calls": [made]}, len(call.arguments) + len(outcome.text)
+        )
         self.transcript.messages.append({"role": "tool", "tool_call_id": call.id, "content": outcome.text})
         self.transcript.tool_calls += 1
         self.transcript.tool_failures += outcome.failed
@@ -204,8 +213,9 @@ class WorldSession:
         """Await something of the world. A `SystemExit` in it is its own failure, and does not end the server."""
         return watched(contained_here(work, self._is_stopped), name, self.session)
 
-    def _said(self, message: dict[str, Any]) -> None:
+    def _said(self, message: dict[str, Any], characters: int) -> None:
         self.steps += 1
+        self._characters += characters
         self.transcript.turns += 1
         self.transcript.messages.append(message)
 

@@ -1,0 +1,55 @@
+"""How much memory a process and its descendants take together, as Linux counts it."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+PROC = "/proc"
+
+
+def memory_of(leader: int, suspicious: int) -> int:
+    """Return the bytes that a process and its descendants take, and their files in memory.
+
+    Up to `suspicious` bytes, pages that several of them share are counted several times, which is quick to find out.
+    """
+    processes = list(_descendants(leader))
+    roughly = sum(_kilobytes(f"{PROC}/{each}/status", "RssAnon:", "RssShmem:") for each in processes)
+    files = _files_in_memory(processes)
+    if 1024 * roughly + files <= suspicious:
+        return 1024 * roughly + files
+    return 1024 * sum(_kilobytes(f"{PROC}/{each}/smaps_rollup", "Pss:") for each in processes) + files
+
+
+def _descendants(leader: int) -> Iterator[int]:
+    """Yield a process and its descendants. One that is orphaned in its namespace has a parent there."""
+    left = [leader]
+    while left:
+        yield (process := left.pop())
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"{PROC}/{process}/task"):
+                left += map(int, _text(f"{PROC}/{process}/task/{thread}/children").split())
+
+
+def _kilobytes(path: str, *names: str) -> int:
+    return sum(int(line.split()[1]) for line in _text(path).splitlines() if line.startswith(names))
+
+
+def _files_in_memory(processes: list[int]) -> int:
+    """Return the bytes of files that have no name in any folder, such as those of `memfd_create`."""
+    found: dict[int, int] = {}
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(f"{PROC}/{process}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path).startswith("/memfd:"):
+                        status = os.stat(entry.path)
+                        found[status.st_ino] = 512 * status.st_blocks
+    return sum(found.values())
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""  # it has ended
