@@ -166,7 +166,7 @@ class EpisodePlayer:
     async def _run_agent(self, one: _OpenEpisode, output: OutputFile) -> EndedProgram:
         access = ModelAccess.of(one.credentials)
         program = Program(
-            words=self._words(self._plan.agent, one, self._prompt(one.task)),
+            words=await asyncio.to_thread(self._words, self._plan.agent, one, self._prompt(one.task)),
             folder=one.folder.workspace,
             variables={
                 **agent_variables(access, self._plan.preset, self._plan.dialects, one.folder, one.task),

@@ -287,6 +287,23 @@ def test_the_log_of_a_hive_beside_which_it_is_played_is_hidden(monkeypatch: pyte
         assert in_sandbox(Path(made, "sets"), "", f'ls -A "{kept}"; cat "{kept}/nats-url"; true') == ""
 
 
+def test_a_hive_elsewhere_and_files_with_its_keys_are_hidden_as_long_as_it_runs() -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made, tempfile.TemporaryDirectory(dir="/var/tmp") as other:
+        data, key = Path(made, "srv"), Path(other, "admin.key")
+        store = data / "nats/jetstream"
+        store.mkdir(parents=True)
+        (data / "nats-url").write_text("nats://somewhere\n")
+        (store / "blk").write_text("call\n")
+        key.write_text("sk-admin\n")
+        look = f'ls -A "{data}"; cat "{key}" "{data}/nats-url" 2>/dev/null; true'
+        hive = [sys.executable, "-c", "input()", f"--admin-key-file={key}", f"--store={store}"]
+        with subprocess.Popen(hive, stdin=subprocess.PIPE) as running:
+            try:
+                assert in_sandbox(Path(made, "sets"), "", look) == ""
+            finally:
+                running.kill()
+
+
 def test_its_folders_are_its_own_and_it_has_no_powers_over_the_machine(tmp_path: Path) -> None:
     said = in_sandbox(
         tmp_path,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bombus.errors import Code, Refused
+from bombus.rollout.harbor.hives import private_places
 from bombus.rollout.tasks import TaskPackage
 from bombus.rollout.workspace import EpisodeFolder
 
@@ -17,7 +18,6 @@ NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--mount", "--ipc"
 CHECK_S = 30.0
 TEST = "/tests/test.sh"
 SHELL = "/bin/bash"  # of tests that name no interpreter, as in Harbor
-HIVE = ".bombus"  # where `bombus up` keeps its log, in the folder in which both are usually started
 OWN = frozenset({"HOME", "TMPDIR"})  # variables that the sandbox itself sets, whatever the task says of them
 
 
@@ -68,7 +68,8 @@ def _words(
     package: TaskPackage, folder: EpisodeFolder, judged: str, printed: str, variables: Mapping[str, str]
 ) -> list[str]:
     episode = (folder.path, folder.outputs, folder.workspace, package.workdir)
-    places = (*episode, package.hidden, printed, judged, Path.home(), Path(HIVE).resolve())
+    private = "\n".join(str(each) for each in private_places() if "\n" not in str(each))
+    places = (*episode, package.hidden, printed, judged, Path.home(), private)
     inside = [f"{name}={value}" for name, value in variables.items() if name not in OWN]
     return [_unshare() or "unshare", *NAMESPACES, "/bin/sh", str(SETUP), *map(str, places), "env", *inside]
 

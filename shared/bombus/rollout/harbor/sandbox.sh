@@ -1,13 +1,14 @@
 # Runs a command in a task's sandbox, inside new namespaces (see sandbox.py):
-# sandbox.sh FOLDER OUTPUTS WORKSPACE WORKDIR HIDDEN PRINTED JUDGED USER_HOME HIVE COMMAND...
+# sandbox.sh FOLDER OUTPUTS WORKSPACE WORKDIR HIDDEN PRINTED JUDGED USER_HOME PRIVATE COMMAND...
 # It sees this machine's files, which it cannot change, WORKSPACE as WORKDIR, and folders of the episode as /tmp, /logs
-# and $HOME. HIDDEN is empty, and so are each `.git` above it, PRINTED, where other episodes have their output, and HIVE.
+# and $HOME. HIDDEN is empty, and so are each `.git` above it, PRINTED, where other episodes have their output, and what
+# the lines of PRIVATE name: the data folders and keys of hives.
 # JUDGED is empty for an agent; for tests it is the folder with `tests` and `verifier`, and PRINTED is empty.
 # Where programs keep keys in USER_HOME, nothing is seen.
 # No agent sees OUTPUTS, nor the folders of FOLDER themselves: so that it cannot put links in their places.
 set -e
 PATH=/usr/sbin:/sbin:/usr/bin:/bin:$PATH
-folder=$1 outputs=$2 workspace=$3 workdir=$4 hidden=$5 printed=$6 judged=$7 user_home=$8 hive=$9
+folder=$1 outputs=$2 workspace=$3 workdir=$4 hidden=$5 printed=$6 judged=$7 user_home=$8 private=$9
 shift 9
 root=$outputs/root
 run=${folder%/*}
@@ -77,10 +78,17 @@ case $run in /tmp/*)
     rm -rf -- "$folder/tmp/${below%%/*}" # which an agent may have made
     ;;
 esac
-hide() { # hide FOLDER
-    if [ -d "$root$1" ]; then mount -t tmpfs -o size=1m tmpfs "$root$1"; fi
+hide() { # hide PATH
+    if [ -d "$root$1" ]; then
+        mount -t tmpfs -o size=1m tmpfs "$root$1"
+    elif [ -f "$root$1" ]; then
+        mount --bind /dev/null "$root$1"
+    fi
 }
-for each in "$hidden" "$run" "$printed" "$hive"; do [ -z "$each" ] || hide "$each"; done
+for each in "$hidden" "$run" "$printed"; do [ -z "$each" ] || hide "$each"; done
+while read -r each; do [ -z "$each" ] || hide "$each"; done << END
+$private
+END
 above=$hidden # what is hidden may be in the history of a repository, too
 while [ -n "$above" ]; do
     above=${above%/*}

@@ -1,0 +1,69 @@
+"""Where hives of this machine keep their logs and keys, as their processes show: no agent is to read them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from bombus.cli import URL_FILE
+
+DATA = URL_FILE.parent.name  # of a hive that was started in the working directory
+KEY_FLAG = "key-file"  # the end of each flag that names a file with a key
+_PROC = Path("/proc")
+
+
+def private_places() -> list[Path]:
+    """Return the data folders of hives, and files with their keys, that processes of this machine name or have open."""
+    seen: dict[Path, bool] = {}
+    found = {Path(DATA).resolve()}
+    for process in _PROC.glob("[0-9]*"):
+        words = _words(process)
+        found.update(_key_files(process, words))
+        for path in (*_named(process, words), *_open_files(process)):
+            found.update(each for each in (path, *path.parents) if _is_hive(each, seen))
+    return sorted(found)
+
+
+def _is_hive(folder: Path, seen: dict[Path, bool]) -> bool:
+    if folder not in seen:
+        seen[folder] = os.path.isfile(folder / URL_FILE.name)
+    return seen[folder]
+
+
+def _words(process: Path) -> list[str]:
+    try:
+        return os.fsdecode((process / "cmdline").read_bytes()).split("\0")
+    except OSError:  # it has ended, or is another user's
+        return []
+
+
+def _named(process: Path, words: list[str]) -> Iterator[Path]:
+    """Yield the paths among the words of a command line."""
+    for word in words:
+        if (value := word.partition("=")[2] if word.startswith("-") else word) and "/" in value:
+            yield _resolved(process, value)
+
+
+def _key_files(process: Path, words: list[str]) -> Iterator[Path]:
+    for word, following in zip(words, [*words[1:], ""]):
+        flag, _, value = word.partition("=")
+        if flag.startswith("--") and flag.endswith(KEY_FLAG) and (given := value or following):
+            path = _resolved(process, given)
+            if path.is_file():
+                yield path
+
+
+def _resolved(process: Path, given: str) -> Path:
+    try:
+        return Path(os.path.realpath(os.path.join(os.readlink(process / "cwd"), given)))
+    except (OSError, ValueError):
+        return Path(given)
+
+
+def _open_files(process: Path) -> Iterator[Path]:
+    try:
+        for entry in os.scandir(process / "fd"):
+            target = os.readlink(entry.path)
+            if target.startswith("/") and not target.startswith(("/dev/", "/proc/", "/memfd:")):
+                yield Path(target)
+    except OSError:
+        return
