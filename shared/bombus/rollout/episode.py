@@ -135,6 +135,7 @@ class EpisodePlayer:
             stopped=ended.stopped,
             output=self._kept_output(one),
             complaint=judged.complaint,
+            parts=judged.parts,
         )
         await self._end(one, played, output)
         return played
@@ -258,6 +259,7 @@ class EpisodePlayer:
             "agent_s": played.seconds,
             "agent_failed": float(played.exit_code != 0),
             "truncated": float(played.stopped is not None),
+            **{f"reward/{name}": value for name, value in played.parts.items()},
         }
         output = WorkflowOutput(reward=played.reward, metadata=metadata, log_metrics=metrics)
         self.reporting.add(asyncio.current_task())

@@ -141,14 +141,10 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def timeout_s(self, task: AgentTask) -> float:
         """How long an agent may take: what its task says, unless the command line says less."""
-        given = self.options.timeout_s
-        if task.package is None:
+        given, own = self.options.timeout_s, task.package.timeout_s if task.package is not None else None
+        if own is None:
             return given
-        return (
-            min(task.package.timeout_s, given)
-            if "timeout_s" in self.options.model_fields_set
-            else task.package.timeout_s
-        )
+        return min(own, given) if "timeout_s" in self.options.model_fields_set else own
 
     def reward_timeout_s(self, task: AgentTask) -> float:
         """How long the judge of a task may take."""

@@ -1,7 +1,7 @@
 """How episodes went: their records, what is kept of them in a folder, and the summary of a rollout."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class PlayedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     stopped: StopReason | None = None
     output: str = ""
     complaint: str = ""
+    parts: Mapping[str, float] = {}  # of the reward, where it has names
 
 
 class LostEpisode(msgspec.Struct, frozen=True, kw_only=True):

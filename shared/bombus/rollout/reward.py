@@ -1,7 +1,7 @@
 """How a reward command's exit code and output become a reward."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -27,10 +27,14 @@ _NEARLY = re.compile(
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What a reward command has said. `complaint` is the last line of its errors when it failed and gave 0."""
+    """What a reward command has said. `complaint` is the last line of its errors when it failed and gave 0.
+
+    `parts` are the rewards by their names, where it gave several.
+    """
 
     reward: float
     complaint: str = ""
+    parts: Mapping[str, float] = {}
 
 
 def judgement_of(exit_code: int, output: str, errors: str) -> Judgement:

@@ -24,7 +24,7 @@ class TaskPackage(msgspec.Struct, frozen=True, kw_only=True):
     hidden: Path
     files: Path | None
     workdir: str
-    timeout_s: float
+    timeout_s: float | None  # None: what `--timeout-s` says
     reward_timeout_s: float
     variables: dict[str, str] = {}
     judge_variables: dict[str, str] = {}

@@ -54,7 +54,7 @@ def test_without_a_word_about_them_limits_are_harbors_and_the_name_is_the_folder
     (tmp_path / "notes").mkdir()
     tasks = read_task_folders(tmp_path)
     assert [task.task_id for task in tasks] == ["a", "b"]
-    assert [(each.timeout_s, each.reward_timeout_s) for task in tasks if (each := task.package)] == [(600.0, 600.0)] * 2
+    assert [(each.timeout_s, each.reward_timeout_s) for task in tasks if (each := task.package)] == [(None, 600.0)] * 2
 
 
 def test_a_folder_may_be_one_task(tmp_path: Path) -> None:

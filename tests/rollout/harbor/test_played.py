@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -440,3 +441,6 @@ def test_a_typed_time_limit_only_shortens_that_of_a_task(tmp_path: Path) -> None
     assert limits() == (2000.0, 2650.0)
     assert limits(timeout_s=100) == (100.0, 750.0)
     assert limits(timeout_s=3000) == (2000.0, 2650.0)
+    shutil.rmtree(tmp_path / "tasks")
+    task_folder(tmp_path / "tasks", "[verifier]\ntimeout_sec = 50")
+    assert (limits(), limits(timeout_s=3000)) == ((1800.0, 2450.0), (3000.0, 3650.0)), "it names no limit of its own"

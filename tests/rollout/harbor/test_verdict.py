@@ -16,6 +16,7 @@ from bombus.sdk.errors import InfraError
         ({"reward.txt": "1", "reward.json": '{"reward": 0.5}'}, 0.5),
         ({"reward.json": '{"reward": 0.25, "style": 1}'}, 0.25),
         ({"reward.json": '{"passed": 1}'}, 1.0),
+        ({"reward.json": '{"passed": true, "style": 0.5}'}, 0.75),
     ],
 )
 def test_the_reward_is_in_one_of_two_files_whatever_the_exit_code(
@@ -35,7 +36,8 @@ def test_the_reward_is_in_one_of_two_files_whatever_the_exit_code(
         ({"reward.txt": "nan"}, "reward.txt has 'nan', and a reward is a number"),
         ({"reward.txt": "x" * 70_000}, "reward.txt has over 65536 bytes"),
         ({"reward.json": "[1]"}, "reward.json is not an object of rewards"),
-        ({"reward.json": '{"a": 1, "b": 0}'}, "reward.json has the rewards a, b, and none of them is called"),
+        ({"reward.json": "{}"}, "reward.json has no reward in it"),
+        ({"reward.json": '{"reward": 1, "b": "0.5"}'}, "reward.json has '0.5', and a reward is a number"),
         ({"reward.json": '{"reward": null}'}, "reward.json has 'None', and a reward is a number"),
     ],
 )
@@ -60,9 +62,16 @@ def test_what_is_not_a_file_is_not_followed_and_not_waited_for(tmp_path: Path) -
     with pytest.raises(InfraError, match=r"reward\.txt cannot be read"):
         verdict_of(0, tmp_path, "")
     (tmp_path / "reward.txt").unlink()
-    os.mkfifo(tmp_path / "reward.txt")
-    with pytest.raises(InfraError, match=r"reward\.txt is not a file"):
-        verdict_of(0, tmp_path, "")
+    for made in (os.mkfifo, os.mkdir):
+        made(tmp_path / "reward.txt")
+        with pytest.raises(InfraError, match=r"reward\.txt is not a file"):
+            verdict_of(0, tmp_path, "")
+        os.rename(tmp_path / "reward.txt", tmp_path / made.__name__)
+
+
+def test_rewards_with_names_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "reward.json").write_text('{"passed": 1, "style": 0}')
+    assert verdict_of(0, tmp_path, "").parts == {"passed": 1.0, "style": 0.0}
 
 
 def test_what_failing_tests_complain_of_is_kept(tmp_path: Path) -> None:

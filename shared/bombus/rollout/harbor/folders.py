@@ -14,7 +14,7 @@ from bombus.rollout.tasks import AgentTask, TaskPackage, checked_task
 FILE_BYTES_MAX = 1 << 20  # of task.toml and instruction.md
 TASKS_MAX = 100_000
 VARIABLES_BYTES_MAX = 64 << 10  # of one table: they are arguments of a program
-TIMEOUT_S = 600.0  # Harbor's, for an agent and for a verifier
+VERIFIER_S = 600.0  # Harbor's; for an agent it has no limit where a task names none
 DAY_S = 86_400.0
 NAMED_MAX = 8
 WORKDIR = "/app"
@@ -109,7 +109,7 @@ def task_of_folder(folder: Path, data_set: Path) -> AgentTask:
         hidden=data_set.resolve(),
         files=folder.resolve() / "environment" if dockerfile.copies_files else None,
         workdir=_checked_workdir(dockerfile.workdir),
-        timeout_s=_seconds(agent, "agent"),
+        timeout_s=_seconds(agent, "agent") if "timeout_sec" in agent else None,
         reward_timeout_s=_seconds(verifier, "verifier"),
         variables=everywhere,
         judge_variables={**everywhere, **_variables(verifier, "verifier")},
@@ -186,7 +186,7 @@ def _check_installs(folder: Path) -> None:
 
 
 def _seconds(table: Table, name: str) -> float:
-    found = table.get("timeout_sec", TIMEOUT_S)
+    found = table.get("timeout_sec", VERIFIER_S)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found <= DAY_S:
         raise ValueError(f"{name}.timeout_sec in task.toml is {found!r}, and a time limit is up to {DAY_S:.0f} s")
     return float(found)

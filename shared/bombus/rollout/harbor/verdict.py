@@ -2,7 +2,6 @@
 
 import os
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,21 +17,25 @@ BYTES_MAX = 64 << 10
 def verdict_of(exit_code: int, verifier: Path, errors: str) -> Judgement:
     """Return the reward in `reward.json`, or else the one in `reward.txt`: the exit code does not count.
 
+    Of several in `reward.json` it is the one called `reward`, or else their mean.
+
     Raises `InfraError` when the tests did not judge: a signal ended them, or there is no number.
     """
     check_signal(exit_code)
     lines = errors.strip().splitlines()
     said = lines[-1] if lines else ""
+    parts: dict[str, float] = {}
     try:
         if (text := _read(verifier / OBJECT)) is not None:
-            reward = _of_object(text)
+            parts = _of_object(text)
+            reward = parts["reward"] if "reward" in parts else sum(parts.values()) / len(parts)
         elif (text := _read(verifier / TEXT)) is not None:
-            reward = _number(text, TEXT)
+            reward = _number(_text_number(text), text, TEXT)
         else:
             raise InfraError(f"the tests ended with exit code {exit_code} and wrote neither {TEXT} nor {OBJECT}")
     except InfraError as error:
         raise InfraError(f"{error}: {said}" if said else str(error)) from error
-    return Judgement(reward, said if exit_code and not reward else "")
+    return Judgement(reward, said if exit_code and not reward else "", parts)
 
 
 def _read(path: Path) -> str | None:
@@ -43,39 +46,38 @@ def _read(path: Path) -> str | None:
         return None
     except OSError as error:
         raise InfraError(f"{path.name} cannot be read: {error.strerror}") from error
-    with open(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise InfraError(f"{path.name} is not a file")
-        data = file.read(BYTES_MAX + 1)
+        data = os.read(descriptor, BYTES_MAX + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > BYTES_MAX:
         raise InfraError(f"{path.name} has over {BYTES_MAX} bytes")
     return data.decode(errors="replace")
 
 
-def _of_object(text: str) -> float:
+def _of_object(text: str) -> dict[str, float]:
+    """Return the rewards by their names: there may be several, all of which are numbers, as Harbor has it."""
     try:
         found = msgspec.json.decode(text, type=dict[str, object])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InfraError(f"{OBJECT} is not an object of rewards: {error}") from error
-    return _number(_one_of(found), OBJECT)
+    if not found:
+        raise InfraError(f"{OBJECT} has no reward in it")
+    return {name: _number(value, value, OBJECT) for name, value in found.items()}
 
 
-def _one_of(found: Mapping[str, object]) -> object:
-    if "reward" in found:
-        return found["reward"]
-    if len(found) == 1:
-        return next(iter(found.values()))
-    names = ", ".join(sorted(found))[:200]
-    raise InfraError(f"{OBJECT} has the rewards {names or 'of nothing'}, and none of them is called `reward`")
-
-
-def _number(value: object, name: str) -> float:
+def _text_number(text: str) -> float | None:
     try:
-        number = float(value) if isinstance(value, str | int | float) else None
-    except (ValueError, OverflowError):
-        number = None
-    if number is None or not is_reward(number):
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _number(value: object, shown: object, name: str) -> float:
+    if not isinstance(value, int | float) or not is_reward(value):
         raise InfraError(
-            f"{name} has {str(value).strip()[:80]!r}, and a reward is a number of at most {REWARD_MAX:.0e}"
+            f"{name} has {str(shown).strip()[:80]!r}, and a reward is a number of at most {REWARD_MAX:.0e}"
         )
-    return number
+    return float(value)
