@@ -676,11 +676,11 @@ class Unjudged(Counter):
     ("what", "why"),
     [
         ("nan", "returned nan"),
-        ("text", "returned '1'"),
-        ("bytes", "returned b'1'"),
-        ("several", "returned several numbers, which is not a finite number"),
-        ("huge", "returned 1000.*, which is not a finite number"),
-        ("unshown", "returned something of the type Unshown"),
+        ("text", "returned no number: a reward is a number .* and not str '1'"),
+        ("bytes", "returned no number: .* and not bytes b'1'"),
+        ("several", "returned no number: .* and not Several"),
+        ("huge", "returned no number: .* and not int 1000"),
+        ("unshown", "returned no number: .* and not Unshown"),
         ("raises", "failed: ZeroDivisionError"),
     ],
 )

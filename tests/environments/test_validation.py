@@ -273,3 +273,15 @@ def test_tasks_are_read_line_by_line(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(Refused, match=why):
             read_environment_tasks(path)
+
+
+async def test_a_class_that_rewards_doing_nothing_passes_with_a_warning() -> None:
+    class Generous(Counter):
+        @reward
+        def came(self) -> float:
+            return 1.0
+
+    checked = await ClassValidation(Generous, describe(Generous)).check(TASK)
+    assert [one.check for one in checked if one.warning] == ["plays"]
+    assert checked[0].warning.startswith("Doing nothing earns the reward ")
+    assert not checked[0].problems

@@ -149,9 +149,9 @@ def test_what_an_episode_cannot_say_of_a_sample_is_counted() -> None:
 @pytest.mark.parametrize(
     ("reward", "why"),
     [
-        (None, "is None, not a finite number$"),
+        (None, "and not NoneType None$"),
         (float("nan"), "not a finite number$"),
-        ("1", "is '1', not a finite number$"),
+        ("1", "and not str '1'$"),
         ({"score": 1.0}, "--reward-key NAME takes one of several"),
     ],
 )

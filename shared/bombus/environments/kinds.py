@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from bombus.hive.episodes import reward_number
 from bombus.sdk.errors import InfraError
 from bombus.sdk.reports import read_report
 from bombus.sdk.types import Task
@@ -62,7 +63,10 @@ class RolloutStatus(StrEnum):
 
 class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
     """What an environment says of a rollout. `reward` is the weighted sum of `rewards`; these and `metrics` are only
-    reported, so that what is no number in them is left out with a warning."""
+    reported, so that what is no number in them is left out with a warning.
+
+    Raises `ValueError` for a reward that is not a number.
+    """
 
     reward: float
     rewards: dict[str, float] = {}
@@ -70,6 +74,7 @@ class RolloutScores(msgspec.Struct, frozen=True, kw_only=True):
     is_success: bool | None = None
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "reward", reward_number(self.reward))
         said = read_report(None, self.metrics, self.is_success)
         parts = read_report(None, self.rewards, None).log_metrics
         for name, value in (("metrics", said.log_metrics), ("is_success", said.is_success), ("rewards", parts)):

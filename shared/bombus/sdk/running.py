@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from bombus.errors import Code
 from bombus.hive.episodes import REWARD_MAX
 from bombus.sdk.errors import BadReward, EpisodesFailed, InfraError
@@ -29,7 +31,14 @@ AsyncAgent = Callable[[Task, Credentials], Awaitable[AgentResult]]
 
 
 def output_of(result: AgentResult) -> WorkflowOutput:
-    return result if isinstance(result, WorkflowOutput) else WorkflowOutput(reward=result)
+    """Return the outcome that an agent has returned, or that has the reward which it has. Raises `BadReward`."""
+    if isinstance(result, WorkflowOutput):
+        return result
+    try:
+        return WorkflowOutput(reward=result)
+    except ValidationError as error:
+        why = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise BadReward(f"the agent returned no outcome: {why}", Code.BAD_REWARD) from error
 
 
 def checked_output(result: AgentResult) -> WorkflowOutput:

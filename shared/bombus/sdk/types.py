@@ -1,10 +1,10 @@
 """The types that a client works with: tasks, outcomes, and the credentials of an episode."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation
 
-from bombus.hive.episodes import without_secret
+from bombus.hive.episodes import reward_forms_of, without_secret
 
 EpisodeKind = Literal["train", "eval"]
 
@@ -36,7 +36,7 @@ class WorkflowOutput(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    reward: float | list[float] | dict[str, float] | None = None
+    reward: Annotated[float | list[float] | dict[str, float] | None, BeforeValidator(reward_forms_of)] = None
     is_success: SkipValidation[bool | None] = None
     metadata: SkipValidation[dict[str, Any]] = Field(default_factory=dict)
     log_metrics: SkipValidation[dict[str, float | list[float]]] = Field(default_factory=dict)

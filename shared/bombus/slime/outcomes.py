@@ -4,9 +4,9 @@ import math
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any
 
+from bombus.hive.episodes import reward_number
 from bombus.sdk.types import WorkflowOutput
 from bombus.slime.relay import SampledCall
 
@@ -36,13 +36,16 @@ def output_of(samples: Sequence[Any], calls: Sequence[SampledCall], args: Namesp
 
 
 def reward_of(sample: Any, args: Namespace) -> float:
-    """Return the reward of a sample: a number, also of NumPy, or a tensor of one element. Raises `ValueError`."""
+    """Return the reward of a sample, which is a finite number. Raises `ValueError`."""
     value = sample.get_reward_value(args)
-    number = value.item() if hasattr(value, "item") else value
-    if not isinstance(number, Real) or not math.isfinite(number):
+    try:
+        number = reward_number(value)
+    except ValueError as error:
         hint = "; --reward-key NAME takes one of several" if isinstance(value, Mapping) else ""
-        raise ValueError(f"the reward of a sample is {value!r}, not a finite number{hint}")
-    return float(number)
+        raise ValueError(f"the reward of a sample cannot be used: {error}{hint}") from error
+    if not math.isfinite(number):
+        raise ValueError(f"the reward of a sample is {number}, not a finite number")
+    return number
 
 
 def is_aborted(sample: Any) -> bool:

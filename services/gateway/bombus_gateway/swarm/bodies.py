@@ -7,10 +7,11 @@ import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from starlette.requests import ClientDisconnect
 
 from bombus.errors import Code, Refused
+from bombus.hive.episodes import reward_forms_of
 from bombus.hive.inbox import EpisodeResult
 from bombus.sdk.reports import read_report
 from bombus.sdk.types import ThrottlePolicy
@@ -73,12 +74,13 @@ class WorkflowOutputBody(ContractBody):
     gateway's log.
     """
 
-    reward: (
+    reward: Annotated[
         float
         | Annotated[list[float], Field(max_length=limits.REWARDS)]
         | Annotated[dict[str, float], Field(max_length=limits.REWARDS)]
-        | None
-    ) = None
+        | None,
+        BeforeValidator(reward_forms_of),
+    ] = None
     is_success: Verdict = None
     metadata: Metadata = {}
     log_metrics: Metrics = {}

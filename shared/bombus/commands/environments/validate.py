@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         if rows:
             say(_row(check, rows))
     problems = [f"{task}: {each}" for task, checked in found for row in checked for each in row.problems]
-    complain(*problems)
+    warnings = [f"warning: {task}: {row.warning}" for task, checked in found for row in checked if row.warning]
+    complain(*problems, *warnings)
     return 1 if problems else 0
 
 

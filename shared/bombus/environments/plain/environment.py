@@ -30,6 +30,7 @@ from bombus.environments.plain.description import MarkedMethod, PlainClass, Wron
 from bombus.environments.plain.tools import BadArguments, text_of
 from bombus.environments.plain.world_thread import WorldThread
 from bombus.errors import in_one_line, with_place, without_surrogates
+from bombus.hive import episodes
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained, contained_here
 from bombus.sdk.types import Task
@@ -384,11 +385,11 @@ async def metrics_of(
 def number_of(value: object, where: str) -> float:
     """Return the number that a method has returned. Raises `MethodFailed` unless it is a finite one."""
     try:
-        found = math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # type: ignore[arg-type]
-    except Exception:  # the code of what it returned
-        found = math.nan
+        found = episodes.reward_number(value)
+    except ValueError as error:
+        raise MethodFailed(f"{where} returned no number: {error}") from error
     if not math.isfinite(found):
-        raise MethodFailed(f"{where} returned {_shown(value)}, which is not a finite number")
+        raise MethodFailed(f"{where} returned {found}, which is not a finite number")
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.environments.kinds import RolloutScores
 from bombus.environments.plain.description import PlainClass
 from bombus.environments.plain.environment import PlainEnvironment
 from bombus.environments.plain.leaks import footprint, left_behind
@@ -22,12 +23,16 @@ SLACK = 1e-6  # of rewards that are compared
 
 
 class CheckedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The problems that a check found with a task, as sentences. `skipped` says why the check was not made."""
+    """The problems that a check found with a task, as sentences. `skipped` says why the check was not made.
+
+    `warning` is a sentence about what may be as it should, and does not fail the check.
+    """
 
     check: str
     problems: tuple[str, ...] = ()
     skipped: str = ""
     detail: str = ""
+    warning: str = ""
 
 
 class ClassValidation:
@@ -47,7 +52,11 @@ class ClassValidation:
         except Exception as error:  # the class's own code: whatever it raises is what is wrong with it
             return [CheckedTask(check="plays", problems=(f"It cannot be played: {_said(error)}.",))]
         return [
-            CheckedTask(check="plays", detail=f"reward {nothing.scores.reward:g} for doing nothing"),
+            CheckedTask(
+                check="plays",
+                detail=f"reward {nothing.scores.reward:g} for doing nothing",
+                warning=_warning_of(nothing.scores),
+            ),
             self._gold(nothing, best),
             CheckedTask(check="range", problems=tuple(dict.fromkeys([*self._outside(nothing), *self._outside(best)]))),
             await self._again("determinism", self._determinism(task, best)),
@@ -130,6 +139,17 @@ class ClassValidation:
             await self._trial(task, gold=self._has_gold)
             for what in await left_behind(before, *folders):
                 yield f"After `close` it leaves behind {what}."
+
+
+def _warning_of(nothing: RolloutScores) -> str:
+    """Return what to look at where an empty answer and no call of a tool earn something, "" where they do not."""
+    if nothing.reward <= SLACK and not nothing.is_success:
+        return ""
+    how = "is a success" if nothing.is_success else f"earns the reward {nothing.reward:g}"
+    return (
+        f"Doing nothing {how}: a policy may learn to do nothing. Unless the task is to refrain from something, reward "
+        "what was done"
+    )
 
 
 async def _all(problems: AsyncIterator[str]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from bombus.environments.pools.remote import RemoteEnvironment, reset_of
 from bombus.environments.pools.session import EnvSession, SessionSettings, StepRefused
 from bombus.environments.variables import number_of
 from bombus.errors import Code, Refused, in_one_line
+from bombus.hive.episodes import reward_number
 from bombus.sdk.errors import InfraError
 from bombus.sdk.running import contained, infra_of
 from bombus.sdk.types import Task
@@ -333,11 +334,15 @@ class AsyncEnvPool:
 
     def record_group_result(self, task: Task, rewards: Sequence[float]) -> None:
         """Tell the curriculum once how a group went: its mean reward, and whether that is at least 0.5."""
-        if not rewards or not all(math.isfinite(reward) for reward in rewards):
-            raise Refused(Code.BAD_REWARD, f"the rewards of a group are finite numbers, and not {list(rewards)}")
+        try:
+            numbers = [reward_number(reward) for reward in rewards]
+        except ValueError as error:
+            raise Refused(Code.BAD_REWARD, f"the rewards of a group cannot be used: {error}") from error
+        if not numbers or not all(map(math.isfinite, numbers)):
+            raise Refused(Code.BAD_REWARD, f"the rewards of a group are finite numbers, and not {numbers}")
         if self._curriculum is None:
             raise Refused(Code.BAD_CONFIG, "this pool has no curriculum: give it one when you make the pool")
-        mean = sum(rewards) / len(rewards)
+        mean = sum(numbers) / len(numbers)
         self._curriculum.record_result(task, mean >= ACHIEVED_AT, mean)
 
     def _group_of(self, n: int | None) -> int:

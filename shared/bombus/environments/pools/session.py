@@ -28,6 +28,7 @@ from bombus.environments.openenv.messages import (
     encode,
 )
 from bombus.errors import FOREIGN_TEXT_MAX, BombusError, Code, Refused, in_one_line
+from bombus.hive.episodes import reward_number
 
 log = logging.getLogger("bombus")
 
@@ -192,11 +193,11 @@ class EnvSession:
 
     async def _observe(self, kind: str, data: dict[str, Any]) -> StepResult:
         seen = (await self._ask(WireMessage(type=kind, data=data))).data
-        if isinstance(reward := seen.get("reward"), bool):  # as OpenEnv's observations may have it
-            seen = {**seen, "reward": float(reward)}
         try:
+            if (reward := seen.get("reward")) is not None:  # of OpenEnv's it may be a bool
+                seen = {**seen, "reward": reward_number(reward)}
             return msgspec.convert(seen, StepResult, strict=False)
-        except msgspec.ValidationError as error:
+        except ValueError as error:
             self._die(f"the answer to a {kind} is not an observation: {error}")
             raise EnvironmentLost(self._sentence()) from error
 
