@@ -2,11 +2,16 @@
 
 import asyncio
 import gc
+import logging
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import cast
 
 import pytest
 
 from bombus.sdk import running
+from bombus.sdk.errors import BadRequest, InfraError, NoTaskId, ServerBusy
 from bombus.sdk.running import contained, contained_here
 
 
@@ -149,3 +154,44 @@ async def test_an_error_of_a_coroutine_that_was_left_to_itself_is_not_complained
     del left
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+def raised_by(work: Callable[[], object]) -> Exception:
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever it is
+        work()
+    return cast(Exception, raised.value)
+
+
+def test_each_distinct_error_is_shown_once_with_its_traceback_and_then_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def looks_up(name: str) -> object:
+        return {}[name]
+
+    reports = running.ErrorReports()
+    with caplog.at_level(logging.WARNING, "bombus"):
+        for name in ("one", "two", "three"):
+            reports.report(raised_by(partial(looks_up, name)), f"task {name} failed")
+        reports.report(raised_by(lambda: [][1]), "task four failed")
+        reports.report(InfraError("the world is gone"), "task five failed")
+    assert "task one failed: KeyError: 'one' (test_running.py, line " in caplog.text
+    assert caplog.text.count("Traceback") == 2, "one for each kind, and none for an error that says what to do"
+    assert "(3 of this kind so far)" in caplog.text
+    assert "task five failed: InfraError: the world is gone" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (KeyError("x"), True),
+        (TypeError("x"), True),
+        (NoTaskId("x"), True),
+        (BadRequest("x"), True),
+        (ValueError("x"), False),
+        (TimeoutError("x"), False),
+        (InfraError("x"), False),
+        (ServerBusy("x"), False),
+    ],
+)
+def test_a_mistake_of_the_program_is_not_tried_again(error: Exception, is_one: bool) -> None:
+    assert running.is_mistake(error) is is_one

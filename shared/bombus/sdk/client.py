@@ -396,8 +396,8 @@ class SwarmClient:
                     break
                 except Exception as error:  # the caller's code: whatever it raises must not stop the others
                     threads.check()
-                    delay = next(delays, None)
-                    log.warning("task %s failed%s: %r", tasks[index].task_id, running.retry_note(delay), error)
+                    delay = None if running.is_mistake(error) else next(delays, None)
+                    running.reports.report(error, f"task {tasks[index].task_id} failed{running.retry_note(delay)}")
                     if delay is None:
                         failures[index] = error
                         break

@@ -28,6 +28,7 @@ from bombus.sdk.errors import (
     BadConfig,
     EngineOffline,
     NoEpisode,
+    NoTaskId,
     OtherModel,
     ServerBusy,
     ServerFault,
@@ -663,13 +664,13 @@ def _describe_differences(url: str, differences: dict[str, Any]) -> str:
 
 
 def check_task(task: Task) -> None:
-    """Raise `ValueError` for a task with which no episode can be ended."""
+    """Raise `NoTaskId` for a task with which no episode can be ended."""
     if not task.task_id:
-        raise ValueError("task.task_id is empty: episodes are compared within a task, so it needs an id")
+        raise NoTaskId("task.task_id is empty: episodes are compared within a task, so it needs an id")
 
 
 def end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
-    """Return how the server is told of an episode's end, as `reports` has it. Raises `ValueError` for a task without an
+    """Return how the server is told of an episode's end, as `reports` has it. Raises `NoTaskId` for a task without an
     id."""
     check_task(task)
     given = {name: getattr(output, name, None) for name in ("metadata", "log_metrics", "is_success")}

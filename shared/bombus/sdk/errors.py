@@ -16,6 +16,7 @@ SwarmError                 every refusal: `code` (stable), `status` (HTTP) and a
 ├── OtherOutcome           it has already ended with another outcome
 └── ServerFault            the server failed; its log says more
 
+NoTaskId                   a task has no id
 InfraError                 raised by an agent's code: its environment broke, and the model is not to blame
 EpisodesFailed             some of many runs failed for good; it has the results of the others
 """
@@ -51,6 +52,10 @@ class BadConfig(BadRequest):
 
 class BadReward(BadRequest):
     pass
+
+
+class NoTaskId(ValueError):
+    """A task has no id, so that its episodes cannot be compared."""
 
 
 class Unauthorized(SwarmError):

@@ -105,7 +105,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
     def failed(self, index: int, error: Exception) -> None:
         error = infra_of(error)
-        log.warning("episode %s of task %s is lost: %r", self._claimed[index].episode, self.task.task_id, error)
+        running.reports.report(error, f"episode {self._claimed[index].episode} of task {self.task.task_id} is lost")
         with self._lock:
             self.results[index] = None
             self.failures[index] = error

@@ -3,15 +3,19 @@
 import asyncio
 import logging
 import random
+import threading
+import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from bombus.errors import Code
+from bombus.errors import BombusError, Code, with_place
+from bombus.hive.bounded import trim
 from bombus.hive.episodes import REWARD_MAX
-from bombus.sdk.errors import BadReward, EpisodesFailed, InfraError
+from bombus.sdk.errors import BadRequest, BadReward, EpisodesFailed, InfraError, NoTaskId, Unauthorized
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 from bombus.task_groups import take_back_cancellations
 
@@ -22,6 +26,7 @@ RETRY_FIRST_S = 2.0
 WORKERS_MAX = 64
 UNASKED = "it let out a CancelledError, and nobody had cancelled it"
 CANCELLED_S = 5.0  # for somebody's coroutine to end once it was cancelled
+DISTINCT_ERRORS_MAX = 1000  # that are counted
 KEEP_FINISHED_S = 30.0  # between two signs of life of episodes that wait for the rest of their group
 
 T = TypeVar("T")
@@ -157,6 +162,40 @@ def infra_of(error: Exception) -> Exception:
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
     return first if isinstance(first, InfraError) else error
+
+
+def is_mistake(error: Exception) -> bool:
+    """Return whether the program itself is wrong, so that another attempt would fail as this one did."""
+    wrong = isinstance(error, LookupError | TypeError | AttributeError | NameError | ImportError | NotImplementedError)
+    return wrong or isinstance(error, NoTaskId | BadRequest | Unauthorized)
+
+
+class ErrorReports:
+    """Shows each distinct error of the caller's code once with its traceback, and counts it from then on."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def report(self, error: Exception, what: str) -> None:
+        """Log that something failed: `what` says what did, and what becomes of it."""
+        cause = error.__cause__ if isinstance(error, BombusError) else error  # ours say what to do
+        with self._lock:
+            self._counts[key := _place_of(error)] += 1
+            trim(self._counts, DISTINCT_ERRORS_MAX)
+            count = self._counts[key]
+        is_shown = count == 1 and isinstance(cause, Exception) and (cause is error or is_mistake(cause))
+        often = f" ({count} of this kind so far)" if count > 1 else ""
+        log.warning("%s: %s%s", what, with_place(error), often, exc_info=cause if is_shown else None)
+
+
+def _place_of(error: Exception) -> str:
+    """Return what tells an error from others: its kind, and the line where it was raised, whatever its text says."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} {frames[-1].filename}:{frames[-1].lineno}" if frames else repr(error)
+
+
+reports = ErrorReports()  # of this program, whose groups and clients fail in the same code
 
 
 def retry_delays(auto_retry: bool) -> Iterator[float]:

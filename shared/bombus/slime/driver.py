@@ -17,7 +17,7 @@ from bombus.errors import BombusError, Code, Refused, in_one_line
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.core import OFFLINE
 from bombus.sdk.errors import BadReward, EpisodeGone, InfraError, SwarmError
-from bombus.sdk.running import contained
+from bombus.sdk.running import contained, is_mistake, reports
 from bombus.sdk.types import Credentials, EpisodeKind, Task, WorkflowOutput
 from bombus.slime import generation
 from bombus.slime.filters import as_filter_output, flattened
@@ -328,8 +328,8 @@ class SlimeDriver:
             except Refused:  # by us, with what is to be done about it: another attempt would go no better
                 raise
             except Exception as error:  # the hook's code: another attempt may go well
-                log.warning("sample %s, attempt %d of %d: %s", prompt.index, attempt, ATTEMPTS, _said(error))
-                if attempt == ATTEMPTS:
+                reports.report(error, f"sample {prompt.index}, attempt {attempt} of {ATTEMPTS}")
+                if attempt == ATTEMPTS or is_mistake(error):
                     raise
                 infra = isinstance(error, InfraError)
                 await self._abort([claimed.episode_uuid], repr(error), infra=infra)
