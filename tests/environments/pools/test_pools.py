@@ -643,6 +643,22 @@ async def test_p1_a_rollout_that_begins_in_the_middle_of_a_reset_of_the_group_wa
         assert server.counts()["leased"] == 2
 
 
+async def test_a_pool_that_has_its_rollout_or_its_task_is_given_the_other_one(make: MakePool) -> None:
+    async def play(task: Task, environment: AgentEnvironment) -> str:
+        await environment.open(task)
+        return task.task_id
+
+    async with served(slots=2) as (_, url):
+        for each in ({"rollout": play}, {"task": TASK}):
+            pool: Any = make(url, 2, group_size=2, **each)
+            await pool.connect()
+            assert await pool.run_group(TASK if "rollout" in each else play) == ["t1"] * 2
+            assert await pool.run_group(TASK, play) == ["t1"] * 2
+            with pytest.raises(Refused, match=r"run_group has no (rollout|task): give it as"):
+                await pool.run_group(play if "rollout" in each else TASK)
+            await pool.close()
+
+
 class Recorder:
     """Keeps what it is told."""
 

@@ -63,7 +63,7 @@ class AsyncEnvPool:
     that the pool is used. `group_size` is how many sessions play one task together: `$NUM_GENERATIONS` or 8 by default.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of a pool
         self,
         url: str,
         size: int | None = None,
@@ -71,7 +71,10 @@ class AsyncEnvPool:
         group_size: int | None = None,
         settings: SessionSettings | None = None,
         curriculum: ResultRecorder | None = None,
+        rollout: GroupRollout[Any] | None = None,
+        task: Task | None = None,
     ) -> None:
+        """`rollout` and `task` are what `run_group` plays where it is given the other one alone."""
         if group_size is None:
             group_size = number_of(os.environ, GROUP_VARIABLE, GROUP_SIZE, 1, POOL_MAX)
         self.group_size = group_size
@@ -85,6 +88,7 @@ class AsyncEnvPool:
         self.url = url
         self.settings = settings or SessionSettings()
         self._curriculum = curriculum
+        self._rollout, self._task = rollout, task
         self._sessions: list[EnvSession | None] = []
         self._idle: asyncio.Queue[int | None] = asyncio.Queue()  # numbers of sessions; None once the pool was closed
         self._taken: set[TakenSession] = set()
@@ -263,14 +267,22 @@ class AsyncEnvPool:
     # ---- groups ---------------------------------------------------------------------------------------------------
 
     async def run_group(
-        self, task: Task, rollout: GroupRollout[T], n: int | None = None, *, retries: int = 0
+        self,
+        task: Task | GroupRollout[T],
+        rollout: GroupRollout[T] | None = None,
+        n: int | None = None,
+        *,
+        retries: int = 0,
     ) -> list[T | InfraError]:
         """Play a task `n` times at once, each in a session of its own, and return the results in order.
+
+        A pool that was made with its rollout, or with its task, is given the other one alone.
 
         A rollout whose environment was lost is played again in another session, up to `retries` times for the whole
         group. After that its `InfraError` stands in place of a result. Any other error of a rollout cancels the others
         and is raised here. An error that would end the program, such as `SystemExit`, is raised as `RuntimeError`.
         """
+        played, by = self._task_and_rollout(task, rollout)
         count = self._group_of(n)
         left = retries
 
@@ -279,14 +291,14 @@ class AsyncEnvPool:
             while True:
                 environment = self.environment()
                 try:
-                    return await contained(rollout(task.model_copy(deep=True), environment))
+                    return await contained(by(played.model_copy(deep=True), environment))
                 except Exception as raised:
                     error = infra_of(raised)
                     if not isinstance(error, InfraError):
                         raise
                     log.warning(
                         "an episode of task %r has no reward, as its environment failed: %s",
-                        task.task_id,
+                        played.task_id,
                         in_one_line(error),
                     )
                     if left < 1:
@@ -298,6 +310,20 @@ class AsyncEnvPool:
         async with first_failure() as tasks:
             playing = [tasks.create_task(play()) for _ in range(count)]
         return [each.result() for each in playing]
+
+    def _task_and_rollout(
+        self, task: Task | GroupRollout[T], rollout: GroupRollout[T] | None
+    ) -> tuple[Task, GroupRollout[T]]:
+        """Return what is played, of what was given here and what the pool was made with. Raises `Refused`."""
+        given = task if isinstance(task, Task) else self._task
+        by = rollout or (self._rollout if isinstance(task, Task) else task)
+        if given is None or by is None:
+            what, where = ("rollout", "rollout") if by is None else ("task", "task")
+            raise Refused(
+                Code.BAD_CONFIG,
+                f"run_group has no {what}: give it as run_group(task, rollout), or make the pool with {where}=...",
+            )
+        return given, by
 
     async def reset_group(self, task: Task, n: int | None = None) -> list[StepResult]:
         """Make the first `n` worlds new for the same task. Raises the first error: then none of them is to be used."""

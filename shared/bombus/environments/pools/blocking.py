@@ -206,7 +206,7 @@ class EnvPool:
     is given a `BlockingEnvironment`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of a pool
         self,
         url: str,
         size: int | None = None,
@@ -214,8 +214,19 @@ class EnvPool:
         group_size: int | None = None,
         settings: SessionSettings | None = None,
         curriculum: ResultRecorder | None = None,
+        rollout: Callable[..., Any] | None = None,
+        task: Task | None = None,
     ) -> None:
-        self._make = partial(AsyncEnvPool, url, size, group_size=group_size, settings=settings, curriculum=curriculum)
+        self._make = partial(
+            AsyncEnvPool,
+            url,
+            size,
+            group_size=group_size,
+            settings=settings,
+            curriculum=curriculum,
+            rollout=as_coroutine(rollout) if rollout is not None else None,
+            task=task,
+        )
         self._pool = self._make()
         self._thread: LoopThread | None = None
         self._changing = threading.Lock()  # of the two above
@@ -271,14 +282,16 @@ class EnvPool:
 
     def run_group(
         self,
-        task: Task,
-        rollout: GroupRollout[T] | Callable[[Task, BlockingEnvironment], T],
+        task: Task | GroupRollout[T] | Callable[[Task, BlockingEnvironment], T],
+        rollout: GroupRollout[T] | Callable[[Task, BlockingEnvironment], T] | None = None,
         n: int | None = None,
         *,
         retries: int = 0,
     ) -> list[T | InfraError]:
         """Play a task `n` times at once: see `AsyncEnvPool.run_group`."""
-        return self._run(self._pool.run_group(task, as_coroutine(rollout), n, retries=retries))
+        given = task if isinstance(task, Task) else as_coroutine(task)
+        by = as_coroutine(rollout) if rollout is not None else None
+        return self._run(self._pool.run_group(given, by, n, retries=retries))
 
     def environment(self) -> AcrossLoops:
         """Return an environment that takes a session when it opens, and gives it back when it closes: for `Rollout`."""
