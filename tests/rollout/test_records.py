@@ -1,6 +1,7 @@
 """What is counted and shown of a rollout."""
 
 import io
+from pathlib import Path
 
 from bombus.rollout.display import ProgressDisplay, described
 from bombus.rollout.process import StopReason
@@ -10,6 +11,7 @@ from bombus.rollout.records import (
     LossReason,
     LostEpisode,
     PlayedEpisode,
+    RecordFolder,
     RolloutTally,
 )
 from bombus.rollout.tasks import AgentTask
@@ -117,3 +119,12 @@ def test_episodes_that_the_hive_took_back_or_that_met_a_limit_are_no_failures() 
     for loss in (LossReason.TAKEN_BACK, LossReason.LIMIT):
         lost = LostEpisode(loss=loss, why="w")
         assert not any(failures.add(TASK, lost) for _ in range(2 * FAILURES_IN_A_ROW))
+
+
+def test_a_folder_says_what_was_played_also_after_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    lines = tmp_path / "episodes.jsonl"
+    lost = '{"task_id":"a","reward":null,"lost":"%s"}\n'
+    whole = '{"task_id":"a","reward":0.0}\n{"task_id":"b","reward":1}\n' + lost % "infrastructure failure"
+    lines.write_text(whole + lost % "over a limit" + '{"task_id":"b","rew')
+    assert RecordFolder(tmp_path).played() == {"a": 2, "b": 1}
+    assert lines.read_bytes().endswith(b'"rew\n'), "the next line begins anew"

@@ -1,5 +1,9 @@
 """The order of episodes."""
 
+from collections import Counter
+
+import pytest
+
 from bombus.rollout.schedule import Attempt, Schedule
 from bombus.rollout.tasks import AgentTask
 
@@ -48,3 +52,13 @@ def test_a_schedule_that_is_stopped_has_no_next_episode() -> None:
     schedule.again(Attempt(A), failed=False)
     schedule.stop()
     assert schedule.next() is None
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_run_that_goes_on_plays_what_is_left_wherever_it_was(seed: int | None) -> None:
+    whole = drawn(Schedule([A, B, C], 2, 3, seed), 18)
+    for played in range(19):
+        rest = Schedule([A, B, C], 2, 3, seed, Counter(whole[:played]))
+        assert rest.total == 18 - played
+        assert drawn(rest, 19 - played) == whole[played:] + "-"
+    assert drawn(Schedule([A, B], 2, None, None, {"a": 3, "b": 2}), 5) == "abbaa", "one of `a` ended before its turn"

@@ -90,11 +90,13 @@ async def _roll_out(plan: RolloutPlan, job: Job | None) -> int:
             await client.auto_sync_train_config_and_start_engine(job)
         display = ProgressDisplay()
         rollout = RolloutRun(plan, client, await _repeat(plan, client), display)
+        if before := rollout.done_before:
+            say(f"going on after {before} episodes that --out {options.out} has; name another folder to begin anew")
         try:
             await rollout.run()
         finally:
             display.close(rollout.tally)
-    return 0 if rollout.tally.rewards else 1
+    return 0 if rollout.tally.rewards or rollout.tally.total == 0 else 1
 
 
 async def _repeat(plan: RolloutPlan, client: AsyncSwarmClient) -> int:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -80,9 +81,32 @@ class RecordFolder:
         """Return the file for what an agent prints."""
         return self._outputs / f"{episode}.txt"
 
+    def played(self) -> Counter[str]:
+        """Return how many episodes of each task have a reward, or were given up at a limit: those of earlier runs.
+
+        A line that a kill has cut is ended, and does not count.
+        """
+        if not self._lines.exists():
+            return Counter()
+        text = self._lines.read_bytes()
+        if text and not text.endswith(b"\n"):
+            with self._lines.open("ab") as lines:
+                lines.write(b"\n")
+        return Counter(filter(None, map(_played_task, text.splitlines())))
+
     def add(self, task: AgentTask, result: PlayedEpisode | LostEpisode) -> None:
         with self._lines.open("ab") as lines:
             lines.write(msgspec.json.encode(record_of(task, result)) + b"\n")
+
+
+def _played_task(line: bytes) -> str:
+    """Return the task of an episode that is not played again, "" for another line."""
+    try:
+        record = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return ""
+    is_over = record.get("reward") is not None or record.get("lost") == LossReason.LIMIT
+    return str(record.get("task_id", "")) if is_over else ""
 
 
 def mean_of(rewards: Sequence[float]) -> str:

@@ -45,8 +45,10 @@ class RolloutRun:
         self._plan = plan
         self._client = client
         self._listener = listener
-        self._schedule = Schedule(plan.tasks, repeat, plan.epochs, options.seed)
         self._kept = RecordFolder(options.out) if options.out is not None else None
+        done = self._kept.played() if self._kept is not None else None
+        self.done_before = sum(done.values()) if done else 0  # by earlier runs, as `--out` has it
+        self._schedule = Schedule(plan.tasks, repeat, plan.epochs, options.seed, done)
         self._watch = EpisodeWatch(client, plan.limits)
         self._player = EpisodePlayer(plan, client, self._watch, self._kept)
         self._numbers = itertools.count()  # of episodes' folders: what one has left behind is in no other's way

@@ -2,8 +2,8 @@
 
 import itertools
 import random
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -20,20 +20,33 @@ class Attempt(msgspec.Struct, frozen=True):
 class Schedule:
     """Hands out each task `repeat` times, one task after another, for so many epochs; None: without end.
 
-    With a seed each epoch has an order of its own, without one that of the file.
+    With a seed each epoch has an order of its own, without one that of the file. `done` counts the episodes of each
+    task that an earlier run of the same schedule has played: they are left out, wherever it was when it ended.
     """
 
-    def __init__(self, tasks: Sequence[AgentTask], repeat: int, epochs: int | None, seed: int | None) -> None:
-        self.total = None if epochs is None else epochs * len(tasks) * repeat
+    def __init__(
+        self,
+        tasks: Sequence[AgentTask],
+        repeat: int,
+        epochs: int | None,
+        seed: int | None,
+        done: Mapping[str, int] | None = None,
+    ) -> None:
+        self._done = Counter(done or {})
+        self.total = None if epochs is None else sum(max(0, epochs * repeat - self._done[one.task_id]) for one in tasks)
         self._again: deque[Attempt] = deque()
         self._stopped = False
-        self._fresh = _attempts(tasks, repeat, epochs, seed)
+        self._fresh = (attempt for attempt in _attempts(tasks, repeat, epochs, seed) if not self._was_played(attempt))
 
     def next(self) -> Attempt | None:
         """Return the next episode to play, None when all have been handed out, or after `stop`."""
         if self._stopped:
             return None
         return self._again.popleft() if self._again else next(self._fresh, None)
+
+    def _was_played(self, attempt: Attempt) -> bool:
+        self._done[attempt.task.task_id] -= 1
+        return self._done[attempt.task.task_id] >= 0
 
     def stop(self) -> None:
         self._stopped = True
