@@ -4,7 +4,8 @@ Everything that makes a family what it is stays: kinds of layers, caps, scales, 
 heads. Widths and counts shrink, and so do windows, so that a short probe reaches beyond them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,10 +120,27 @@ def miniature_config(config: "PretrainedConfig") -> "PretrainedConfig":
 
 def write_miniature(config: "PretrainedConfig", folder: Path, seed: int = 0) -> None:
     """Write a small random model of `config`'s architecture. Raises `EngineFault` where its code cannot make one."""
-    try:
+    with _trying(config):
         small = miniature_config(config)
         _miniature(small, seed).save_pretrained(folder)
         small.save_pretrained(folder)  # of some families the model has only the part of it that concerns text
+
+
+def miniature(config: "PretrainedConfig", attn: str, seed: int = 0) -> "PreTrainedModel":
+    """Return a small random model of `config`'s architecture, in evaluation mode, with the attention function `attn`.
+
+    Raises `EngineFault` where its code cannot make one.
+    """
+    with _trying(config):
+        model = _miniature(miniature_config(config), seed).eval()
+        model.set_attn_implementation(attn)
+        return model
+
+
+@contextmanager
+def _trying(config: "PretrainedConfig") -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # a family's own code may raise anything
         raise EngineFault(
             f"this model's architecture ({config.model_type}) cannot be tried in a small size: {in_one_line(error)}"

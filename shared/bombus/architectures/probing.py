@@ -30,6 +30,7 @@ COMPARED_MAX = 96  # the last tokens of a line, which are those beyond the windo
 MEAN_MAX = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 BULK_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.06}
 BULK = 0.9
+GRADIENTS_MAX = 1e-2  # the difference of gradients in float32 that rounding explains, as a part of their norm
 SCALES_OF_POSITIONS = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the longest sequence
 
 
@@ -142,7 +143,15 @@ def probe_lines(vocabulary: int, tokens: int) -> list[Tensor]:
     return [torch.from_numpy(np.concatenate([trunk * 7, trunk[-1] + tail]) % vocabulary) for tail in tails]
 
 
-@torch.no_grad()
+def uneven_lines(vocabulary: int, window: int) -> list[Tensor]:
+    """Return long answers to a short prompt and short answers to a long one: what they share ends before `window`."""
+    lines = []
+    for prompt, answer in ((4, 2 * window), (3 * window, 4)):
+        trunk = np.arange(prompt)
+        lines += [np.concatenate([trunk * 7, np.arange(answer) * 5 + prompt + shift]) % vocabulary for shift in (1, 3)]
+    return [torch.from_numpy(line) for line in lines]
+
+
 def reference_logprobs(model: "PreTrainedModel", line_T: Tensor) -> Tensor:
     """Return the logprobs of a line's last tokens, as transformers' own attention computes them alone, on the CPU."""
     ours = model.config._attn_implementation
@@ -159,6 +168,19 @@ def reference_logprobs(model: "PreTrainedModel", line_T: Tensor) -> Tensor:
 def compared(line_T: Tensor) -> int:
     """Return how many of a line's last tokens are compared."""
     return min(len(line_T) - 1, COMPARED_MAX)
+
+
+def check_gradients(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Raise `EngineFault` where the gradients of all parameters differ from transformers' by more than rounding."""
+    apart, size = (
+        torch.stack([each.norm() for each in gradients]).norm()
+        for gradients in ([one - other for one, other in zip(ours, theirs, strict=True)], theirs)
+    )
+    if not apart <= GRADIENTS_MAX * size:
+        raise EngineFault(
+            f"its gradients differ by {float(apart / size):.3g} times their size from those of transformers' own "
+            "passes, so it does something that is not computed here"
+        )
 
 
 def chosen(logits_TV: Tensor, targets_T: Tensor) -> Tensor:

@@ -12,17 +12,19 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
+    PretrainedConfig,
+    VaultGemmaConfig,
 )
 
 from bombus.architectures.miniatures import write_miniature
 from bombus.errors import EngineFault
 from bombus_trainer.backends.torch.model import PolicyModel
-from bombus_trainer.data.packing import TrainingItem, pack
-from tests.small_models import small_llama
+from bombus_trainer.data.packing import Bin, TrainingItem, pack
+from tests.small_models import SHAPE, small_llama
 from tests.trainer.small_batches import VOCAB, item, tiny_model_folder, tiny_settings
 
 
@@ -56,6 +58,27 @@ def plain_logprobs(model: torch.nn.Module, wanted: TrainingItem) -> torch.Tensor
     return torch.log_softmax(scaled, dim=-1).gather(1, torch.from_numpy(wanted.terms.targets_N)[:, None])[:, 0]
 
 
+def check_scores_and_gradients(policy: PolicyModel, folder: Path, items: list[TrainingItem], bins: list[Bin]) -> None:
+    """Compare what a policy makes of `bins` with what transformers makes of their `items` one by one."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    pull = torch.randn(sum(len(each.terms) for each in items), generator=torch.Generator().manual_seed(1))
+    expected = torch.cat([plain_logprobs(plain, each) for each in items])
+    (expected * pull).sum().backward()
+    actual = torch.zeros(len(expected))
+    policy.network.zero_grad()
+    for packed in bins:
+        scored = policy.score(packed).logprobs_N
+        actual[packed.terms.ids_N] = scored.detach()
+        (scored * pull[packed.terms.ids_N]).sum().backward()
+    torch.testing.assert_close(actual, expected.detach().float(), atol=1e-5, rtol=0)
+    gradients = policy.trainable()
+    for name, parameter in plain.named_parameters():
+        mine = gradients[name].grad
+        assert mine is not None
+        assert parameter.grad is not None
+        assert (mine - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
+
+
 class Called(TorchFunctionMode):
     """Notes which functions of torch are called."""
 
@@ -85,25 +108,8 @@ def test_a_job_says_what_computes_attention_and_the_result_is_the_same(folder: P
 def test_logprobs_and_gradients_are_those_of_the_sequences_alone(folder: Path, bin_tokens: int, share: bool) -> None:
     items = branching_items()
     policy = PolicyModel.load(folder, tiny_settings(logits_bytes_max=1 << 16))
-    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    pull = torch.randn(sum(len(each.terms) for each in items), generator=torch.Generator().manual_seed(1))
-
-    expected = torch.cat([plain_logprobs(plain, each) for each in items])
-    (expected * pull).sum().backward()
-    actual = torch.zeros(len(expected))
     bins = pack(items, bin_tokens, share)
-    for packed in bins:
-        scored = policy.score(packed).logprobs_N
-        actual[packed.terms.ids_N] = scored.detach()
-        (scored * pull[packed.terms.ids_N]).sum().backward()
-
-    torch.testing.assert_close(actual, expected.detach().float(), atol=1e-5, rtol=0)
-    gradients = policy.trainable()
-    for name, parameter in plain.named_parameters():
-        mine = gradients[name].grad
-        assert mine is not None
-        assert parameter.grad is not None
-        assert (mine - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
+    check_scores_and_gradients(policy, folder, items, bins)
     computed = sum(len(packed.tokens_T) for packed in bins)
     unshared = sum(len(each.tokens_T) - 1 for each in items)
     assert computed < 0.6 * unshared if share and bin_tokens > 100 else computed <= unshared
@@ -237,41 +243,32 @@ def test_a_context_shorter_than_the_jobs_length_ends_its_sequences_and_is_logged
     assert said.endswith("the context of this model (llama), and not at rollout.max_model_len, which is 18000")
 
 
-def mistral(folder: Path) -> Path:
-    """Write a model whose layers see the last 16 tokens."""
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=16,
-        initializer_range=0.2,
-        max_position_embeddings=256,
-    )
-    torch.manual_seed(0)
-    MistralForCausalLM(config).save_pretrained(folder)
-    return folder
+def apart_items() -> list[TrainingItem]:
+    """Make long answers to a short prompt, and short answers to a prompt that is longer than prompt and window."""
+    random = np.random.default_rng(0)
+    items: list[TrainingItem] = []
+    for prompt, answer, count in ((4, 40, 4), (60, 3, 2)):
+        trunk = random.integers(0, VOCAB, prompt).tolist()
+        for _ in range(count):
+            line = trunk + random.integers(0, VOCAB, answer).tolist()
+            items.append(item(line, list(range(prompt, len(line))), sum(len(each.terms) for each in items)))
+    return items
+
+
+WINDOWED = SHAPE | {"vocab_size": VOCAB, "head_dim": 8, "initializer_range": 0.2, "sliding_window": 16}
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_windows_slide_over_shared_prefixes_as_over_the_sequences_alone(tmp_path: Path, share: bool) -> None:
-    items = branching_items()
-    policy = PolicyModel.load(mistral(tmp_path), tiny_settings())
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    pull = torch.randn(sum(len(each.terms) for each in items), generator=torch.Generator().manual_seed(1))
-    expected = torch.cat([plain_logprobs(plain, each) for each in items])
-    (expected * pull).sum().backward()
-    for packed in pack(items, 1 << 20, share):
-        scored = policy.score(packed).logprobs_N
-        torch.testing.assert_close(scored.detach(), expected.detach().float()[packed.terms.ids_N], atol=1e-5, rtol=0)
-        (scored * pull[packed.terms.ids_N]).sum().backward()
-    for name, parameter in plain.named_parameters():
-        mine, theirs = policy.trainable()[name].grad, parameter.grad
-        assert mine is not None
-        assert theirs is not None
-        assert (mine - theirs).norm() <= 1e-4 * theirs.norm(), name
+@pytest.mark.parametrize("attention", ["auto", "eager"])
+@pytest.mark.parametrize("kind", [MistralConfig, Gemma3TextConfig, VaultGemmaConfig])
+def test_windows_slide_over_shared_prefixes_as_over_the_sequences_alone(
+    tmp_path: Path, kind: type[PretrainedConfig], attention: str, share: bool
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(kind(**WINDOWED)).save_pretrained(tmp_path)
+    policy = PolicyModel.load(tmp_path, tiny_settings(attn_implementation=attention))
+    for items in (branching_items(), apart_items()):
+        check_scores_and_gradients(policy, tmp_path, items, pack(items, 1 << 20, share))
 
 
 def test_an_architecture_without_attention_is_refused_in_one_sentence_that_names_it(tmp_path: Path) -> None:

@@ -31,9 +31,10 @@ class Block:
     """B segments attended together: padded rows of their queries [B, Q] and keys [B, K].
 
     A segment's keys are its ancestors' tokens in order, then its own, so query i attends to keys up to offset + i, and
-    a key's place is its position in the sequence. Padding comes last, where only padding attends to it. `causal`: all
-    offsets are zero, so that without a window this is plain causal attention. `in_full`: all scores are in memory, in
-    float32, also where a fused kernel could do without.
+    a key's place is its position in the sequence. Padding comes last, where only padding attends to it; a padded query
+    sees what the last key would, because a window beyond all keys would make NaN. `causal`: all offsets are zero, so
+    that without a window this is plain causal attention. `in_full`: all scores are in memory, in float32, also where a
+    fused kernel could do without.
     """
 
     queries_BQ: Tensor
@@ -52,7 +53,7 @@ class Block:
         if mask is None:
             rows, queries, keys = *self.queries_BQ.shape, self.keys_BK.shape[1]
             device = self.offsets_B.device
-            sees_BQ = self.offsets_B[:, None] + torch.arange(queries, device=device)
+            sees_BQ = (self.offsets_B[:, None] + torch.arange(queries, device=device)).clamp(max=keys - 1)
             back_BQK = sees_BQ[:, :, None] - torch.arange(keys, device=device)
             aligned = -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
             mask = torch.zeros((rows, groups, queries, aligned), dtype=dtype, device=device)[..., :keys]

@@ -1,6 +1,7 @@
 """The model that is trained: logprobs of a bin's terms with gradients, and its weights for inference servers."""
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,15 +16,18 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bombus.architectures.logits import LogitsForm
+from bombus.architectures.miniatures import WINDOW, miniature
 from bombus.architectures.probing import (
     PROBE_TOKENS,
     Disagreement,
+    check_gradients,
     compared,
     probe_lines,
     probe_tokens,
     reference_logprobs,
     refusing,
     sequence_limit,
+    uneven_lines,
 )
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import EngineFault
@@ -50,7 +54,10 @@ from bombus_trainer.settings import TrainerSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_gradients_compared: set[tuple[str, str, str]] = set()  # configurations, what computes attention, and where
 LOSS_TERMS = ("sampler_logprobs_N", "advantages_N", "weights_N")
 
 
@@ -120,6 +127,7 @@ class PolicyModel:
         limit = sequence_limit(model.config, settings.job.rollout.max_model_len)
         with refusing(model.config, "trained"):  # in the precision of the weights: bfloat16 would hide differences
             policy.disagreement(limit).check(model.dtype)
+            policy.check_gradients()
         # Trained weights stay in float32: a step is often smaller than bfloat16 can represent. On a GPU the layers
         # multiply in the precision that will be served.
         policy._autocast = all_weights and export != torch.float32 and policy.device.type == "cuda"
@@ -206,13 +214,47 @@ class PolicyModel:
         `limit` is the length of the longest sequence in tokens.
         """
         lines = probe_lines(self.vocab_size, probe_tokens(self._model.config, limit, PROBE_TOKENS))
-        items = [probe(lines[0].numpy(), 0), probe(lines[1].numpy(), len(lines[0]) - 1)]
-        (packed,) = pack(items, bin_tokens=1 << 24, shared_tokens_min=4)
         with torch.no_grad():
-            scored_N = self.score(packed).logprobs_N.cpu()[np.argsort(packed.terms.ids_N)]
+            ours = self._last_logprobs(lines)
+            return Disagreement.between(ours, [reference_logprobs(self._model, line) for line in lines])
+
+    def check_gradients(self) -> None:
+        """Raise `EngineFault` if a miniature of this model has other gradients than transformers' own passes give.
+
+        Its windows are short, so that they end within what sequences share. The model itself may have no room for a
+        backward pass, and its windows may be longer than what a load has time for. A process compares each
+        configuration once.
+        """
+        configuration = (
+            self._model.config.to_json_string(),
+            self._settings.config.attn_implementation,
+            str(self.device),
+        )
+        if configuration in _gradients_compared:
+            return
+        try:
+            small = miniature(self._model.config, NAME).to(self.device)
+        except EngineFault as fault:
+            log.info("gradients are not compared with those of transformers: %s", fault)
+            return
+        policy = PolicyModel(small, torch.float32, self._settings)
+        lines = uneven_lines(policy.vocab_size, WINDOW)
+        ours = policy._gradients(policy._last_logprobs(lines))
+        check_gradients(ours, policy._gradients([reference_logprobs(small, line) for line in lines]))
+        _gradients_compared.add(configuration)
+
+    def _last_logprobs(self, lines: list[Tensor]) -> list[Tensor]:
+        """Return the logprobs of each line's last tokens, computed in one tree, on the CPU."""
+        starts = np.cumsum([0, *(len(line) - 1 for line in lines)])
+        items = [probe(line.numpy(), int(start)) for line, start in zip(lines, starts)]
+        (packed,) = pack(items, bin_tokens=1 << 24, shared_tokens_min=4)
+        scored_N = self.score(packed).logprobs_N.cpu()[np.argsort(packed.terms.ids_N)]
         parts = scored_N.split([len(line) - 1 for line in lines])
-        ours = [part[-compared(line) :] for line, part in zip(lines, parts, strict=True)]
-        return Disagreement.between(ours, [reference_logprobs(self._model, line) for line in lines])
+        return [part[-compared(line) :] for line, part in zip(lines, parts, strict=True)]
+
+    def _gradients(self, logprobs: list[Tensor]) -> list[Tensor]:
+        parameters = list(self._model.parameters())
+        return list(torch.autograd.grad(torch.cat(logprobs).sum(), parameters, materialize_grads=True))
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
