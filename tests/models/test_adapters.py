@@ -1,24 +1,34 @@
-"""Adapters for each row of a batch are computed in every family as if they were merged: `make test-models`."""
+"""Adapters for each row of a batch are computed in every family as if they were merged, and those that are trained here
+are loaded by peft on the same layers: `make test-models`."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 
 from bombus.architectures.miniatures import write_miniature
+from bombus.errors import EngineFault
+from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, PREFIX
+from bombus.weights.models import load_model
 from bombus_inference.backends.torch.adapters.fitting import adaptable_layers
 from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
 from bombus_inference.backends.torch.adapters.own import LowRank
 from bombus_inference.backends.torch.backend import load_policy
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import ComputeSettings
+from bombus_trainer.backends.torch.lora import adapter_config, adapter_weights, adapters_of, add_adapters
 from tests.inference.backends.small_engines import finish, request
 from tests.models.families import full_config
 from tests.models.test_families import COMPUTED, EVERY
 
 A_FEW = ("cohere2", "deepseek_v3", "gemma3_text", "gpt_oss", "longcat_flash", "phimoe")
 CONVOLUTIONS = ("gpt-sw3", "gpt2")  # their layers are not linear ones to torch, and an adapter on them is refused
+A_FEW_NAMES = ("afmoe", "beam", "ctrl", "gemma3n_text", "llama")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SETTINGS = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=64)
 PROMPT = [(7 * number + 3) % 90 for number in range(24)]
 ADDRESS = "a" * 64
@@ -56,3 +66,27 @@ def test_an_adapter_on_all_layers_that_take_one_gives_what_the_merged_model_give
     moved = float((expected - plain).abs().max())
     assert moved > 0.01
     assert float((adapted - expected).abs().max()) < 1e-3 * moved
+
+
+@pytest.mark.parametrize("targets", [(), ATTENTION], ids=["all-linear", "attention"])
+@pytest.mark.parametrize("family", sorted(COMPUTED) if EVERY else A_FEW_NAMES)
+def test_peft_loads_an_adapter_on_the_layers_that_were_trained(
+    family: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_miniature(full_config(family), tmp_path)
+    model = load_model(tmp_path)
+    try:
+        add_adapters(model, 2, 4.0, targets, seed=0)
+    except EngineFault as fault:
+        pytest.skip(str(fault))
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    weights = dict(adapter_weights(model))
+    save_file(weights, folder / ADAPTER_FILE)
+    (folder / ADAPTER_CONFIG).write_text(adapter_config(model, 2, 4.0).to_json())
+    theirs = PeftModel.from_pretrained(load_model(tmp_path), folder)
+    adapted = {name for name, module in theirs.named_modules() if isinstance(module, LoraLayer)}
+    assert adapted == {PREFIX + layer for layer in adapters_of(model)}
+    for name, value in theirs.named_parameters():
+        if ".lora_" in name:
+            assert torch.equal(value, weights[name.replace(".default.", ".")])

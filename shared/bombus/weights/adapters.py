@@ -23,7 +23,7 @@ LOW_A, LOW_B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """peft's configuration. `r` is the rank, and `target_modules` are the last parts of the layers' names."""
+    """peft's configuration. `r` is the rank, and `target_modules` are names of layers, whole or their last parts."""
 
     r: int
     lora_alpha: float

@@ -16,7 +16,7 @@ from transformers import (
 
 from bombus.architectures.miniatures import miniature_config
 from bombus.errors import EngineFault
-from bombus_trainer.backends.torch.lora import LoraLinear, adapters_of, add_adapters
+from bombus_trainer.backends.torch.lora import LoraLinear, adapter_config, adapters_of, add_adapters
 
 WIDTH, RANK, TOKENS = 256, 8, 256
 RELATIVE = 3e-4  # the norm of what is added, relative to the weight's: that of some steps at a learning rate of 1e-4
@@ -93,3 +93,12 @@ def test_adapters_are_on_the_language_model_and_not_on_the_tower_for_images() ->
     add_adapters(model, 2, 4.0, (), seed=0)
     assert adapters_of(model)
     assert all(name.startswith("model.language_model.layers.") for name in adapters_of(model))
+
+
+def test_an_adapter_names_layers_by_their_last_parts_and_in_full_where_others_end_alike() -> None:
+    """A layer of ctrl's is `ffn.0`, and its blocks are `h.0`, `h.1`."""
+    model = AutoModelForCausalLM.from_config(miniature_config(AutoConfig.for_model("ctrl")))
+    add_adapters(model, RANK, 16.0, (), seed=0)
+    found = adapter_config(model, RANK, 16.0).target_modules
+    assert {name for name in found if "." not in name} == {"Wq", "Wk", "Wv", "dense", "2"}
+    assert {name for name in found if "." in name} == {f"transformer.h.{layer}.ffn.0" for layer in (0, 1)}

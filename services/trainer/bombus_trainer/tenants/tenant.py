@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bombus.errors import Code, Refused
 from bombus.operations import AdamParams, AdapterSpec, Reduction, Scores, StepTaken
 from bombus.weights.adapters import AdapterConfig, adapter_names
-from bombus_trainer.backends.torch.lora import LoraLinear
+from bombus_trainer.backends.torch.lora import LoraLinear, target_modules
 from bombus_trainer.backends.torch.optim import scheduled
 from bombus_trainer.data.packing import Bin, pack
 from bombus_trainer.data.sequences import Floats, Ints
@@ -81,7 +81,7 @@ class TrainedTenant:
         """Return the configuration that peft reads. Raises `ValueError` for a model without an adapter."""
         if self.spec is None:
             raise ValueError("this model has no adapter")
-        targets = sorted({name.rpartition(".")[2] for name in self.adapters})
+        targets = target_modules(self.base.policy.network, self.adapters)
         return AdapterConfig(r=self.spec.rank, lora_alpha=float(self.spec.alpha), target_modules=targets)
 
     # ---- gradients ------------------------------------------------------------------------------------------------

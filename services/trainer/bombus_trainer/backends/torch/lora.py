@@ -1,7 +1,7 @@
 """Low-rank adapters over the linear layers of a transformer (Hu et al. 2021, arXiv:2106.09685)."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -144,8 +144,22 @@ def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def adapter_config(model: nn.Module, rank: int, alpha: float) -> AdapterConfig:
-    targets = sorted({name.rpartition(".")[2] for name in adapters_of(model)})
-    return AdapterConfig(r=rank, lora_alpha=float(alpha), target_modules=targets)
+    return AdapterConfig(r=rank, lora_alpha=float(alpha), target_modules=target_modules(model, adapters_of(model)))
+
+
+def target_modules(model: nn.Module, layers: Iterable[str]) -> list[str]:
+    """Return names by which peft finds these layers of a model and no other module.
+
+    They are the last parts of the layers' names, or whole names where another module's name ends alike.
+    """
+    adapted = set(layers)
+    others = {
+        end
+        for owner, _, end in (name.rpartition(".") for name, _ in model.named_modules())
+        if owner not in adapted and (f"{owner}.{end}" if owner else end) not in adapted
+    }
+    ends = {layer: layer.rpartition(".")[2] for layer in adapted}
+    return sorted({layer if end in others else end for layer, end in ends.items()})
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
