@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from bombus.errors import EngineFault
 from bombus.weights.adapters import ADAPTER_CONFIG
+from bombus.weights.lora_folders import peft_config
 from bombus.weights.models import load_model, load_tokenizer_files, resolve_model
 from tests.trainer.small_batches import tiny_model_folder
 
@@ -80,6 +81,24 @@ def test_what_is_not_merged_here_is_refused_in_words(base: Path, tmp_path: Path)
     folder = adapter(base, tmp_path / "adapter", use_dora=True)
     with pytest.raises(EngineFault, match=r"has use_dora in its configuration, .* merge it with peft, and name"):
         resolve_model(str(folder), cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("method", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])
+def test_an_adapter_of_a_base_that_its_training_changed_is_refused_by_the_name_of_the_method(
+    tmp_path: Path, method: str
+) -> None:
+    tmp_path.joinpath(ADAPTER_CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 8, "init_lora_weights": method}))
+    with pytest.raises(
+        EngineFault, match=rf"init_lora_weights '{method}', .* path_initial_model_for_weight_conversion"
+    ):
+        peft_config(tmp_path)
+
+
+def test_an_adapter_whose_first_values_come_from_elsewhere_is_taken(tmp_path: Path) -> None:
+    for method in (True, False, "gaussian", "eva", "orthogonal", "mica"):
+        text = json.dumps({"r": 4, "lora_alpha": 8, "init_lora_weights": method})
+        tmp_path.joinpath(ADAPTER_CONFIG).write_text(text)
+        assert peft_config(tmp_path).scale == 2
 
 
 def test_an_adapter_whose_base_is_not_known_or_not_there_is_refused(base: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 CONFIG, CHECKPOINT_STATE = "config.json", "state.safetensors"
 FLOATS = ("BF16", "F16", "F32", "F64")
 _VERSION = re.compile(r"^version-(\d+)-epoch-(\d+)$")
+CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of peft's init_lora_weights
 LOST_MAX = 0.5  # the share of an adapter, as a norm, that may be rounded away when it is merged
 EXPORT = "write it as a folder with `bombus export`, and name that"
 
@@ -42,6 +43,12 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     modules_to_save: list[str] | None = None
+    init_lora_weights: bool | str = True
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether training began by taking the adapter's first values out of the base's weights."""
+        return str(self.init_lora_weights).lower().startswith(CHANGE_BASE)
 
     @property
     def scale(self) -> float:
@@ -108,9 +115,15 @@ def peft_config(folder: Path) -> PeftConfig:
         raise EngineFault(f"{folder / ADAPTER_CONFIG} does not describe the adapter beside it: {error}") from error
     if config.r < 1:
         raise EngineFault(f"{folder / ADAPTER_CONFIG} has r {config.r}, which is not a rank")
+    if config.changes_base:
+        raise EngineFault(
+            f"the adapter in {folder} was trained with init_lora_weights {config.init_lora_weights!r}, which changes "
+            "the base, so it does not fit the base as it was published: save it with peft's "
+            "path_initial_model_for_weight_conversion, or merge it with peft and name the model's folder"
+        )
     if config.obstacles:
         raise EngineFault(
-            f"the adapter in {folder} has {', '.join(config.obstacles)} in its configuration, which cannot be merged "
+            f"the adapter in {folder} has {', '.join(config.obstacles)} in its configuration, which is not computed "
             "here: merge it with peft, and name the model's folder"
         )
     return config
