@@ -233,7 +233,7 @@ def test_a_sync_in_which_no_replica_loads_in_time_says_so_and_goes_on_when_one_d
     harness = rolling(replicas=1, sync_s=5.0)
     train(harness)
     harness.tick(after_s=6)
-    assert harness.engine.suspended == "no replica can load version 1. r1: not loaded within 5 s"
+    assert harness.engine.suspended == "no replica can serve version 1. r1: not loaded within 5 s"
     assert [type(event) for event in harness.load(1)] == [ev.WeightsLoaded, ev.EngineResumed, ev.RollingStarted]
 
 
@@ -270,7 +270,7 @@ def test_a_run_is_suspended_only_when_every_replica_is_quarantined_and_keeps_all
     assert harness.engine.suspended == "", "r2 serves"
     (left, suspended) = harness.send(inbox.ReplicaLeaves(id="l2", engine=ENGINE, replica="r2"))
     assert isinstance(left, ev.ReplicaLeft)
-    reason = f"no replica can load version 0. r3: {NO_MOUNT}"
+    reason = f"no replica can serve version 0. r3: {NO_MOUNT}"
     assert suspended == ev.EngineSuspended(at_ns=harness.now_ns, engine=ENGINE, run=1, reason=reason, until_served=True)
     assert (harness.phase(), list(harness.engine.open)) == (Phase.ROLLING, [episode])
     assert harness.tick() == []
@@ -291,7 +291,7 @@ def test_a_replica_that_failed_at_older_weights_is_asked_for_the_newest_before_t
     cannot_load(harness, "r1")
     assert harness.engine.suspended == "", "r2 may load version 2"
     cannot_load(harness, "r2")
-    assert harness.engine.suspended == f"no replica can load version 2. r1: {NO_MOUNT}; r2: {NO_MOUNT}"
+    assert harness.engine.suspended == f"no replica can serve version 2. r1: {NO_MOUNT}; r2: {NO_MOUNT}"
 
 
 def test_one_that_hangs_since_older_weights_does_not_keep_the_run_from_being_suspended() -> None:
@@ -377,7 +377,7 @@ def test_the_status_and_refusals_say_what_lets_the_run_go_on() -> None:
     refused = harness.request(harness.claim_message())
     assert isinstance(refused, inbox.Refusal)
     assert refused.code == Code.WRONG_PHASE
-    assert "The run is suspended until a replica serves its weights: no replica can load version 1." in refused.why
+    assert "The run is suspended until a replica serves its weights: no replica can serve version 1." in refused.why
 
 
 def test_a_log_may_quarantine_a_replica_that_it_does_not_know() -> None:
@@ -435,3 +435,43 @@ def test_a_quarantined_replica_that_has_lost_its_older_version_stays_in_quaranti
     cannot_load(harness, "r2")
     assert alive(harness, "r2") == []
     assert list(quarantined(harness.engine)) == ["r2"]
+
+
+def test_a_replica_with_wrong_answers_serves_again_with_other_weights_or_when_it_starts_anew() -> None:
+    harness = rolling(replicas=2)
+
+    def answers_wrongly(replica: str, version: int) -> list[ev.AnyEvent]:
+        why = "the logprob nan"
+        return harness.send(
+            inbox.AnswersBroke(
+                id=harness.id(), engine=ENGINE, run=harness.engine.run, version=version, replica=replica, reason=why
+            )
+        )
+
+    assert answers_wrongly("r1", version=-1) == [], "what is said of earlier weights is out of date"
+    (event,) = answers_wrongly("r1", version=0)
+    assert isinstance(event, ev.ReplicaQuarantined)
+    assert list(fitting(harness.engine)) == ["r2"]
+    assert alive(harness, "r1", version=0) == [], "it still serves the weights that its answers are wrong with"
+    assert answers_wrongly("r1", version=0) == []
+    (status,) = [one for one in engine_status(harness.engine, harness.now_ns).replicas if one.replica == "r1"]
+    assert status.quarantined == "its answers are wrong at version 0: the logprob nan"
+    alive(harness, "r1", version=-1)
+    alive(harness, "r1", version=0)
+    assert sorted(fitting(harness.engine)) == ["r1", "r2"]
+    answers_wrongly("r1", version=0)
+    train(harness)
+    alive(harness, "r1", version=1)
+    assert quarantined(harness.engine) == {}
+
+
+def test_a_run_whose_only_replica_answers_wrongly_waits_until_it_starts_anew() -> None:
+    harness = rolling(replicas=1)
+    why = "the logprob nan"
+    harness.send(inbox.AnswersBroke(id=harness.id(), engine=ENGINE, run=1, version=0, replica="r1", reason=why))
+    assert harness.engine.suspended == "no replica can serve version 0. r1: the logprob nan"
+    alive(harness, "r1", version=0)
+    assert harness.engine.suspended
+    alive(harness, "r1", version=-1)
+    alive(harness, "r1", version=0)
+    assert not harness.engine.suspended

@@ -365,7 +365,8 @@ async def gateway_of(
         settings=GatewaySettings(hive=bus.subjects.hive, **settings), bus=bus, follower=follower, keys=Keys(SECRET)
     )
     app = create_app(gateway)
-    running = [asyncio.create_task(follower.run()), asyncio.create_task(gateway.heartbeats.run())]
+    runs = (follower.run(), gateway.heartbeats.run(), app.calls.upstream.run())
+    running = [asyncio.create_task(each) for each in runs]
     if late is None:
         await follower.caught_up(10)
     await app.calls.capacity.refresh()

@@ -3,16 +3,19 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from math import nan
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from bombus.bus import Bus, Reader
-from bombus.hive.generation import Fault, Generate
+from bombus.hive.generation import Fault, Finished, Generate
 from bombus.hive.inbox import Touch, decode_message
-from bombus.hive.records import CallStatus, unpack_tokens
+from bombus.hive.records import CallStatus, pack_logprobs, unpack_tokens
+from bombus_gateway.call.upstream import WRONG_MAX
 from bombus_gateway.keys import Keys
 from tests.gateway.openai_hive import (
     ENGINE,
@@ -130,6 +133,34 @@ async def test_a_call_whose_replicas_all_fail_is_a_503_that_says_why(served: Gat
         await served.client(key).chat.completions.create(model=MODEL, messages=USER)
     assert failed.value.status_code == 503
     assert failed.value.response.headers["retry-after"] == "1"
+
+
+async def answers_nan(request: Generate, send: Send) -> None:
+    frame = frame_of(tokens_of("the quick", end=False))
+    await send(frame)
+    await send(msgspec.structs.replace(frame, logprobs=pack_logprobs([nan] * (len(frame.tokens) // 4))))
+    await send(Finished(reason="stop"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_replica_whose_answers_cannot_be_right_is_quarantined_and_nothing_of_them_is_trained(
+    served: GatewayHive, stream: bool
+) -> None:
+    episode, key = await served.claim()
+    served.replica.otherwise = answers_nan
+    body = {"model": MODEL, "messages": USER, "stream": stream}
+    async with httpx.AsyncClient(base_url=served.base_url, headers={"authorization": f"Bearer {key}"}) as http:
+        answers = 0
+        while len(served.replica.requests) < WRONG_MAX:  # an attempt of which nothing has gone out is made again
+            answer = await http.post("/v1/chat/completions", json=body)
+            answers += answer.status_code == 200
+            assert "cannot be right: the logprob nan" in answer.text
+            assert "[DONE]" not in answer.text
+    await served.until(lambda engine: engine.suspended != "")
+    assert "replica-1: a replica's answer cannot be right: the logprob nan" in served.engine.suspended
+    if answers:
+        records = await served.records(episode, answers)
+        assert {record.status for record in records} == {CallStatus.CUT_OFF}
 
 
 async def test_r9_a_retry_gets_the_recorded_answer_and_not_a_second_sample(served: GatewayHive) -> None:

@@ -169,9 +169,9 @@ async def test_a_call_at_a_hung_replica_is_aborted_once_the_replica_has_left_the
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     state = follower.hive.engines["main"] = EngineState(name="main", run=1, version=0)
     state.replicas["r"] = Replica(url=url, capacity=1, joined_ns=0, run=1, version=0)
-    upstream = Upstream(follower, client)
+    upstream = Upstream(follower, client, bus.inbox)
     request = Generate(id="c", engine="main", run=1, prompt=b"", sampling=SamplingParams(), episode="main-1-1")
-    generation, _ = await upstream.start(request)
+    generation, _ = await upstream.start(request, 96)
     waiting = asyncio.create_task(generation.frames())
     quarantined = ReplicaQuarantined(run=1, version=1, replica="r", reason="no mount")
     state.replicas["r"].quarantined = quarantined

@@ -134,7 +134,7 @@ async def test_a_run_whose_only_replica_lacks_the_mount_is_suspended_and_goes_on
             await stage.say(inbox.Touch(id=stage.id(), engine=ENGINE, confirmed=("c",)))
         with hive.ninth():
             await hive.until(lambda engine: bool(engine.suspended))
-            assert stage.engine.suspended.startswith(f"no replica can load version 0. {NINTH}: {NO_WEIGHTS}")
+            assert stage.engine.suspended.startswith(f"no replica can serve version 0. {NINTH}: {NO_WEIGHTS}")
             assert tuple(stage.engine.open) == granted.episodes
             hive.mount()
             resumed = await asyncio.to_thread(subprocess.run, hive.command("resume"), check=True, timeout=PROCESS_S)

@@ -344,6 +344,7 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.ReplicaLeaves: replicas.replica_leaves,
     inbox.WeightsLoadedFact: replicas.weights_loaded,
     inbox.LoadBroke: replicas.load_broke,
+    inbox.AnswersBroke: replicas.answers_broke,
     inbox.OpenSession: sessions.open_session,
     inbox.CloseSession: sessions.close_session,
     inbox.BeginSampling: serving.begin_sampling,

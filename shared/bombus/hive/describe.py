@@ -250,7 +250,12 @@ def _(event: ev.ReplicaJoined) -> str:
 
 @_text.register
 def _(event: ev.ReplicaQuarantined) -> str:
-    return f"replica {event.replica} is quarantined, it cannot load version {event.version}: {event.reason}"
+    return f"replica {event.replica} is quarantined, {why_quarantined(event)}"
+
+
+def why_quarantined(event: ev.ReplicaQuarantined) -> str:
+    what = "its answers are wrong at" if event.answers else "it cannot load"
+    return f"{what} version {event.version}: {event.reason}"
 
 
 @_text.register

@@ -528,12 +528,15 @@ class ReplicaQuarantined(Event, frozen=True, kw_only=True, omit_defaults=True, t
     """A replica cannot load the newest weights. It goes on trying.
 
     Until it has loaded, it gets no calls and nothing waits for it. A new run and a command to resume release it too.
+    With `answers` it has loaded them, and its answers are wrong: it serves again with other weights, or when it starts
+    anew.
     """
 
     run: int
     version: int
     replica: str
     reason: str
+    answers: bool = False
 
 
 # ---- training operations --------------------------------------------------------------------------------------

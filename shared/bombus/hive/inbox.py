@@ -419,6 +419,18 @@ class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="loa
     reason: str
 
 
+class AnswersBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="answers.broke"):
+    """A gateway has got several answers from a replica that cannot be right; the last one for this reason.
+
+    `version` is the newest one that the gateway knew.
+    """
+
+    run: int
+    version: int
+    replica: str
+    reason: str
+
+
 class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opens"):
     """A trainer opens a run. This is a command: its answer has the trainer epoch (R11).
 
@@ -666,6 +678,7 @@ AnyMessage = (
     | ReplicaLeaves
     | WeightsLoadedFact
     | LoadBroke
+    | AnswersBroke
     | TrainerOpens
     | TrainerAlive
     | TrainerHangs

@@ -961,6 +961,8 @@ def _replica_quarantined(engine: EngineState, event: ev.ReplicaQuarantined) -> N
     replica = engine.replicas.get(event.replica)
     if replica is not None:
         replica.quarantined = event
+        if event.answers:
+            engine.loaded.discard(event.replica)
 
 
 # ---- training operations ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from bombus.hive import events as ev
-from bombus.hive.inbox import LoadBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact
+from bombus.hive.inbox import AnswersBroke, LoadBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase, Replica
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.engines import REASON_CHARS_MAX, suspend
@@ -46,10 +46,13 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
 def _has_lost(engine: EngineState, replica: Replica, message: ReplicaAlive) -> bool:
     """Return whether a replica no longer serves the weights that it gets calls for: it was killed and came back.
 
-    A replica in quarantine gets no calls, and what it serves while the engine is offline does not matter.
+    A replica in quarantine gets no calls, and what it serves while the engine is offline does not matter. One that is
+    there for its answers may give others after a restart.
     """
     if message.version >= 0 or engine.phase == Phase.OFFLINE:
         return False
+    if replica.quarantined is not None and replica.quarantined.answers:
+        return True
     is_older = engine.collection.max_staleness > 0 and replica.run == engine.run and replica.version >= 0
     return message.replica in engine.loaded or (is_older and replica.quarantined is None)
 
@@ -57,12 +60,18 @@ def _has_lost(engine: EngineState, replica: Replica, message: ReplicaAlive) -> b
 def _is_new(engine: EngineState, message: WeightsLoadedFact) -> bool:
     """Return whether a replica now serves the newest weights; in an asynchronous run, newer ones than before."""
     replica = engine.replicas.get(message.replica)
-    if replica is None or message.run != engine.run:
+    if replica is None or message.run != engine.run or _answers_wrongly(replica, message.version):
         return False
     if message.version == engine.version:
         return message.replica not in engine.loaded
     before = replica.version if replica.run == engine.run else -1
     return engine.collection.max_staleness > 0 and before < message.version < engine.version
+
+
+def _answers_wrongly(replica: Replica, version: int) -> bool:
+    """Return whether a replica is in quarantine for its answers at a version."""
+    found = replica.quarantined
+    return found is not None and found.answers and found.version >= version
 
 
 def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact) -> Decisions:
@@ -109,6 +118,13 @@ def load_broke(engine: EngineState, live: Live, message: LoadBroke) -> Decisions
         yield from _quarantine(engine, live, message.replica, message.reason)
 
 
+def answers_broke(engine: EngineState, live: Live, message: AnswersBroke) -> Decisions:
+    """Quarantine a replica whose answers are wrong. What gateways say of earlier versions is out of date."""
+    newest = (message.run, message.version) == (engine.run, engine.version)
+    if newest and engine.phase != Phase.OFFLINE and message.replica in engine.usable:
+        yield from _quarantine(engine, live, message.replica, message.reason, answers=True)
+
+
 def all_loaded(engine: EngineState) -> bool:
     """Return whether the newest weights are served by a replica, and by all that are waited for (R15).
 
@@ -137,7 +153,7 @@ def look_after(engine: EngineState, live: Live) -> Decisions:
         yield from suspend(engine, live, _why_none_is_left(engine), until_served=True)
 
 
-def _quarantine(engine: EngineState, live: Live, name: str, reason: str) -> Decisions:
+def _quarantine(engine: EngineState, live: Live, name: str, reason: str, answers: bool = False) -> Decisions:
     replica = engine.replicas.get(name)
     if replica is None:
         return
@@ -151,6 +167,7 @@ def _quarantine(engine: EngineState, live: Live, name: str, reason: str) -> Deci
         version=engine.version,
         replica=name,
         reason=reason,
+        answers=answers,
     )
     yield Decision(events=(quarantined,))
 
@@ -191,4 +208,4 @@ def _why_none_is_left(engine: EngineState) -> str:
         if replica.quarantined is not None
     ]
     more = f"; and {len(reasons) - REASONS_MAX} more" if len(reasons) > REASONS_MAX else ""
-    return f"no replica can load version {engine.version}. {'; '.join(reasons[:REASONS_MAX])}{more}"
+    return f"no replica can serve version {engine.version}. {'; '.join(reasons[:REASONS_MAX])}{more}"

@@ -103,7 +103,7 @@ class Calls:
         self.earlier = EarlierCalls(self.histories)
         self.capacity = CallCapacity(gateway.bus, gateway.settings)
         self.client = ReplicaClient()
-        self.upstream = Upstream(gateway.follower, self.client)
+        self.upstream = Upstream(gateway.follower, self.client, gateway.bus.inbox)
         self.attempts = RequestAttempts()
         # Stored calls whose message to the coordinator was not acknowledged, by id.
         self.unacknowledged: dict[str, Call] = {}
@@ -315,7 +315,7 @@ class Call:
             except ReplicaGone as error:
                 if self._hung_up:
                     raise HungUp(self.id) from None
-                self.calls.upstream.failed(self.replica, str(error))
+                self.calls.upstream.failed(self.engine.name, self.replica, error)
                 if streamed:
                     raise
                 failures += 1
@@ -419,7 +419,8 @@ class Call:
             adapter="" if self.sampler is None else self.sampler.address,
             plain_logprobs=self.sampler is not None,
         )
-        self._generation, self.replica = await self.calls.upstream.start(generate)
+        vocabulary = len(self.plan.model.tokenizer.pieces)
+        self._generation, self.replica = await self.calls.upstream.start(generate, vocabulary)
         while not all(completion.done for completion in self.completions):
             if self._hung_up:
                 self._generation.abort("the client hung up")
@@ -449,7 +450,7 @@ class Call:
         try:
             await self.calls.upstream.load_adapter(self.engine.name, replica, self.sampler.address, self.sampler.folder)
         except ReplicaGone as error:
-            self.calls.upstream.failed(replica, str(error))
+            self.calls.upstream.failed(self.engine.name, replica, error)
             return False
         return True
 

@@ -5,6 +5,7 @@ Connections are kept open and reused. A general HTTP client would cost more than
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -84,8 +85,11 @@ _refusals = msgspec.json.Decoder(_Refusal)
 class Generation:
     """One request and the frames of its answer. Read it to its end, or `abort` it."""
 
-    def __init__(self, client: "ReplicaClient", address: Address, message: bytes) -> None:
+    def __init__(
+        self, client: "ReplicaClient", address: Address, message: bytes, check: Callable[[Frame], None]
+    ) -> None:
         self._client = client
+        self._check = check
         self._address = address
         self._message = message
         self._connection: _Connection | None = None
@@ -107,7 +111,7 @@ class Generation:
     async def frames(self) -> list[Frame]:
         """Return the frames that have arrived, at least one; none when the answer is complete.
 
-        Raises `ReplicaGone`, or `Refused` for what every replica would refuse.
+        Raises `ReplicaGone`, also where the check of frames does, or `Refused` for what every replica would refuse.
         """
         while not self._frames and not self._complete:
             if self._failure:
@@ -119,6 +123,11 @@ class Generation:
             if isinstance(frame, Fault):
                 self.abort(frame.why)
                 raise _error_of(frame)
+            try:
+                self._check(frame)
+            except ReplicaGone as error:
+                self.abort(str(error))
+                raise
         return frames
 
     def abort(self, why: str) -> None:
@@ -254,10 +263,13 @@ class ReplicaClient:
     def __init__(self) -> None:
         self._idle: defaultdict[Address, list[_Connection]] = defaultdict(list)
 
-    async def generate(self, url: str, request: Generate) -> Generation:
-        """Send a request to the replica at `url`. Raises `ReplicaGone` when it cannot be reached."""
+    async def generate(self, url: str, request: Generate, check: Callable[[Frame], None]) -> Generation:
+        """Send a request to the replica at `url`. Raises `ReplicaGone` when it cannot be reached.
+
+        `check` raises `ReplicaGone` for a frame of its answer that is wrong.
+        """
         address, message = _post(url, "/generate", "application/msgpack", encode_request(request))
-        generation = Generation(self, address, message)
+        generation = Generation(self, address, message, check)
         await generation.send()
         return generation
 

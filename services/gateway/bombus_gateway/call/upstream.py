@@ -3,14 +3,20 @@
 import asyncio
 import logging
 import time
+import uuid
 from collections import Counter
+from contextlib import suppress
 from hashlib import blake2b
 
 from bombus.bus.follow import Follower
-from bombus.errors import BombusError, Code, Refused
+from bombus.bus.inbox_client import InboxClient
+from bombus.errors import BombusError, BusUnavailable, Code, Refused
+from bombus.hive.bounded import trim
 from bombus.hive.generation import Generate
+from bombus.hive.inbox import AnswersBroke
 from bombus.hive.pacing import fitting
 from bombus.hive.state import EngineState, Hive, Replica
+from bombus_gateway.call.answers import AnswerCheck, WrongAnswer
 from bombus_gateway.call.replica_client import Generation, ReplicaClient, ReplicaGone
 
 log = logging.getLogger(__name__)
@@ -21,6 +27,8 @@ REPLICA_WAIT_S = 5.0  # for a replica with the right weights
 AVOID_S = 2.0  # for this long a replica that failed is used only when there is no other
 LEFT_S = 20.0  # a replica that leaves the hive in good order has finished its calls by then
 CHECK_S = 1.0
+WRONG_MAX = 3  # answers of a replica at one version, after which it is quarantined
+WRONG_KEPT = 1024  # replicas whose wrong answers are counted
 BUSIER_BY = 8  # how many more calls the episode's home may have than the least busy replica
 
 
@@ -35,23 +43,34 @@ class AdapterMissing(BombusError):
 class Upstream:
     """Sends generations to replicas, and counts those that run."""
 
-    def __init__(self, follower: Follower, client: ReplicaClient) -> None:
+    def __init__(self, follower: Follower, client: ReplicaClient, inbox: InboxClient) -> None:
         self._follower = follower
         self._client = client
+        self._inbox = inbox
         self._running: Counter[str] = Counter()
         self._avoid: dict[str, float] = {}
+        self._wrong: Counter[tuple[str, int, int, str]] = Counter()  # answers, by engine, run, version and replica
+        self._reports: dict[tuple[str, str], AnswersBroke] = {}  # of replicas that are to be quarantined
         self._open: dict[Generation, tuple[str, str]] = {}  # (engine, replica)
         self._missing_since: dict[tuple[str, str], float] = {}  # since when a replica with open calls is missing
         self._loads: dict[tuple[str, str], asyncio.Lock] = {}  # by replica's URL and adapter: one loads for all
 
     async def run(self) -> None:
-        """Abort the calls of replicas that have left the hive, until cancelled.
+        """Abort the calls of replicas that have left the hive, and report those that answer wrongly, until cancelled.
 
         A connection to a process that hangs, or to a machine that has lost its network, stays open and silent.
         """
         while True:
             await asyncio.sleep(CHECK_S)
             self.abort_orphans(time.monotonic())
+            await self._report()
+
+    async def _report(self) -> None:
+        """Report the replicas that have answered wrongly, and keep what the bus does not take for the next time."""
+        for place, report in list(self._reports.items()):
+            with suppress(BusUnavailable):
+                await self._inbox.send(report)
+                self._reports.pop(place, None)
 
     def abort_orphans(self, now: float) -> None:
         """Abort the calls at replicas that have been missing for `LEFT_S`; `now` is the time in seconds."""
@@ -62,26 +81,29 @@ class Upstream:
             if now - self._missing_since.get(place, now) > LEFT_S:
                 generation.abort(f"replica {place[1]} has left the hive")
 
-    async def start(self, request: Generate) -> tuple[Generation, str]:
+    async def start(self, request: Generate, vocabulary: int) -> tuple[Generation, str]:
         """Start generating at the best replica; return the generation and the replica's name.
 
+        Its frames are checked: a token's id is below `vocabulary`.
         The caller must call `finished(generation)` later. Raises `Refused` NO_REPLICA when no replica can be reached.
         """
         why = "no inference replica serves this engine's weights just now"
+        engine = request.engine
         for _ in range(ATTEMPTS_MAX):
             name, replica = await self._choose(request)
             self._running[name] += 1
             try:
-                generation = await self._client.generate(replica.url, request)
+                check = AnswerCheck(request, vocabulary, lambda: self._follower.hive.engine(engine).version)
+                generation = await self._client.generate(replica.url, request, check)
             except ReplicaGone as error:
                 why = str(error)
                 self._discount(name)
-                self.failed(name, why)
+                self.failed(engine, name, error)
                 continue
             except BaseException:
                 self._discount(name)
                 raise
-            self._open[generation] = (request.engine, name)
+            self._open[generation] = (engine, name)
             return generation, name
         raise Refused(Code.NO_REPLICA, f"{why}; try again in a moment")
 
@@ -110,8 +132,26 @@ class Upstream:
         if self._running[name] <= 0:
             del self._running[name]
 
-    def failed(self, name: str, why: str) -> None:
-        log.warning("a replica failed", extra={"replica": name, "why": why})
+    def failed(self, engine: str, name: str, error: ReplicaGone) -> None:
+        """Avoid a replica for a moment. One that has answered wrongly a few times at its version is reported too."""
+        log.warning("a replica failed", extra={"replica": name, "why": str(error)})
+        if isinstance(error, WrongAnswer):
+            if not error.of_replica:
+                return
+            state = self._follower.hive.engine(engine)
+            place = engine, state.run, state.version, name
+            self._wrong[place] += 1
+            trim(self._wrong, WRONG_KEPT)
+            if self._wrong[place] >= WRONG_MAX:
+                del self._wrong[place]
+                self._reports[engine, name] = AnswersBroke(
+                    id=uuid.uuid4().hex,
+                    engine=engine,
+                    run=state.run,
+                    version=state.version,
+                    replica=name,
+                    reason=str(error),
+                )
         self._avoid[name] = time.monotonic() + AVOID_S
 
     async def _choose(self, request: Generate) -> tuple[str, Replica]:

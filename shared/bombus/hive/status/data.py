@@ -5,6 +5,7 @@ import msgspec
 from bombus.figures import duration, seconds_between
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.collection import measures
+from bombus.hive.describe import why_quarantined
 from bombus.hive.pacing import pace
 from bombus.hive.rollouts import RolloutFigures
 from bombus.hive.state import EngineState, Episode, EvalStats, Hive, Phase, Replica, engine_of
@@ -92,8 +93,7 @@ def _trainer(engine: EngineState, now_ns: int) -> TrainerStatus:
 
 
 def _quarantine(replica: Replica) -> str:
-    found = replica.quarantined
-    return "" if found is None else f"it cannot load version {found.version}: {found.reason}"
+    return "" if replica.quarantined is None else why_quarantined(replica.quarantined)
 
 
 def _last_step(engine: EngineState) -> StepStatus | None:

@@ -123,11 +123,11 @@ class SampleDrawing:
             ends |= configured_stops(model.tokenizer)
         collected = _Collected(asked, pieces, ends)
         generate = self._request(sampler, asked, self._sampling(asked, model, ends))
-        generation, replica = await self._calls.upstream.start(generate)
+        generation, replica = await self._calls.upstream.start(generate, len(pieces))
         try:
             await self._collect(generation, collected)
         except ReplicaGone as error:
-            self._calls.upstream.failed(replica, str(error))
+            self._calls.upstream.failed(self._engine, replica, error)
             raise
         except Refused as refusal:
             if refusal.code == Code.UNKNOWN_MODEL and sampler.address:
