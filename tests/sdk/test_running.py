@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import cast
 
 import pytest
 
@@ -159,14 +158,15 @@ async def test_an_error_of_a_coroutine_that_was_left_to_itself_is_not_complained
 def raised_by(work: Callable[[], object]) -> Exception:
     with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever it is
         work()
-    return cast(Exception, raised.value)
+    return raised.value
 
 
 def test_each_distinct_error_is_shown_once_with_its_traceback_and_then_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def looks_up(name: str) -> object:
-        return {}[name]
+        found: dict[str, object] = {}
+        return found[name]
 
     reports = running.ErrorReports()
     with caplog.at_level(logging.WARNING, "bombus"):

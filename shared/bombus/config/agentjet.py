@@ -4,6 +4,7 @@ A key that decides what is trained is carried out or refused; any other is liste
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from bombus.config.groups import Tree, bad_config, shown
 from bombus.config.xorl import Only
@@ -241,7 +242,7 @@ def _leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield keys as dotted paths. A subtree without a key that we know comes as one leaf."""
     known = [*KEYS, *KL_SWITCHES, *LIMITED]
     inner = {".".join(key.split(".")[:depth]) for key in known for depth in range(1, key.count(".") + 1)}
-    todo: list[tuple[str, Mapping[object, object]]] = [("", {**tree})]
+    todo: list[tuple[str, Mapping[Any, object]]] = [("", tree)]
     while todo:
         stem, branch = todo.pop()
         for key, value in branch.items():

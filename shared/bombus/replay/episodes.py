@@ -16,6 +16,7 @@ from bombus.terminal import complain, escaped, json_escaped, say
 SORTED_BY: dict[str, Callable[[Outcome], float]] = {
     "reward": lambda outcome: outcome.reward,
     "tokens": lambda outcome: outcome.completion_tokens,
+    "time": lambda _: 0.0,
 }
 SHOWN = 20
 METRICS_SHOWN = 4  # of an episode, in a line
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out", action="store_true", help="evaluation episodes instead of training episodes")
     parser.add_argument(
         "--sort",
-        choices=("time", *SORTED_BY),
+        choices=SORTED_BY,
         default="time",
         help="which come first: the oldest (time), or those with the lowest reward or the fewest sampled tokens",
     )
@@ -50,7 +51,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
     place = 0
     kind = EpisodeType.EVAL if arguments.held_out else EpisodeType.TRAIN
     sign = -1 if arguments.reverse else 1
-    worth = SORTED_BY.get(arguments.sort, lambda _: 0.0)
+    worth = SORTED_BY[arguments.sort]
     async with aclosing(source.events()) as entries:
         async for entry in entries:
             event = entry.event
