@@ -149,7 +149,8 @@ async def test_a_replica_whose_answers_cannot_be_right_is_quarantined_and_nothin
     episode, key = await served.claim()
     served.replica.otherwise = answers_nan
     body = {"model": MODEL, "messages": USER, "stream": stream}
-    async with httpx.AsyncClient(base_url=served.base_url, headers={"authorization": f"Bearer {key}"}) as http:
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=served.base_url, headers=headers, timeout=PATIENCE_S) as http:
         answers = 0
         while len(served.replica.requests) < WRONG_MAX:  # an attempt of which nothing has gone out is made again
             answer = await http.post("/v1/chat/completions", json=body)
