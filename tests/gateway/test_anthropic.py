@@ -101,7 +101,7 @@ class Played:
     def __init__(self, *portions: list[Delta], reason: str = "stop") -> None:
         request = CompletionRequest(chat=True, messages=(HI,))
         self.completion = Completion(TEXT, request, pack_tokens(tokens_of("hi", end=False)), "c" * 32, 0)
-        self.encoder = MessagesEncoder("policy", AnswerHead("c" * 32, 0, 20, 1, TEXT.tokenizer))
+        self.encoder = MessagesEncoder("policy", AnswerHead("c" * 32, 0, bytes(80), 1, TEXT.tokenizer))
         self.portions = [CompletionDelta(portion, []) for portion in portions]
         for portion in portions:
             self.completion._add(portion)

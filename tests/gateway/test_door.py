@@ -10,11 +10,10 @@ from bombus.bus import Bus
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Generate
 from bombus.hive.records import unpack_tokens
-from bombus_gateway.access import EpisodeGuard, HeaderPair
+from bombus_gateway.access import EpisodeGuard, HeaderMap, HeaderPair
 from bombus_gateway.call.calls import AnswerHead, Calls
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.door import ParsedRequest, call_route
-from bombus_gateway.call.http import HeaderMap
 from bombus_gateway.call.request import CompletionRequest, InvalidField, SamplingWish
 from tests.gateway.openai_hive import ENGINE, Died, GatewayHive, Send, frame_of, gateway_hive, says, tokens_of
 

@@ -29,6 +29,7 @@ FOREIGN_SITES = ("cross-site", "same-site")  # in Sec-Fetch-Site, of browsers
 
 HeaderPair = tuple[bytes, bytes]
 RawHeaders = Iterable[HeaderPair]  # as ASGI has them
+HeaderMap = dict[bytes, bytes]
 
 
 class Access(StrEnum):

@@ -1,11 +1,150 @@
-"""How much memory the bodies of all requests together may take."""
+"""The gate of all request bodies: how large they may be, alone and together, and that large ones do not stop others.
 
-from collections.abc import Iterator
+Every door reads its bodies here, after it has checked the key, and says with `BodyLimits` what its routes take.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
+from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from bombus.errors import Code, Refused
+from bombus_gateway import limits
+from bombus_gateway.access import HeaderMap
+from bombus_gateway.atropos.compression import inflated
+from bombus_gateway.call.workers import CLIENTS, INLINE_BYTES_MAX, Workers
+from bombus_gateway.decoding.json_shape import is_deeper, is_flat, marks_of
+from bombus_gateway.training.compression import decompressed
+from bombus_gateway.training.dialects import is_protobuf
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """What the bodies of a route may hold; 0: as much as fits into their bytes.
+
+    `names` are those of all objects, and `lists` counts objects too. A body that `may_be_binary` is JSON all the same
+    unless it says that it is protobuf. One of up to `inline_bytes` is read at once, and a larger one in a thread.
+    """
+
+    bytes_max: int
+    depth: int = limits.DEPTH
+    lists: int = 0
+    names: int = 0
+    values: int = 0
+    fewer: str = "send less at once"
+    may_be_binary: bool = False
+    inline_bytes: int = INLINE_BYTES_MAX
+
+    def check_size(self, size: int) -> None:
+        if size > self.bytes_max:
+            raise Refused(Code.TOO_LARGE, f"The body is over the limit of {self.bytes_max} bytes; {self.fewer}.")
+
+    def checked(self, body: bytes) -> bytes:
+        """Return JSON, of which nothing was decoded yet. Raises `Refused`: TOO_LARGE, or MALFORMED if it is too deep.
+
+        A list, a name or a value takes two bytes at least, so those of a small body are not counted.
+        """
+        counted = {"lists and objects": self.lists, "names": self.names, "values": self.values}
+        if is_flat(body) and not any(0 < most < len(body) // 2 for most in counted.values()):
+            return body
+        marks = marks_of(body)
+        found = (marks.count(b"["), marks.count(b":"), marks.count(b","))
+        for (what, most), count in zip(counted.items(), found, strict=True):
+            if 0 < most < count:
+                raise Refused(Code.TOO_LARGE, f"The body has more than {most} {what}; {self.fewer}.")
+        if is_deeper(marks, self.depth):
+            raise Refused(Code.MALFORMED, f"The body is nested deeper than {self.depth}.")
+        return body
+
+
+SMALL = BodyLimits(limits.SMALL_BODY_BYTES, inline_bytes=limits.SMALL_BODY_BYTES)
+SWARM = BodyLimits(limits.SWARM_BODY_BYTES, depth=limits.SWARM_DEPTH)
+TRAINING = BodyLimits(
+    limits.TRAINING_BODY_BYTES,
+    lists=limits.TRAINING_FIELDS,
+    names=limits.TRAINING_FIELDS,
+    values=limits.TRAINING_NUMBERS,
+    fewer="send fewer data in one request",
+    may_be_binary=True,
+)
+TRAJECTORIES = BodyLimits(
+    limits.TRAJECTORY_BODY_BYTES,
+    lists=limits.TRAJECTORY_LISTS,
+    values=limits.TRAJECTORY_NUMBERS,
+    fewer="send fewer groups in one request",
+    inline_bytes=128 << 10,  # it takes less than a millisecond, and a thread for it as long
+)
+
+
+class BodyGate:
+    """Reads the bodies of one gateway's requests. `calls` are the limits of a model call's, and of a sample's."""
+
+    def __init__(self, workers: Workers, call_bytes_max: int) -> None:
+        self.calls = BodyLimits(call_bytes_max, fewer="send less text")
+        self.samples = replace(TRAINING, bytes_max=call_bytes_max, may_be_binary=False)
+        self._workers = workers
+
+    async def small(self, request: Request) -> bytes:
+        """Return the body of a client's request to a route that takes no data. Raises `Refused`."""
+        return await self.read(request, SMALL, bytes)
+
+    async def read(self, request: Request, bounds: BodyLimits, decode: Callable[[bytes], _T]) -> _T:
+        """Return what `decode` makes of the body of a client's request. Raises `Refused`, and what `decode` raises."""
+        return await self.decoded(dict(request.scope["headers"]), request.receive, bounds, decode, CLIENTS)
+
+    async def decoded(
+        self, headers: HeaderMap, receive: Receive, bounds: BodyLimits, decode: Callable[[bytes], _T], turn: str
+    ) -> _T:
+        """Return what `decode` makes of a body that is within its bounds: of a large one in a thread, at its `turn`."""
+        body = await received(headers, receive, bounds)
+        encoding = headers.get(b"content-encoding", b"").decode("latin-1")
+        if encoding not in ("", "identity"):
+            body = await self._unpacked(encoding, body, bounds, turn)
+        is_json = not (bounds.may_be_binary and is_protobuf(headers.get(b"content-type", b"").decode("latin-1")))
+
+        def work() -> _T:
+            return decode(bounds.checked(body) if is_json else body)
+
+        return await self._workers.run(turn, len(body), work, bounds.inline_bytes)
+
+    async def _unpacked(self, encoding: str, body: bytes, bounds: BodyLimits, turn: str) -> bytes:
+        """Return a body without its compression. A few bytes may be a large body, so it is tried how many they are."""
+        if len(body) <= bounds.inline_bytes:
+            try:
+                return _unpacked(encoding, body, bounds.inline_bytes)
+            except Refused as refusal:
+                if refusal.code != Code.TOO_LARGE or bounds.inline_bytes >= bounds.bytes_max:
+                    raise
+        unpack = partial(_unpacked, encoding, body, bounds.bytes_max)
+        return await self._workers.run(turn, len(body), unpack, inline_bytes=-1)
+
+
+def _unpacked(encoding: str, body: bytes, bytes_max: int) -> bytes:
+    """Return a body without its compression, of which no more is made than `bytes_max`. Raises `Refused`."""
+    unpack = inflated if "gzip" in encoding.lower() else decompressed
+    return unpack(encoding, body, bytes_max)
+
+
+async def received(headers: HeaderMap, receive: Receive, bounds: BodyLimits) -> bytes:
+    """Return the bytes of a body as they came. Raises `Refused`: TOO_LARGE, before more is read, or MALFORMED."""
+    parts: list[bytes] = []
+    size, more = 0, True
+    bounds.check_size(int(headers.get(b"content-length", b"0")))  # the server has checked that it is a number
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Refused(Code.MALFORMED, "The body was cut off.")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        bounds.check_size(size)
+        more = message.get("more_body", False)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class BodyMemory:

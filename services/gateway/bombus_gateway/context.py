@@ -8,6 +8,8 @@ from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.errors import Code, Refused
 from bombus.hive.inbox import AnyAnswer, Message
+from bombus_gateway.bodies import BodyGate
+from bombus_gateway.call.workers import Workers
 from bombus_gateway.heartbeats import Heartbeats
 from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
@@ -26,10 +28,14 @@ class Gateway:
     follower: Follower
     keys: Keys
     heartbeats: Heartbeats = field(init=False)
+    workers: Workers = field(init=False)
+    bodies: BodyGate = field(init=False)
     ready: bool = False
 
     def __post_init__(self) -> None:
         self.heartbeats = Heartbeats(self.bus)
+        self.workers = Workers()
+        self.bodies = BodyGate(self.workers, self.settings.body_mb_max << 20)
 
     async def carry_out(self, command: Message, limit_s: float | None = None, traceparent: str = "") -> AnyAnswer:
         """Carry out a command. After it, this gateway's own reads show its effect.

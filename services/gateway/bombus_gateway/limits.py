@@ -7,6 +7,8 @@ from typing import Any
 
 from bombus.hive.inbox import DEPTH_MAX
 
+SMALL_BODY_BYTES = 256 << 10  # of routes that take no data, whichever door they are of
+
 # Model calls.
 MESSAGES = 4096
 CHOICES = 64
@@ -19,12 +21,16 @@ STOPS = 16
 STOP_CHARACTERS = 256
 NAME_CHARACTERS = 256  # of a model, a participant, a function, the id of a call
 ROLE_CHARACTERS = 64  # of the header x-bombus-role
+SAMPLED_TOKENS = 8 << 20  # of all answers to one request, as many as it allows; of samples too
+TOP_LOGPROBS = 20  # alternatives to report for one token
+SAMPLED_ALTERNATIVES = 2 << 20  # of all of these tokens, or of a prompt
 TOTAL_TOKENS_DIGITS = 9  # of the header x-bombus-total-tokens
 OVERRIDDEN = 32  # names of what was asked for and is not done
 CHARACTERS_FOR_A_TOKEN = 16  # of the model's length; English has four, and lines of spaces or signs the most
 
 # The swarm door.
 SWARM_BODY_BYTES = 4 << 20
+SWARM_DEPTH = 900  # what is deeper than `DEPTH` in a report is left out, and the rest is taken
 ID_CHARACTERS = 128
 TASK_CHARACTERS = 512
 DATA_SET_CHARACTERS = 128
@@ -44,7 +50,6 @@ LOSS_INPUTS = 32  # arrays of one sequence
 LOSS_SETTINGS = 64
 LOSS_TEXT_CHARACTERS = 1024  # of a setting of a loss that is a text
 SAMPLES = 256  # of one prompt
-TOP_LOGPROBS = 20  # alternatives to report for one token
 TRAINING_ID_CHARACTERS = 256  # of a model, a session, a request, a path
 ADAPTER_RANK = 4096
 USER_METADATA_BYTES = 4 << 10  # of a model, or of a checkpoint, as JSON

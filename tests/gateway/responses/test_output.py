@@ -60,7 +60,8 @@ def test_custom_tools_are_known_again_in_a_record() -> None:
 def test_reasoning_is_an_item_of_its_own_that_ends_where_the_text_begins() -> None:
     completion = Completion(TEXT, CompletionRequest(chat=True), b"", "k", 0)
     encoder = ResponsesEncoder(
-        ResponsesRequest(completion=CompletionRequest(chat=True), model="m"), AnswerHead("k", 0, 3, 1, TEXT.tokenizer)
+        ResponsesRequest(completion=CompletionRequest(chat=True), model="m"),
+        AnswerHead("k", 0, bytes(12), 1, TEXT.tokenizer),
     )
     completion.end("length")
     parts: list[Delta] = [ReasoningDelta("hm"), ReasoningDelta("m"), TextDelta("a")]

@@ -423,8 +423,8 @@ async def test_xorls_client_samples_in_sglangs_form_from_the_base_and_from_a_che
     hive.replica.otherwise = says("hello there")
     url = f"{hive.url}/generate"
     params = {"max_new_tokens": 5, "temperature": 1.0}
-    body = {"input_ids": [5, 6], "sampling_params": params, "return_logprob": True, "lora_path": "step-1"}
-    answer = (await client.post(url, json=body)).json()
+    first = {"input_ids": [5, 6], "sampling_params": params, "return_logprob": True, "lora_path": "step-1"}
+    answer = (await client.post(url, json=first)).json()
     assert (answer["text"], answer["output_ids"]) == ("hello there", tokens_of("hello there"))
     assert answer["meta_info"]["finish_reason"] == "stop"
     assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
@@ -438,5 +438,18 @@ async def test_xorls_client_samples_in_sglangs_form_from_the_base_and_from_a_che
     as_vllm = (await client.post(url, json=asked)).json()
     assert (as_vllm["text"], as_vllm["token_ids"], as_vllm["finish_reasons"]) == (["one"], [tokens_of("one")], ["stop"])
     assert as_vllm["prompt_token_ids"] == [5, 6]
-    unknown = await client.post(url, json={**body, "lora_path": "none"})
+    unknown = await client.post(url, json={**first, "lora_path": "none"})
     assert (unknown.status_code, "no checkpoint none" in unknown.json()["detail"]) == (404, True)
+    asked_so_far = len(hive.replica.requests)
+    many: dict[str, Any] = {**asked, "n": 64, "max_tokens": None, "logprobs": 20}
+    for wrong, code, why in (
+        ({"text": "a" * 4_000_000}, 400, "The text has 4000000 characters, and up to"),
+        ({"input_ids": [5] * 600_000}, 400, "The prompt has 600000 tokens, and the model's length"),
+        (many, 413, "each with 20 alternatives, are over the limit of 2097152 alternatives in one request: ask for"),
+    ):
+        refused = await client.post(url, json=wrong)
+        assert (refused.status_code, why in refused.json()["detail"]) == (code, True), refused.text
+    assert len(hive.replica.requests) == asked_so_far
+    body = sample(await begin(client, await new_session(client)), num_samples=64, topk_sample_logprobs=20)
+    del body["sampling_params"]["max_tokens"]
+    assert why in (await failure(client, body))["error"]

@@ -6,12 +6,12 @@ from functools import partial
 from starlette.types import ASGIApp
 
 from bombus.errors import Refused
-from bombus_gateway.access import EpisodeGuard
+from bombus_gateway.access import EpisodeGuard, HeaderMap
 from bombus_gateway.anthropic.request import read_messages
 from bombus_gateway.anthropic.response import MessagesEncoder, count_body, error_body, error_event
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.door import ParsedRequest, call_route, count_route
-from bombus_gateway.call.http import HeaderMap, not_found
+from bombus_gateway.call.http import not_found
 from bombus_gateway.context import Gateway
 from bombus_gateway.harnesses.marks import marks_of
 

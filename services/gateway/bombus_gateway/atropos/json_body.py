@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from bombus.errors import Code, Refused
-from bombus_gateway import limits
+from bombus.errors import Refused
 from bombus_gateway.atropos.refusals import UnfitBody
 from bombus_gateway.decoding.json_body import BadParameter, decode_body
 
@@ -20,23 +19,8 @@ _not_finite = re.compile(rb"-?(?:NaN|Infinity)")
 _mark = re.compile(rb'[\[\]{}"]')  # a bracket, or the beginning of a text
 _text = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _colon = re.compile(rb"\s*:")
-_marked_text = re.compile(rb'"[^"]*+"')
-_UNMARKED = bytes(byte for byte in range(256) if byte not in b'[]{}"')
 _CHUNK_BYTES = 1 << 20
 MARKS_MAX = 1 << 18  # that are looked at for the place of a number: a quarter of a second
-
-
-def check_counts(body: bytes) -> None:
-    """Raises `Refused` TOO_LARGE for a body of too many lists or values, without decoding it.
-
-    Each takes two characters at least, so that short bodies need not be counted.
-    """
-    if len(body) > 2 * limits.TRAJECTORY_LISTS and body.count(b"[") + body.count(b"{") > limits.TRAJECTORY_LISTS:
-        why = f"The body has more than {limits.TRAJECTORY_LISTS} lists and objects; send fewer groups in one request."
-        raise Refused(Code.TOO_LARGE, why)
-    if len(body) > 2 * limits.TRAJECTORY_NUMBERS and body.count(b",") > limits.TRAJECTORY_NUMBERS:
-        why = f"The body has more than {limits.TRAJECTORY_NUMBERS} values; send fewer groups in one request."
-        raise Refused(Code.TOO_LARGE, why)
 
 
 def decode_at(decoder: msgspec.json.Decoder[_BodyT], body: bytes, place: str = "") -> _BodyT:
@@ -64,40 +48,6 @@ def decode_at(decoder: msgspec.json.Decoder[_BodyT], body: bytes, place: str = "
 def within(place: str, field: str) -> str:
     """Return the place of a field of what is at `place`."""
     return f"{place}.{field}" if place else field
-
-
-def is_deeper(text: bytes, depth: int) -> bool:
-    """Return whether JSON has more than `depth` lists and objects within each other, without decoding it.
-
-    Only its lists and objects cost time that counts, of which a body has `TRAJECTORY_LISTS` at most.
-    """
-    if text.count(b"[") + text.count(b"{") <= depth:
-        return False
-    level = 0
-    for bracket in _brackets(text):
-        level += 1 if bracket in b"[{" else -1
-        if level > depth:
-            return True
-    return False
-
-
-def _brackets(text: bytes) -> Iterator[int]:
-    """Yield the brackets of JSON that are in none of its texts.
-
-    Of each chunk all goes but brackets and quotation marks that are not escaped. Then two marks beside each other can
-    go too: they open and close an empty text, or close one text and open the next, and what is in texts stays in them.
-    So texts that follow each other become one, and no more are left than there are brackets beside them.
-    """
-    at, in_text = 0, False
-    while at < len(text):
-        chunk = text[at : at + _CHUNK_BYTES]
-        slashes = len(chunk) - len(chunk.rstrip(b"\\"))
-        chunk += text[at + len(chunk) : at + len(chunk) + slashes % 2]  # what is escaped belongs to its backslash
-        at += len(chunk)
-        chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
-        marks = (b'"' * in_text + chunk).replace(b'""', b"")
-        in_text = marks.count(b'"') % 2 == 1
-        yield from _marked_text.sub(b"", marks + b'"' * in_text)
 
 
 def _check_utf8(body: bytes) -> None:

@@ -16,7 +16,7 @@ from bombus.errors import Code, Refused
 from bombus.hive.records import BODY_BYTES_MAX
 from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, encode_group, pack_ints
 from bombus_gateway import limits
-from bombus_gateway.atropos.json_body import check_counts, decode_at, is_deeper, within
+from bombus_gateway.atropos.json_body import decode_at, within
 from bombus_gateway.atropos.plain import count_lists, read_plain
 from bombus_gateway.atropos.refusals import UnfitBody
 
@@ -102,13 +102,11 @@ _FORMS: dict[str, msgspec.json.Decoder[Any]] = {
 
 def read_scored_data(body: bytes) -> ScoredGroup:
     """Read one group. Raises `UnfitBody` with the place of what is wrong, and `Refused` TOO_LARGE."""
-    check_counts(body)
     return _group(body, "")
 
 
 def read_scored_data_list(body: bytes) -> tuple[ScoredGroup, ...]:
     """Read several groups, all or none of them. Raises as `read_scored_data` does."""
-    check_counts(body)
     items = decode_at(_lists, body)
     if len(items) > limits.TRAJECTORY_GROUPS:
         why = (
@@ -343,6 +341,4 @@ def _text(raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_TextT]", place: str)
     if text == b"null":
         return b""
     decode_at(decoder, text, place)
-    if is_deeper(text, limits.DEPTH):
-        raise UnfitBody(place, f"{place} is nested deeper than {limits.DEPTH}.")
     return text

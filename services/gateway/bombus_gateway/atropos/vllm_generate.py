@@ -10,7 +10,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive.records import SamplingParams
 from bombus_gateway import limits
-from bombus_gateway.atropos.json_body import check_counts, decode_at
+from bombus_gateway.atropos.json_body import decode_at
 from bombus_gateway.atropos.refusals import UnfitBody
 from bombus_gateway.training.samples import Alternatives, SampledTokens, checked_finish
 from bombus_gateway.training.sampling import TOKENS_MAX, SampleRequest, bounded, checked_top_p, counted, stops_of
@@ -93,7 +93,6 @@ def is_vllm(names: Iterable[str]) -> bool:
 
 def read_vllm(body: bytes) -> VllmRequest:
     """Raises `Refused`."""
-    check_counts(body)
     given = decode_at(_generates, body)
     if given.min_tokens > 0:
         raise Refused(Code.UNSUPPORTED, "min_tokens is not offered here: leave it out.")

@@ -15,7 +15,14 @@ from bombus.hive.state import EngineState, Hive, Phase
 from bombus_gateway.call.constraining import constraint_of, why_not_held
 from bombus_gateway.call.models import EngineModels
 from bombus_gateway.call.policy import decide, why_unconstrained
-from bombus_gateway.call.request import CallRequest, CompletionRequest, InvalidField, PromptTooLong, Unsupported
+from bombus_gateway.call.request import (
+    CallRequest,
+    CompletionRequest,
+    InvalidField,
+    PromptTooLong,
+    Unsupported,
+    check_sampled,
+)
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
 from bombus_gateway.text.rendering import TextModel
@@ -129,6 +136,7 @@ class Admitted:
 
         Raises `InvalidField` for wishes that the job refuses.
         """
+        check_sampled(request.n, room.tokens, request.top_logprobs)
         decision = decide(request, self.job.rollout, self.type, self.episode)
         wish = decision.wish
         capped = wish.max_tokens is not None and wish.max_tokens > room.tokens

@@ -44,7 +44,6 @@ from bombus_gateway.call.upstream import (
     Upstream,
     dropped_too_often,
 )
-from bombus_gateway.call.workers import Workers
 from bombus_gateway.context import Gateway
 from bombus_gateway.heartbeats import Heartbeats
 from bombus_gateway.history.continuing import EarlierCalls
@@ -66,15 +65,21 @@ class HungUp(BombusError):
 class AnswerHead:
     """What is known of an answer before its first token.
 
-    `id` is the call's, `choices` how many there will be, and `overridden` names what was asked for and is not done.
+    `id` is the call's, `prompt` its tokens (int32), `choices` how many there will be, and `overridden` names what was
+    asked for and is not done.
     """
 
     id: str
     received_ns: int
-    prompt_tokens: int
+    prompt: bytes
     choices: int
     tokenizer: Tokenizer
     overridden: tuple[str, ...] = ()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.prompt) // 4
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,8 @@ class Calls:
         self.heartbeats: Heartbeats = gateway.heartbeats
         self.models = EngineModels(gateway.bus)
         self.admission = Admission(gateway.follower, self.models)
-        self.workers = Workers()
+        self.workers = gateway.workers
+        self.bodies = gateway.bodies
         self.histories = Histories(gateway.bus, gateway.settings, self.workers)
         self.earlier = EarlierCalls(self.histories)
         self.capacity = CallCapacity(gateway.bus, gateway.settings)
@@ -232,8 +238,8 @@ def _replayed(
     completions = [
         Completion(model, request.completion, prompt, record.id, index) for index in range(len(record.choices))
     ]
-    count, prompt_tokens = len(completions), record.prompt_tokens
-    head = AnswerHead(record.id, request.received_ns, prompt_tokens, count, model.tokenizer, record.overridden)
+    count = len(completions)
+    head = AnswerHead(record.id, request.received_ns, prompt, count, model.tokenizer, record.overridden)
     return RecordedAnswer(
         attempt,
         head,
@@ -286,7 +292,7 @@ class Call:
     def head(self) -> AnswerHead:
         plan, count = self.plan, len(self.completions)
         received_ns = self.request.received_ns
-        return AnswerHead(self.id, received_ns, plan.prompt.count, count, plan.model.tokenizer, plan.overridden)
+        return AnswerHead(self.id, received_ns, plan.prompt.tokens, count, plan.model.tokenizer, plan.overridden)
 
     @property
     def usage(self) -> Usage:
@@ -429,7 +435,14 @@ class Call:
                 raise ReplicaGone("the replica's answer ended too early")
             if not self.first_token_ns:
                 self.first_token_ns = time.time_ns()
-            yield [delta for frame in frames if (delta := self._feed(frame)) is not None]
+            deltas = []
+            for frame in frames:
+                delta = self._feed(frame)
+                if delta is not None:
+                    deltas.append(delta)
+                if isinstance(frame, Tokens) and frame.top:
+                    await asyncio.sleep(0)  # there may be thousands of alternatives in each frame
+            yield deltas
 
     async def _frames(self, generation: Generation) -> list[Frame]:
         try:

@@ -17,16 +17,18 @@ from starlette.types import ASGIApp, Receive
 from bombus import telemetry
 from bombus.hive.records import digest
 from bombus_gateway import limits
-from bombus_gateway.access import EpisodeGuard, HeaderPair, episode_key
+from bombus_gateway.access import EpisodeGuard, HeaderMap, HeaderPair, episode_key
 from bombus_gateway.call.calls import AnswerHead, Call, Calls, RecordedAnswer
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
-from bombus_gateway.call.http import ErrorEncoder, HeaderMap, Responder, hang_up_on_disconnect, read_body, route
+from bombus_gateway.call.http import ErrorEncoder, Responder, hang_up_on_disconnect, route
 from bombus_gateway.call.request import CallRequest, CompletionRequest
+from bombus_gateway.call.workers import Workers
 
 RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and of Anthropic
 OVERRIDDEN = b"x-bombus-overridden"  # in a response: what was asked for and is not done
 # No answer says nothing for longer: clients give up after 120 s without headers, or 240 s of silence.
 BEAT_S = 50.0
+_NUMBER_BYTES = 8  # as much work as for so many bytes of a text
 _COMMENT = b":\n\n"  # in a stream of events
 
 
@@ -109,7 +111,6 @@ class _CallRoute:
         self._calls = calls
         self._dialect = dialect
         self._guard = guard
-        self._body_bytes_max = calls.settings.body_mb_max << 20
 
     async def answer(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
         request, encoder = await self.read(headers, receive)
@@ -118,14 +119,23 @@ class _CallRoute:
             request = msgspec.structs.replace(request, traceparent=span.traceparent)
             recorded = await self._recorded(request, response)
             if recorded is not None:
-                await _Answer(encoder(recorded.head), recorded.head, response).replay(recorded, stream)
+                await self._answering(request, encoder, recorded.head, response).replay(recorded, stream)
                 recorded.attempt.sent = True
                 return
             async with self._calls.open(request) as call:
-                answer = _Answer(encoder(call.head), call.head, response)
+                answer = self._answering(request, encoder, call.head, response)
                 with hang_up_on_disconnect(receive, call):
                     await (answer.stream(call) if stream else answer.whole(call))
                 call.sent()
+
+    def _answering(
+        self,
+        request: CallRequest,
+        encoder: Callable[[AnswerHead], ResponseEncoder],
+        head: AnswerHead,
+        response: Responder,
+    ) -> "_Answer":
+        return _Answer(encoder(head), head, response, partial(_written, self._calls.workers, request, head))
 
     async def _recorded(self, request: CallRequest, response: Responder) -> RecordedAnswer | None:
         """Return the answer that a retry repeats. It may have to wait for the request that came first."""
@@ -146,13 +156,13 @@ class _CallRoute:
         self._calls.check_ready()
         claims = self._guard.verify(episode_key(headers), received_ns)
         self._calls.admission.check_episode(claims)
-        body = await read_body(headers, receive, self._body_bytes_max)
-        parsed = await self._calls.workers.run(claims.episode, len(body), partial(self._dialect.read, body, headers))
+        bodies, decode = self._calls.bodies, partial(self._decoded, headers)
+        parsed, body_digest, size = await bodies.decoded(headers, receive, bodies.calls, decode, claims.episode)
         request = CallRequest(
             claims=claims,
             completion=_within_total(parsed.completion, headers),
-            digest=digest(self._dialect.name + b"\0" + body),
-            body_bytes=len(body),
+            digest=body_digest,
+            body_bytes=size,
             received_ns=received_ns,
             retry=_retry(headers.get(RETRY_COUNT, b"")),
             role=_named_role(headers) or parsed.role,
@@ -160,6 +170,10 @@ class _CallRoute:
             traceparent=telemetry.traceparent_of(headers.get(b"traceparent", b"").decode("latin-1")),
         )
         return request, parsed.encoder
+
+    def _decoded(self, headers: HeaderMap, body: bytes) -> tuple[ParsedRequest, bytes, int]:
+        """Return what a body asks for, its digest, and its size."""
+        return self._dialect.read(body, headers), digest(self._dialect.name + b"\0" + body), len(body)
 
 
 def _retry(count: bytes) -> int:
@@ -180,11 +194,31 @@ def _within_total(request: CompletionRequest, headers: HeaderMap) -> CompletionR
     return msgspec.structs.replace(request, wish=wish)
 
 
-class _Answer:
-    """Sends one answer in its dialect."""
+async def _written(
+    workers: Workers, request: CallRequest, head: AnswerHead, usage: Usage, write: Callable[[], bytes]
+) -> bytes:
+    """Return what `write` makes of an answer, in a thread where it has many numbers: one takes as long as a text of it.
 
-    def __init__(self, encoder: ResponseEncoder, head: AnswerHead, response: Responder) -> None:
+    Those are the tokens with their alternatives, and of what is no chat the prompt too.
+    """
+    completion = request.completion
+    numbers = usage.completion * (1 + completion.top_logprobs) if completion.logprobs else 0
+    numbers += 0 if completion.chat else usage.completion + head.prompt_tokens
+    return await workers.run(request.claims.episode, _NUMBER_BYTES * numbers, write)
+
+
+class _Answer:
+    """Sends one answer in its dialect. `written` calls what makes a whole one, where it disturbs nobody."""
+
+    def __init__(
+        self,
+        encoder: ResponseEncoder,
+        head: AnswerHead,
+        response: Responder,
+        written: Callable[[Usage, Callable[[], bytes]], Awaitable[bytes]],
+    ) -> None:
         self._encoder = encoder
+        self._written = written
         self._response = response
         self._headers = [*encoder.headers, *_overridden(head)]
         self._waiting = b""  # events that have not gone out yet
@@ -195,7 +229,8 @@ class _Answer:
             async for _ in call.deltas():
                 pass
             await call.record()
-        await self._response.whole(self._encoder.whole(call.completions, call.usage), self._headers)
+            body = await self._written(call.usage, partial(self._encoder.whole, call.completions, call.usage))
+        await self._response.whole(body, self._headers)
 
     async def stream(self, call: Call) -> None:
         encoder = self._encoder
@@ -215,7 +250,8 @@ class _Answer:
         """Send the recorded answer in the form that this request wants."""
         encoder = self._encoder
         if not stream:
-            await self._response.whole(encoder.whole(recorded.completions, recorded.usage), self._headers)
+            write = partial(encoder.whole, recorded.completions, recorded.usage)
+            await self._response.whole(await self._written(recorded.usage, write), self._headers)
             return
         events = [encoder.opening()]
         for completion, deltas in zip(recorded.completions, recorded.deltas):

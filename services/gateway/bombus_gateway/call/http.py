@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus_gateway import limits
-from bombus_gateway.access import HeaderPair
+from bombus_gateway.access import HeaderMap, HeaderPair
 from bombus_gateway.call.calls import Call, HungUp
 from bombus_gateway.call.replica_client import ReplicaGone
 from bombus_gateway.refusals import ERROR_HEADERS
@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 
 JSON: HeaderPair = (b"content-type", b"application/json")
 SSE: list[HeaderPair] = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
-HeaderMap = dict[bytes, bytes]
 
 
 class ErrorEncoder(Protocol):
@@ -119,25 +117,6 @@ def not_found(errors: ErrorEncoder) -> ASGIApp:
         await Responder(send, errors).fail(Refused(Code.UNKNOWN_PATH, why))
 
     return app
-
-
-async def read_body(headers: HeaderMap, receive: Receive, limit: int) -> bytes:
-    """Return the body of a request. Raises `Refused` TOO_LARGE above `limit` bytes, `HungUp`."""
-    parts: list[bytes] = []
-    size = 0
-    if int(headers.get(b"content-length", b"0")) > limit:  # the server has checked that it is a number
-        raise Refused(Code.TOO_LARGE, f"The body is over the limit of {limit} bytes.")
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise HungUp("the client hung up while it was sending")
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise Refused(Code.TOO_LARGE, f"The body is over the limit of {limit} bytes.")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 @contextmanager

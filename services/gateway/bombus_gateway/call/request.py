@@ -151,3 +151,16 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> tuple[str, bytes]:
         """What makes two requests the same one."""
         return self.claims.episode, self.digest
+
+
+def check_sampled(answers: int, tokens: int, alternatives: int) -> None:
+    """Raise `Refused` TOO_LARGE for answers that have, with so many tokens each, more than one request may have."""
+    what = f"{answers} answers of up to {tokens} tokens"
+    if answers * tokens > limits.SAMPLED_TOKENS:
+        why = f"{what} are over the limit of {limits.SAMPLED_TOKENS} tokens in one request"
+        raise Refused(Code.TOO_LARGE, f"{why}: ask for fewer answers at once, or set a smaller max_tokens.")
+    if answers * tokens * alternatives > limits.SAMPLED_ALTERNATIVES:
+        why = f"{what}, each with {alternatives} alternatives, are over the limit of {limits.SAMPLED_ALTERNATIVES}"
+        raise Refused(
+            Code.TOO_LARGE, f"{why} alternatives in one request: ask for fewer of the three, such as max_tokens."
+        )

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 INLINE_BYTES_MAX = 32 << 10  # of a request whose work takes no longer than a few milliseconds
 THREADS = 2  # each of them may hold some hundred bytes for each character of a request
+CLIENTS = "clients"  # the turn of all requests that are no agent's, who always have the other thread
 
 T = TypeVar("T")
 
@@ -22,12 +23,17 @@ class Workers:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="large-request")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by episode
 
-    async def run(self, episode: str, request_bytes: int, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which is done at once for a small request, and in a thread for a large one."""
-        if request_bytes <= INLINE_BYTES_MAX:
+    async def run(
+        self, turn: str, request_bytes: int, work: Callable[[], T], inline_bytes: int = INLINE_BYTES_MAX
+    ) -> T:
+        """Return the result of `work`, which is done at once for a small request, and in a thread for a large one.
+
+        `turn` is the episode of the request, or `CLIENTS`.
+        """
+        if request_bytes <= inline_bytes:
             return work()
-        turn = self._turns.setdefault(episode, asyncio.Lock())
-        async with turn:
+        lock = self._turns.setdefault(turn, asyncio.Lock())
+        async with lock:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:

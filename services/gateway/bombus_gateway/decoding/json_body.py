@@ -127,8 +127,6 @@ def function_tool(function: Mapping[str, Any], place: str) -> dict[str, Any]:
         why = f"A tool has a name, of up to {limits.NAME_CHARACTERS} characters."
         raise BadParameter(Code.MALFORMED, f"{place}.name", why)
     kept = {key: value for key, value in function.items() if value is not None}
-    if limits.is_deeper(kept):
-        raise BadParameter(Code.MALFORMED, place, f"{place} is nested deeper than {limits.DEPTH}.")
     try:
         _packed(kept)
     except OverflowError:
@@ -138,9 +136,8 @@ def function_tool(function: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def demand_of_json(field: str, schema: Any) -> Demand:
     """Return the demand that an answer is JSON of a schema. Raises `BadParameter` for what is not one."""
-    if not isinstance(schema, dict) or limits.is_deeper(schema):
-        why = f"{field} has a JSON schema, which is an object nested no deeper than {limits.DEPTH}."
-        raise BadParameter(Code.MALFORMED, field, why)
+    if not isinstance(schema, dict):
+        raise BadParameter(Code.MALFORMED, field, f"{field} has a JSON schema, which is an object.")
     return Demand(field, schema=schema)
 
 

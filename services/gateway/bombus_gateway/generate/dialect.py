@@ -8,14 +8,13 @@ from typing import NoReturn
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus.hive.records import FinishReason, pack_tokens
-from bombus_gateway.access import HeaderPair
+from bombus.hive.records import FinishReason
+from bombus_gateway.access import HeaderMap, HeaderPair
 from bombus_gateway.atropos.refusals import write_refusal
 from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
 from bombus_gateway.call.calls import AnswerHead
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.door import ParsedRequest
-from bombus_gateway.call.http import HeaderMap
 from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.training.generate import GenerateRequest, read_generate, write_generated
@@ -112,13 +111,9 @@ class VllmEncoder(GenerateEncoder):
         self._request = request
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes:
-        request, tokenizer = self._request, self._head.tokenizer
-        prompt = request.asked.prompt
-        if request.text:
-            prompt = pack_tokens(tokenizer.encode(request.text))
-            asked = msgspec.structs.replace(request.asked, prompt=prompt)
-            request = msgspec.structs.replace(request, asked=asked)
-        text = request.text or tokenizer.decode(array("i", prompt).tolist())
+        asked = msgspec.structs.replace(self._request.asked, prompt=self._head.prompt)
+        request = msgspec.structs.replace(self._request, asked=asked)
+        text = request.text or self._head.tokenizer.decode(array("i", asked.prompt).tolist())
         samples = [_sampled(each) for each in completions]
         return write_vllm(request, samples, [each.text() for each in completions], ScoredPrompt(text))
 

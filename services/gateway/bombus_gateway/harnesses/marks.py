@@ -7,7 +7,7 @@ import msgspec
 
 from bombus.hive.decoding import decoded
 from bombus_gateway import limits
-from bombus_gateway.call.http import HeaderMap
+from bombus_gateway.access import HeaderMap
 from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.harnesses.rules import SIDE_CALL_RULES, SideCallRule
 from bombus_gateway.text.message import ChatMessage

@@ -9,10 +9,10 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import Code, Refused
-from bombus_gateway.access import Access, EpisodeGuard, Guard, episode_key
+from bombus_gateway.access import Access, EpisodeGuard, Guard, HeaderMap, episode_key
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.door import ParsedRequest, call_route
-from bombus_gateway.call.http import HeaderMap, Responder, not_found, route
+from bombus_gateway.call.http import Responder, not_found, route
 from bombus_gateway.context import Gateway
 from bombus_gateway.harnesses.marks import marks_of
 from bombus_gateway.openai.request import OpenAIRequest, read_chat, read_completion

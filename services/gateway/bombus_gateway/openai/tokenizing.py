@@ -1,18 +1,19 @@
 """vLLM's routes that turn texts and conversations into the tokens of the episode's model, and back."""
 
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 from starlette.types import ASGIApp, Receive
 
 from bombus.errors import Code
-from bombus_gateway.access import EpisodeGuard, episode_key
+from bombus_gateway.access import EpisodeGuard, HeaderMap, episode_key
 from bombus_gateway.call.admission import Admitted
 from bombus_gateway.call.calls import Calls
-from bombus_gateway.call.http import ErrorEncoder, HeaderMap, Responder, read_body, route
+from bombus_gateway.call.http import ErrorEncoder, Responder, route
 from bombus_gateway.call.request import CallRequest, CompletionRequest
 from bombus_gateway.decoding.json_body import BadParameter, decode_body, raw_fields
 from bombus_gateway.openai.request import read_chat
@@ -31,6 +32,7 @@ class _DetokenizeBody(msgspec.Struct):
     tokens: list[Annotated[int, Meta(ge=0)]]
 
 
+_BodyT = TypeVar("_BodyT")
 _tokenize = msgspec.json.Decoder(_TokenizeBody)
 _detokenize = msgspec.json.Decoder(_DetokenizeBody)
 
@@ -45,12 +47,10 @@ class TokenRoutes:
         self.detokenize: ASGIApp = route("POST", errors, self._answer_detokenize)
 
     async def _answer_tokenize(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
-        body, request = await self._received(headers, receive)
-        episode = request.claims.episode
-        found, completion = await self._calls.workers.run(episode, len(body), partial(read_tokenize, body))
+        (found, completion), request = await self._received(headers, receive, read_tokenize)
         admitted = await self._calls.admission.admit(msgspec.structs.replace(request, completion=completion))
-        work = partial(_tokenized, admitted, found, completion, len(body))
-        tokens, strings = await self._calls.workers.run(episode, len(body), work)
+        work = partial(_tokenized, admitted, found, completion, request.body_bytes)
+        tokens, strings = await self._calls.workers.run(request.claims.episode, request.body_bytes, work)
         answer = {
             "count": len(tokens),
             "max_model_len": min(admitted.job.rollout.max_model_len, admitted.model.context_tokens),
@@ -60,29 +60,26 @@ class TokenRoutes:
         await response.whole(msgspec.json.encode(answer))
 
     async def _answer_detokenize(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
-        body, request = await self._received(headers, receive)
-        episode = request.claims.episode
-        tokens = decode_body(_detokenize, body).tokens
+        found, request = await self._received(headers, receive, partial(decode_body, _detokenize))
         admitted = await self._calls.admission.admit(request)
-        tokenizer = admitted.model.tokenizer
-        if tokens and max(tokens) >= len(tokenizer.pieces):
-            why = f"tokens holds {max(tokens)}, which is outside the vocabulary."
-            raise BadParameter(Code.MALFORMED, "tokens", why)
-        work = partial(tokenizer.decode, tokens, with_specials=True)
-        text = await self._calls.workers.run(episode, len(body), work)
+        work = partial(_detokenized, admitted, found.tokens)
+        text = await self._calls.workers.run(request.claims.episode, request.body_bytes, work)
         await response.whole(msgspec.json.encode({"prompt": text}))
 
-    async def _received(self, headers: HeaderMap, receive: Receive) -> tuple[bytes, CallRequest]:
-        """Return the body of a request of an agent, and a call of nothing, as admission takes it."""
+    async def _received(
+        self, headers: HeaderMap, receive: Receive, decode: Callable[[bytes], _BodyT]
+    ) -> tuple[_BodyT, CallRequest]:
+        """Return what the body of an agent's request says, and a call of nothing, as admission takes it."""
         now_ns = time.time_ns()
         self._calls.check_ready()
         claims = self._agents.verify(episode_key(headers), now_ns)
         self._calls.admission.check_episode(claims)
-        body = await read_body(headers, receive, self._calls.settings.body_mb_max << 20)
-        nothing = CompletionRequest(chat=False)
-        return body, CallRequest(
-            claims=claims, completion=nothing, digest=b"", body_bytes=len(body), received_ns=now_ns
+        bodies = self._calls.bodies
+        found, size = await bodies.decoded(
+            headers, receive, bodies.calls, lambda body: (decode(body), len(body)), claims.episode
         )
+        nothing = CompletionRequest(chat=False)
+        return found, CallRequest(claims=claims, completion=nothing, digest=b"", body_bytes=size, received_ns=now_ns)
 
 
 def read_tokenize(body: bytes) -> tuple[_TokenizeBody, CompletionRequest]:
@@ -105,6 +102,14 @@ def _tokenized(
     tokens = _tokens(admitted, completion, found.add_generation_prompt)
     decode = partial(admitted.model.tokenizer.decode, with_specials=True)
     return tokens, [decode([token]) for token in tokens] if found.return_token_strs else None
+
+
+def _detokenized(admitted: Admitted, tokens: list[int]) -> str:
+    """Return the text of tokens. Raises `BadParameter` for those that the model does not have."""
+    tokenizer = admitted.model.tokenizer
+    if tokens and max(tokens) >= len(tokenizer.pieces):
+        raise BadParameter(Code.MALFORMED, "tokens", f"tokens holds {max(tokens)}, which is outside the vocabulary.")
+    return tokenizer.decode(tokens, with_specials=True)
 
 
 def _tokens(admitted: Admitted, completion: CompletionRequest, generate: bool) -> list[int]:

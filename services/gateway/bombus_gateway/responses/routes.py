@@ -8,10 +8,10 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import Code, Refused
-from bombus_gateway.access import EpisodeGuard, episode_key
+from bombus_gateway.access import EpisodeGuard, HeaderMap, episode_key
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.door import ParsedRequest, call_route
-from bombus_gateway.call.http import HeaderMap, Responder, route
+from bombus_gateway.call.http import Responder, route
 from bombus_gateway.context import Gateway
 from bombus_gateway.harnesses.marks import marks_of
 from bombus_gateway.openai_errors import error_body, error_fields

@@ -11,7 +11,6 @@ from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
@@ -22,15 +21,15 @@ from bombus.hive.trajectories.queue import no_environment
 from bombus.hive.trajectories.records import ScoredGroup, decode_group
 from bombus.hive.trajectories.standing import standing
 from bombus.hive.trajectories.state import HandedOut
-from bombus_gateway import limits
 from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.atropos import answers
 from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_latest
-from bombus_gateway.atropos.compression import inflated, sent
+from bombus_gateway.atropos.compression import sent
 from bombus_gateway.atropos.refusals import write_batch_refusal, write_refusal
 from bombus_gateway.atropos.requests import read_after, read_environment, read_environment_id, read_trainer
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
+from bombus_gateway.bodies import TRAJECTORIES
 from bombus_gateway.context import Gateway
 from bombus_gateway.refusals import ERROR_HEADERS
 from bombus_gateway.scored.direct import DirectRoute
@@ -105,21 +104,6 @@ def _refusing(gateway: Gateway, handler: ScoredHandler, write: RefusalWriter) ->
 def _refused(refusal: Refused, write: RefusalWriter) -> Response:
     status, body = write(refusal)
     return Response(body, status, media_type=JSON, headers=ERROR_HEADERS.get(status))
-
-
-async def _read(request: Request, shelf: GroupShelf) -> bytes:
-    """Return a request's body, without its compression. Raises `Refused`."""
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limits.TRAJECTORY_BODY_BYTES:
-                most = limits.TRAJECTORY_BODY_BYTES
-                raise Refused(Code.TOO_LARGE, f"The body is over the limit of {most} bytes; send fewer groups at once.")
-    except ClientDisconnect:
-        raise Refused(Code.MALFORMED, "The body was cut off.") from None
-    encoding = request.headers.get("content-encoding", "")
-    return await shelf.apart(len(body), inflated, encoding, bytes(body)) if encoding else bytes(body)
 
 
 def _answered(request: Request, body: bytes, media_type: str = JSON) -> Response:
@@ -198,7 +182,7 @@ class ScoredRoutes:
 
     async def register(self, request: Request) -> Response:
         """Begin a run for a trainer. The batches and groups of the run before it are over."""
-        given = read_trainer(await _read(request, self._shelf))
+        given = read_trainer(await self._gateway.bodies.small(request))
         uuid = secrets.randbits(UUID_BITS)
         await self._gateway.carry_out(
             inbox.RegisterTrainer(
@@ -299,7 +283,7 @@ class ScoredRoutes:
 
     async def register_environment(self, request: Request) -> Response:
         """Let an environment join, or tell it to wait until the trainer asks for its first batch."""
-        given = read_environment(await _read(request, self._shelf))
+        given = read_environment(await self._gateway.bodies.small(request))
         answer = await self._gateway.carry_out(
             inbox.JoinEnvironment(
                 id=f"join-{secrets.token_hex(16)}",
@@ -328,7 +312,7 @@ class ScoredRoutes:
         return _answered(request, answers.write_joined(joined))
 
     async def disconnect_environment(self, request: Request) -> Response:
-        environment = read_environment_id(await _read(request, self._shelf))
+        environment = read_environment_id(await self._gateway.bodies.small(request))
         if not self._shelf.may_act_for(environment, self._key(request).name):
             return _answered(request, answers.write_disconnect_failed(no_environment(environment)))
         leave = inbox.LeaveEnvironment(
@@ -343,7 +327,7 @@ class ScoredRoutes:
         return _answered(request, answers.DISCONNECTED)
 
     async def environment_status(self, request: Request) -> Response:
-        number = read_environment_id(await _read(request, self._shelf), request.query_params.get("env_id"))
+        number = read_environment_id(await self._gateway.bodies.small(request), request.query_params.get("env_id"))
         state = self._shelf.trajectories
         environment = state.queue.environments.get(number)
         if environment is None or not may_use(environment.owner, self._key(request).name):
@@ -361,14 +345,12 @@ class ScoredRoutes:
         return _answered(request, answers.write_environment_status(status))
 
     async def scored_data(self, request: Request) -> Response:
-        body = await _read(request, self._shelf)
-        group = await self._shelf.apart(len(body), read_scored_data, body)
+        group = await self._gateway.bodies.read(request, TRAJECTORIES, read_scored_data)
         (held,) = await self._push([group], request)
         return _answered(request, answers.write_pushed(_pushed(held)))
 
     async def scored_data_list(self, request: Request) -> Response:
-        body = await _read(request, self._shelf)
-        groups = await self._shelf.apart(len(body), read_scored_data_list, body)
+        groups = await self._gateway.bodies.read(request, TRAJECTORIES, read_scored_data_list)
         if not groups:
             return _answered(request, answers.write_pushed_list([]))
         held = await self._push(groups, request)

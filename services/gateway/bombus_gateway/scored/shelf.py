@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -21,15 +22,15 @@ from bombus.hive.trajectories.state import HandedOut, Trajectories
 from bombus.hive.trajectories.training import why_not_trained
 from bombus.task_groups import first_failure
 from bombus_gateway.atropos.scored_data import record_of
+from bombus_gateway.bodies import TRAJECTORIES
+from bombus_gateway.call.workers import CLIENTS
 from bombus_gateway.context import Gateway
 from bombus_gateway.scored.reading import RecordReader
 
 ARRIVAL_S = 1.0  # within which a batch that was sent is known to have arrived
 ATTEMPTS_MAX = 4
-DECODING_MAX = 2  # bodies at once: one takes many times its size while it is read
 WRITERS_MAX = 4  # batches whose parts are made at the same time; others take turns with them
 AT_ONCE_MAX = 16  # bodies that are stored, for one request
-AT_ONCE_BYTES = 128 << 10  # of a body that takes less than a millisecond: another thread for it would take as long
 _T = TypeVar("_T")
 _GivenT = TypeVar("_GivenT")
 
@@ -49,7 +50,6 @@ class GroupShelf:
         self.engine = engine
         self._parts = Parts(gateway.bus, gateway.bus.subjects.trajectories_stream)
         self._subject = gateway.bus.subjects.trajectory(engine)
-        self._decoding = asyncio.Semaphore(DECODING_MAX)
         self._writers = ThreadPoolExecutor(WRITERS_MAX, "batch")
         self._lost: set[BodyRef] = set()  # that were not there when a batch was sent: they are looked at first
 
@@ -70,12 +70,9 @@ class GroupShelf:
         known = self.trajectories.queue.environments.get(environment)
         return known is None or may_use(known.owner, holder)
 
-    async def apart(self, size: int, compute: Callable[..., _T], *given: object) -> _T:
-        """Return what `compute` makes of so many bytes: of a large body while other requests go on."""
-        if size < AT_ONCE_BYTES:
-            return compute(*given)
-        async with self._decoding:
-            return await asyncio.to_thread(compute, *given)
+    async def _apart(self, size: int, compute: Callable[[], _T]) -> _T:
+        """Return the result of work on so many bytes, which other requests do not wait for where they are many."""
+        return await self._gateway.workers.run(CLIENTS, size, compute, TRAJECTORIES.inline_bytes)
 
     async def written(self, write: Callable[..., _T], *given: object) -> _T:
         """Return what `write` makes of a batch, in a thread that may wait for records.
@@ -99,7 +96,7 @@ class GroupShelf:
         groups = await self._as_sent_by(holder, groups)
         await self._check_queued(groups)
         await self._check_trained(groups)
-        records = [await self.apart(len(group.tokens), _recorded, group) for group in groups]
+        records = await self._apart(_bytes_of(groups), lambda: [_recorded(group) for group in groups])
         key = _own_key(f"{holder}//{key}" if holder else key, groups) if key else _key_of(records, holder)
         for attempt in range(1, ATTEMPTS_MAX + 1):
             bodies = await self._store(records)
@@ -149,8 +146,9 @@ class GroupShelf:
         trainer = self.trajectories.trainer
         if trainer is None or not self.state.trains_scored:
             return
-        for number, group in enumerate(groups):
-            why = await self.apart(len(group.tokens), why_not_trained, group, trainer.max_token_len)
+        most = trainer.max_token_len
+        whys = await self._apart(_bytes_of(groups), lambda: [why_not_trained(group, most) for group in groups])
+        for number, why in enumerate(whys):
             if why:
                 raise Refused(Code.MALFORMED, f"Group {number} of this push: {why}" if len(groups) > 1 else why)
 
@@ -243,7 +241,7 @@ class GroupShelf:
         if latest is None or (latest.environment is not None and not self.may_act_for(latest.environment, holder)):
             return None
         record = await (await self.records([latest])).next()
-        return None if record is None else await self.apart(len(record), decode_group, record)
+        return None if record is None else await self._apart(len(record), partial(decode_group, record))
 
 
 async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]) -> list[_T]:
@@ -257,6 +255,10 @@ async def _each(do: Callable[[_GivenT], Awaitable[_T]], given: Sequence[_GivenT]
     async with first_failure() as tasks:
         doing = [tasks.create_task(one(each)) for each in given]
     return [each.result() for each in doing]
+
+
+def _bytes_of(groups: Iterable[ScoredGroup]) -> int:
+    return sum(len(group.tokens) for group in groups)
 
 
 def _recorded(group: ScoredGroup) -> Recorded:

@@ -6,9 +6,7 @@ Those of the swarm contract ignore unknown fields, for newer clients; our own re
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
-from starlette.requests import ClientDisconnect
 
 from bombus.errors import Code, Refused
 from bombus.hive.episodes import reward_forms_of
@@ -216,20 +214,6 @@ class TakeEndedEpisodes(OwnBody):
 # ---- reading them --------------------------------------------------------------------------------------------
 
 B = TypeVar("B", bound=BaseModel)
-
-
-async def read_raw(request: Request) -> bytes:
-    """Return the request's body. Raises `Refused(TOO_LARGE)` above `limits.SWARM_BODY_BYTES`."""
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limits.SWARM_BODY_BYTES:
-                why = f"The body is over the limit of {limits.SWARM_BODY_BYTES} bytes: send less at once."
-                raise Refused(Code.TOO_LARGE, why)
-    except ClientDisconnect:
-        raise Refused(Code.MALFORMED, "The body was cut off.") from None
-    return bytes(body)
 
 
 def parse(model: type[B], body: bytes) -> B:

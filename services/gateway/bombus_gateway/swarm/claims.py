@@ -21,7 +21,7 @@ from bombus.sdk.types import PoolInformation
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.admission import check_storage
 from bombus_gateway.swarm import bodies, views
-from bombus_gateway.swarm.bodies import parse, read_raw, throttle_policy
+from bombus_gateway.swarm.bodies import throttle_policy
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
 from bombus_gateway.training.paths import read_path
 
@@ -116,8 +116,7 @@ class ClaimRoutes:
 
     async def claim_episode(self, request: Request) -> Response:
         """Claim one episode. A claim that fails is a 200 whose `fail_cause` says why."""
-        raw = await read_raw(request)
-        body = parse(bodies.ClaimEpisode, raw)
+        raw, body = await self._context.read(request, bodies.ClaimEpisode)
         throttle = body.throttle_policy or bodies.ThrottlePolicyBody()
         claim = inbox.Claim(
             id="",
@@ -147,7 +146,7 @@ class ClaimRoutes:
 
     async def claim_episodes(self, request: Request) -> Response:
         """Claim `count` episodes, all or none, waiting up to `wait_s` on the server."""
-        body = parse(bodies.ClaimEpisodes, await read_raw(request))
+        _, body = await self._context.read(request, bodies.ClaimEpisodes)
         claim = inbox.Claim(
             id="",
             engine=self._context.engine,

@@ -17,7 +17,9 @@ from bombus.hive.records import digest
 from bombus.hive.state import EngineState
 from bombus.telemetry import traceparent_of
 from bombus_gateway import limits
+from bombus_gateway.bodies import SWARM
 from bombus_gateway.context import Gateway
+from bombus_gateway.swarm.bodies import B, parse
 
 EPISODE_NEWS_S = 1.0  # for the event of an episode that another gateway has just handed out
 
@@ -38,6 +40,10 @@ class EngineContext:
         """Raise `BusUnavailable` until this gateway has folded the log (R18)."""
         if not self.gateway.ready:
             raise BusUnavailable("this gateway is still reading the log")
+
+    async def read(self, request: Request, model: type[B]) -> tuple[bytes, B]:
+        """Return a request's body, as it came and as `model`. Raises `Refused`, naming the fields that are wrong."""
+        return await self.gateway.bodies.read(request, SWARM, lambda raw: (raw, parse(model, raw)))
 
     @property
     def state(self) -> EngineState:

@@ -14,7 +14,6 @@ from bombus.hive import inbox
 from bombus.hive.events import RunKind
 from bombus.hive.state import Completed
 from bombus_gateway.swarm import bodies
-from bombus_gateway.swarm.bodies import parse, read_raw
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
 from bombus_gateway.training.paths import path_of_operation
@@ -36,7 +35,7 @@ class EndedEpisodes:
 
         Those that are `gone` were taken, aborted or dropped, and of those that are `lost` the log has not all.
         """
-        body = parse(bodies.ReadEndedEpisodes, await read_raw(request))
+        _, body = await self._context.read(request, bodies.ReadEndedEpisodes)
         names = {claimed_id: self._context.gateway.keys.episode_of(claimed_id) for claimed_id in body.episode_uuids}
         self._check_run()
         async with self._reading:
@@ -45,8 +44,7 @@ class EndedEpisodes:
 
     async def take(self, request: Request) -> Response:
         """Let ended episodes go. Those that are gone are skipped."""
-        raw = await read_raw(request)
-        body = parse(bodies.TakeEndedEpisodes, raw)
+        raw, body = await self._context.read(request, bodies.TakeEndedEpisodes)
         command = inbox.Take(
             id=self._context.command_id(request, "take", body.client_uuid, raw),
             engine=self._context.engine,

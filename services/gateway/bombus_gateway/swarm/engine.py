@@ -13,7 +13,6 @@ from bombus.hive import inbox
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.state import Phase
 from bombus_gateway.swarm import bodies, views
-from bombus_gateway.swarm.bodies import parse, read_raw
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
 
 log = logging.getLogger(__name__)
@@ -38,8 +37,7 @@ class EngineRoutes:
 
     async def sync_train_config(self, request: Request) -> Response:
         """Give the engine its job; only while it is OFFLINE. The latest one wins."""
-        raw = await read_raw(request)
-        body = parse(bodies.SyncTrainConfig, raw)
+        raw, body = await self._context.read(request, bodies.SyncTrainConfig)
         config = await asyncio.to_thread(parse_job, body.yaml_as_string)
         command = inbox.Configure(
             id=self._context.command_id(request, "configure", "", raw),
@@ -56,7 +54,7 @@ class EngineRoutes:
 
     async def compare_train_config(self, request: Request) -> Response:
         """Return where a client's job differs from the one that the engine runs. Nothing is changed."""
-        body = parse(bodies.CompareTrainConfig, await read_raw(request))
+        _, body = await self._context.read(request, bodies.CompareTrainConfig)
         wanted = await asyncio.to_thread(parse_job, body.yaml_as_string)
         running = self._context.state.active
         if running is None or self._context.state.phase == Phase.OFFLINE:
@@ -96,8 +94,7 @@ class EngineRoutes:
 
     async def agree_sync_weight(self, request: Request) -> Response:
         """Vote to train now: this client has sampled enough. For the collection methods that wait for votes."""
-        raw = await read_raw(request)
-        body = parse(bodies.AgreeSyncWeight, raw)
+        raw, body = await self._context.read(request, bodies.AgreeSyncWeight)
         command = inbox.AgreeSync(
             id=self._context.command_id(request, "agree", body.client_uuid, raw),
             engine=self._context.engine,
@@ -123,7 +120,7 @@ class EngineRoutes:
 
     async def push_verbose_log(self, request: Request) -> Response:
         """Write a line to this gateway's log. Beyond some lines a second, the reply says that it was dropped."""
-        body = parse(bodies.PushVerboseLog, await read_raw(request))
+        _, body = await self._context.read(request, bodies.PushVerboseLog)
         second = int(time.monotonic())
         if second != self._log_second:
             self._log_second, self._log_lines = second, 0

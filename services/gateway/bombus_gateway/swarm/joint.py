@@ -12,7 +12,7 @@ from bombus.hive.inbox import EpisodeResult, JointGranted
 from bombus.hive.state import EngineState, Phase, engine_of
 from bombus.hive.steps import idle_limit_s
 from bombus_gateway.swarm import bodies, views
-from bombus_gateway.swarm.bodies import parse, read_raw, result_of
+from bombus_gateway.swarm.bodies import result_of
 from bombus_gateway.swarm.claims import CLAIM_OVER, Confirmed, SlicedClaims
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
 
@@ -27,7 +27,7 @@ class JointRoutes:
 
     async def claim(self, request: Request) -> Response:
         """Claim `count` joint episodes, all or none, waiting up to `wait_s` on the server."""
-        body = parse(bodies.ClaimJointEpisodes, await read_raw(request))
+        _, body = await self._context.read(request, bodies.ClaimJointEpisodes)
         states = [self._state(name) for name in body.engines]
         wanted_s = body.discard_episode_timeout
         if wanted_s is None:
@@ -57,8 +57,7 @@ class JointRoutes:
 
         The same report again is a success; a different one is a 409.
         """
-        raw = await read_raw(request)
-        body = parse(bodies.EndJointEpisodes, raw)
+        raw, body = await self._context.read(request, bodies.EndJointEpisodes)
         command = inbox.JointEnd(
             id=self._context.command_id(request, "end", body.client_uuid, raw),
             client=body.client_uuid,
@@ -69,8 +68,7 @@ class JointRoutes:
 
     async def abort(self, request: Request) -> Response:
         """Abort joint episodes, each named by one or more of its episodes. One that is over already stays as it is."""
-        raw = await read_raw(request)
-        body = parse(bodies.AbortEpisodes, raw)
+        raw, body = await self._context.read(request, bodies.AbortEpisodes)
         command = self._context.command_id(request, "abort", body.client_uuid, raw)
         by_engine: dict[str, list[str]] = {}
         for name in map(self._context.gateway.keys.episode_of, body.episode_uuids):
@@ -94,7 +92,7 @@ class JointRoutes:
 
         The reply says which ones are over, and what the calls of the others have taken so far.
         """
-        body = parse(bodies.TouchEpisodes, await read_raw(request))
+        _, body = await self._context.read(request, bodies.TouchEpisodes)
         by_engine: dict[str, list[str]] = {}
         for claimed_id in body.episode_uuids:
             by_engine.setdefault(engine_of(without_secret(claimed_id)), []).append(claimed_id)

@@ -20,7 +20,7 @@ from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.answers import ANSWERS, REFUSALS
-from bombus_gateway.swarm.bodies import parse, read_raw, result_of
+from bombus_gateway.swarm.bodies import result_of
 from bombus_gateway.swarm.claims import ClaimRoutes
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
 from bombus_gateway.swarm.ended import EndedEpisodes
@@ -130,8 +130,7 @@ class EpisodeRoutes:
 
     async def end_episode(self, request: Request) -> Response:
         """End an episode with its reward. The same end again is a success; a different one is a 409."""
-        raw = await read_raw(request)
-        body = parse(bodies.EndEpisode, raw)
+        raw, body = await self._context.read(request, bodies.EndEpisode)
         episode = self._context.gateway.keys.episode_of(body.episode_uuid)
         results = (result_of(episode, body.task_id, body.workflow_output),)
         await self._end(request, raw, body.client_uuid, results, body.declare_client_active)
@@ -139,8 +138,7 @@ class EpisodeRoutes:
 
     async def end_episodes(self, request: Request) -> Response:
         """End a whole group, all or none."""
-        raw = await read_raw(request)
-        body = parse(bodies.EndEpisodes, raw)
+        raw, body = await self._context.read(request, bodies.EndEpisodes)
         name = self._context.gateway.keys.episode_of
         results = tuple(
             result_of(name(end.episode_uuid), end.task_id, end.workflow_output, end.data_set) for end in body.episodes
@@ -162,8 +160,7 @@ class EpisodeRoutes:
 
     async def abort_episode(self, request: Request) -> Response:
         """Abort an episode. One that is over already stays as it is."""
-        raw = await read_raw(request)
-        body = parse(bodies.AbortEpisode, raw)
+        raw, body = await self._context.read(request, bodies.AbortEpisode)
         command = inbox.Abort(
             id=self._context.command_id(request, "abort", body.client_uuid, raw),
             engine=self._context.engine,
@@ -175,8 +172,7 @@ class EpisodeRoutes:
 
     async def abort_episodes(self, request: Request) -> Response:
         """Abort episodes, all or none; `infra` when no model is to blame."""
-        raw = await read_raw(request)
-        body = parse(bodies.AbortEpisodes, raw)
+        raw, body = await self._context.read(request, bodies.AbortEpisodes)
         command = inbox.Abort(
             id=self._context.command_id(request, "abort", body.client_uuid, raw),
             engine=self._context.engine,
@@ -190,7 +186,7 @@ class EpisodeRoutes:
 
     async def can_continue_episode(self, request: Request) -> Response:
         """Return whether the episode is still held by this client, so that it is worth going on."""
-        body = parse(bodies.CanContinueEpisode, await read_raw(request))
+        _, body = await self._context.read(request, bodies.CanContinueEpisode)
         held = await self._context.held(body.client_uuid, [body.episode_uuid])
         return JsonResponse({"can_continue": bool(held)})
 
@@ -199,7 +195,7 @@ class EpisodeRoutes:
 
         The reply says which ones are over, and what the calls of the others have taken so far.
         """
-        body = parse(bodies.TouchEpisodes, await read_raw(request))
+        _, body = await self._context.read(request, bodies.TouchEpisodes)
         held = await self._context.held(body.client_uuid, body.episode_uuids)
         for episode in held.values():
             self._context.gateway.heartbeats.touch(self._context.engine, episode)
@@ -214,7 +210,7 @@ class EpisodeRoutes:
 
     async def replay_latest_llm_call(self, request: Request) -> Response:
         """Return the newest complete call of an episode, or with the admin key of all: `{input, output}`."""
-        body = parse(bodies.ReplayLatestCall, await read_raw(request))
+        _, body = await self._context.read(request, bodies.ReplayLatestCall)
         ref = views.latest_call(self._context.state, self._replayed(request, body.episode_uuid))
         if ref is None:
             raise Refused(Code.NO_CALLS, "There is no complete call to replay.")

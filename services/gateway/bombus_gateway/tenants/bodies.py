@@ -1,30 +1,9 @@
-"""Bodies of training requests, which may be large and compressed, and answers as HTTP has them."""
+"""What shows in a training request whose it is, and answers as HTTP has them."""
 
 import msgspec
-from fastapi import Request, Response
-from starlette.requests import ClientDisconnect
+from fastapi import Response
 
-from bombus.errors import Code, Refused
-from bombus_gateway import limits
-from bombus_gateway.training.compression import decompressed
 from bombus_gateway.training.futures import FutureAnswer
-
-
-async def read_body(request: Request) -> bytes:
-    """Return a request's body, decompressed.
-
-    Raises `Refused`: TOO_LARGE over `limits.TRAINING_BODY_BYTES`, MALFORMED, UNSUPPORTED.
-    """
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limits.TRAINING_BODY_BYTES:
-                most = limits.TRAINING_BODY_BYTES
-                raise Refused(Code.TOO_LARGE, f"The body is over the limit of {most} bytes; send fewer data at once.")
-    except ClientDisconnect:
-        raise Refused(Code.MALFORMED, "The body was cut off.") from None
-    return decompressed(request.headers.get("content-encoding", ""), bytes(body))
 
 
 def names_in(body: bytes) -> frozenset[str]:

@@ -3,7 +3,6 @@
 import asyncio
 import uuid
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
@@ -33,6 +32,7 @@ from bombus.operations import (
     decode_result,
     encode_operation,
 )
+from bombus_gateway.call.workers import CLIENTS
 from bombus_gateway.context import Gateway
 from bombus_gateway.limits import in_short
 from bombus_gateway.tenants.news import hear_news
@@ -55,9 +55,6 @@ ATTEMPTS_MAX = 4
 REPEAT_S = 30.0  # within which xorl's client may send a request again; it has no other mark
 END_STEM = "end."  # of the keys of requests that end a model of Tinker's clients
 REMEMBERED = 10_000
-DECODING_MAX = 2  # bodies at once: one takes many times its size while it is read
-
-_T = TypeVar("_T")
 
 # What is refused for a while only. The clients send it again by themselves, which they do not after a failed future.
 _PASSING = (Code.QUOTA, Code.OVERLOADED, Code.STORAGE_FULL, Code.BUS_DOWN)
@@ -84,7 +81,6 @@ class OperationDesk:
         self.engine = engine
         self._repeat_s = repeat_s
         self._parts = Parts(gateway.bus)
-        self._decoding = asyncio.Semaphore(DECODING_MAX)
         self._failures: dict[str, tuple[str, Failed]] = {}  # with the owners of their clients' keys
         # A session that was forgotten frees its names, so what is remembered is of one operation, not of an id.
         self._submitted: dict[tuple[str, bytes], Submission] = {}  # by id and digest of the body, without their data
@@ -98,11 +94,6 @@ class OperationDesk:
     def tenants(self) -> Tenants:
         return self.state.tenants
 
-    async def read(self, decode: Callable[[bytes], _T], body: bytes) -> _T:
-        """Return what `decode` makes of a body that may be large, while other requests go on."""
-        async with self._decoding:
-            return await asyncio.to_thread(decode, body)
-
     # ---- operations -----------------------------------------------------------------------------------------------
 
     async def submit(self, session: str, submission: Submission, base: str = "", owner: str = "") -> str:
@@ -115,7 +106,8 @@ class OperationDesk:
         operation = _on_the_log(submission)
         body = encode_operation(operation)
         known = self.tenants.models.get(model)
-        own = digest(f"{owner}/{0 if known is None else known.opened_ns}/".encode() + body).hex()[:8]
+        whose = f"{owner}/{0 if known is None else known.opened_ns}/".encode()
+        own = (await self._gateway.workers.run(CLIENTS, len(body), lambda: digest(whose + body))).hex()[:8]
         own_name = f"{model}:{submission.seq}:{own}"  # not that of one that may be accepted yet
         if isinstance(failure, Failed) and not (session and self._is_open(model)):
             return self._remember_failure(own_name, failure, owner)

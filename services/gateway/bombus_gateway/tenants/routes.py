@@ -21,11 +21,12 @@ from bombus.hive.tenants.owners import is_anothers_name, seen_by, seen_session
 from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants
 from bombus.operations import Category, CheckpointKind, CreateModel, Failed, LoadWeights, ModelEnded
 from bombus_gateway.access import Access, Guard, KeyHolder
+from bombus_gateway.bodies import TRAINING
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bases import Bases, base_names
-from bombus_gateway.tenants.bodies import answered, in_json, names_in, read_body
+from bombus_gateway.tenants.bodies import answered, in_json, names_in
 from bombus_gateway.tenants.desk import HOLD_S, OperationDesk, Waits
 from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
 from bombus_gateway.tenants.full_weights import RegisteredModel, adapter_defaults, rate_defaults
@@ -165,7 +166,7 @@ class TrainingRoutes:
 
     async def telemetry(self, request: Request) -> Response:
         """Take what a client says of itself, and keep nothing of it."""
-        await read_body(request)
+        await self._gateway.bodies.read(request, TRAINING, len)
         return in_json({"status": "accepted"})
 
     async def healthz(self, request: Request) -> Response:
@@ -188,7 +189,7 @@ class TrainingRoutes:
         return min([*lengths, *configured], default=None)
 
     async def create_session(self, request: Request) -> Response:
-        body = await read_body(request)
+        body = await self._gateway.bodies.small(request)
         if dialect_of("create_session", "", names_in(body)) == TrainingDialect.XORL:
             return await self._create_for_session(request, body)
         key = request.headers.get("x-idempotency-key", "")
@@ -211,13 +212,13 @@ class TrainingRoutes:
         return in_json({**about, "success": not isinstance(outcome, Waits), "message": message, "request_id": name})
 
     async def session_heartbeat(self, request: Request) -> Response:
-        body, holder = await read_body(request), self._holder(request)
+        body, holder = await self._gateway.bodies.small(request), self._holder(request)
         if not self._registered.unborn(beating_name(body), holder):
             await self._sessions.beat(body, holder)
         return in_json({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
-        session, body = request.path_params["session"], await read_body(request)
+        session, body = request.path_params["session"], await self._gateway.bodies.small(request)
         await self._sessions.finish(session, body, self._holder(request))
         return in_json({})
 
@@ -232,7 +233,7 @@ class TrainingRoutes:
     # ---- operations -----------------------------------------------------------------------------------------------
 
     async def create_model(self, request: Request) -> Response:
-        body = await read_body(request)
+        body = await self._gateway.bodies.small(request)
         dialect = dialect_of("create_model", "", names_in(body))
         submission = read_create_model(dialect, body, adapter_defaults(self._desk.state))
         holder = self._holder(request)
@@ -264,18 +265,17 @@ class TrainingRoutes:
         return await self._forward(request, forward_only=True)
 
     async def _forward(self, request: Request, forward_only: bool) -> Response:
-        body = await read_body(request)
         is_tinkers = dialect_of("forward_backward", request.headers.get("content-type", ""), ()) == "tinker"
         read = read_forward_backward if is_tinkers else partial(read_json_data, forward_only=forward_only)
-        return await self._submitted(request, await self._desk.read(read, body))
+        return await self._submitted(request, await self._gateway.bodies.read(request, TRAINING, read))
 
     async def optim_step(self, request: Request) -> Response:
-        body = await read_body(request)
+        body = await self._gateway.bodies.small(request)
         step = read_optim_step(_dialect("optim_step", body), body, rate_defaults(self._desk.state))
         return await self._submitted(request, step)
 
     async def abort_epoch(self, request: Request) -> Response:
-        return await self._submitted(request, read_abort_epoch(await read_body(request)))
+        return await self._submitted(request, read_abort_epoch(await self._gateway.bodies.small(request)))
 
     async def save_weights(self, request: Request) -> Response:
         return await self._save(request, CheckpointKind.TRAINING)
@@ -287,21 +287,21 @@ class TrainingRoutes:
         return await self._save(request, CheckpointKind.EXTERNAL)
 
     async def _save(self, request: Request, kind: CheckpointKind) -> Response:
-        body = await read_body(request)
+        body = await self._gateway.bodies.small(request)
         return await self._submitted(request, read_save(_dialect("save_weights", body), kind, body))
 
     async def load_weights(self, request: Request) -> Response:
-        body = await read_body(request)
+        body = await self._gateway.bodies.small(request)
         if "model_seq_id" in names_in(body):
             return await self._create(request, read_create_by_load(body), TrainingDialect.TINKER)
         return await self._submitted(request, read_load(_dialect("load_weights", body), body))
 
     async def unload_model(self, request: Request) -> Response:
-        return await self._submitted(request, read_end_model(await read_body(request)))
+        return await self._submitted(request, read_end_model(await self._gateway.bodies.small(request)))
 
     async def kill_session(self, request: Request) -> Response:
         """End a model of xorl's client, and answer when it has ended."""
-        body = await read_body(request)
+        body = await self._gateway.bodies.small(request)
         asked, holder = read_end_model(body).model, self._holder(request)
         model = await self._sessions.model(asked, holder)
         if model is None and self._registered.unborn(asked, holder):
@@ -329,7 +329,7 @@ class TrainingRoutes:
         return in_json(answer)
 
     async def retrieve_future(self, request: Request) -> Response:
-        asked, holder = read_retrieve(await read_body(request)), self._holder(request)
+        asked, holder = read_retrieve(await self._gateway.bodies.small(request)), self._holder(request)
         self._sessions.waits_for(asked.id, holder)
         if self._samples.knows(asked.id, holder):
             return answered(await self._samples.result(asked, HOLD_S))
@@ -401,7 +401,7 @@ class TrainingRoutes:
     # ---- models and checkpoints -----------------------------------------------------------------------------------
 
     async def get_info(self, request: Request) -> Response:
-        given = decode_body(_asked, await read_body(request))
+        given = decode_body(_asked, await self._gateway.bodies.small(request))
         model = await self._described(given.model_id or DEFAULT_MODEL, self._holder(request))
         name = self._bases.name_of(model.base)
         answer = {
@@ -421,7 +421,7 @@ class TrainingRoutes:
         return ready.weights.where
 
     async def weights_info(self, request: Request) -> Response:
-        body = await read_body(request)
+        body = await self._gateway.bodies.small(request)
         given = decode_body(_asked, body)
         if given.model_id and not names_in(body) & {"tinker_path", "xorl_path"}:
             model = await self._described(given.model_id, self._holder(request))
@@ -447,7 +447,7 @@ class TrainingRoutes:
         return in_json({"checkpoints": every, "cursor": cursor})
 
     async def list_checkpoints(self, request: Request) -> Response:
-        given = decode_body(_asked, await read_body(request))
+        given = decode_body(_asked, await self._gateway.bodies.small(request))
         return in_json({"checkpoints": checkpoints_of(self._seen(request), given.model_id or DEFAULT_MODEL)})
 
     async def delete_named(self, request: Request) -> Response:
@@ -456,7 +456,7 @@ class TrainingRoutes:
         return Response(status_code=204)
 
     async def delete_checkpoint(self, request: Request) -> Response:
-        given = decode_body(_asked, await read_body(request))
+        given = decode_body(_asked, await self._gateway.bodies.small(request))
         try:
             model = given.model_id or DEFAULT_MODEL
             uri = await self._remove(given.checkpoint_id or "", model, self._holder(request))

@@ -23,7 +23,9 @@ def decompressed(encoding: str, body: bytes, bytes_max: int = limits.TRAINING_BO
     if named in ("", "identity"):
         return body
     if named != "zstd":
-        raise Refused(Code.UNSUPPORTED, f"The body has the Content-Encoding {encoding[:40]!r}; send zstd or none.")
+        raise Refused(
+            Code.UNSUPPORTED, f"The body has the Content-Encoding {encoding[:40]!r}; send zstd, gzip or none."
+        )
     decoder = zstd.ZstdDecompressor(options=_OPTIONS)
     try:
         content = decoder.decompress(body, max_length=bytes_max + 1)

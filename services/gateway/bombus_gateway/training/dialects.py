@@ -40,12 +40,16 @@ def dialect_of(path: str, content_type: str, fields: Container[str], model: str 
     if is_tinkers(model) or route in _ALWAYS_TINKER:
         return TrainingDialect.TINKER
     if route == "forward_backward":
-        is_tinker = content_type.partition(";")[0].strip().lower() == PROTOBUF
+        is_tinker = is_protobuf(content_type)
     elif route in _ALWAYS_XORL:
         is_tinker = False
     else:
         is_tinker = any(sign in fields for sign in _SIGNS.get(route, ()))
     return TrainingDialect.TINKER if is_tinker else TrainingDialect.XORL
+
+
+def is_protobuf(content_type: str) -> bool:
+    return content_type.partition(";")[0].strip().lower() == PROTOBUF
 
 
 def is_tinkers(model: str) -> bool:

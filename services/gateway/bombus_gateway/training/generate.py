@@ -10,7 +10,7 @@ from bombus.errors import Code, Refused
 from bombus.hive.records import SamplingParams
 from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body
-from bombus_gateway.training.data.json_numbers import check_size, numbers_in
+from bombus_gateway.training.data.json_numbers import numbers_in
 from bombus_gateway.training.data.tensors import INT32_MAX, NumberRoom, as_tokens, whole
 from bombus_gateway.training.samples import SampledTokens, checked_finish
 from bombus_gateway.training.sampling import (
@@ -75,7 +75,6 @@ _generates = msgspec.json.Decoder(_Generate)
 
 def read_generate(body: bytes) -> GenerateRequest:
     """Raises `Refused`."""
-    check_size(body)
     given = decode_body(_generates, body)
     params = given.sampling_params or _GenerateParams()
     for name, is_wanted in (

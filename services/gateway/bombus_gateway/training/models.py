@@ -9,7 +9,6 @@ from bombus.hive.records import digest
 from bombus.operations import AdapterPart, AdapterSpec, CreateModel, EndModel
 from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body
-from bombus_gateway.training.data.json_numbers import check_size
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers, tinker_model
 from bombus_gateway.training.paths import checked_name, read_path
 from bombus_gateway.training.submission import (
@@ -96,7 +95,6 @@ _metadata = msgspec.json.Decoder(dict[str, str])
 
 def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDefaults) -> Submission:
     """Read a `create_model`, which is number 0 of its model. Raises `Refused` where it does not say which model."""
-    check_size(body)
     if dialect == TrainingDialect.TINKER:
         return _of_tinker(body, lambda model: _create(dialect, body, defaults, model))
     given = decode_body(_xorl_addresses, body)
@@ -106,7 +104,6 @@ def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDe
 
 def read_create_by_load(body: bytes) -> Submission:
     """Read Tinker's `load_weights` that makes a new model of a checkpoint, with the checkpoint's own adapter."""
-    check_size(body)
     return _of_tinker(body, lambda _: _from_checkpoint(body))
 
 

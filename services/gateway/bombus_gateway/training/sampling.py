@@ -9,7 +9,7 @@ from bombus.hive.records import SamplingParams
 from bombus.operations import Failed
 from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body, stop_strings, stop_tokens
-from bombus_gateway.training.data.json_numbers import check_size, numbers_in
+from bombus_gateway.training.data.json_numbers import numbers_in
 from bombus_gateway.training.data.tensors import INT32_MAX, NumberRoom, as_tokens, whole
 from bombus_gateway.training.dialects import TrainingDialect, sampling_session
 from bombus_gateway.training.paths import CheckpointPath, read_path
@@ -118,12 +118,15 @@ def read_sampling_session(dialect: TrainingDialect, body: bytes) -> SamplingSess
     return SamplingSession(session, given.base_model or "", checkpoint)
 
 
+def read_sample_session(body: bytes) -> str:
+    """Return the session of sampling that a request is of, without decoding the rest. Raises as `read_sample` does."""
+    return checked_id(decode_body(_addresses, body).sampling_session_id, "sampling_session_id")
+
+
 def read_sample(body: bytes) -> SampleSubmission:
     """Raises `Refused` for a body that is not JSON, or does not say of which session and number it is."""
-    check_size(body)
-    given = decode_body(_addresses, body)
-    session = checked_id(given.sampling_session_id, "sampling_session_id")
-    return SampleSubmission(session=session, seq=given.seq_id, asked=attempted(lambda: _asked(body)))
+    session, seq = read_sample_session(body), decode_body(_addresses, body).seq_id
+    return SampleSubmission(session=session, seq=seq, asked=attempted(lambda: _asked(body)))
 
 
 def sample_accepted(submission: SampleSubmission) -> dict[str, object]:

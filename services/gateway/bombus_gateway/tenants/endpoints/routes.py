@@ -17,7 +17,7 @@ from bombus.hive.tenants.owners import seen_by
 from bombus.hive.tenants.state import endpoint_id
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
-from bombus_gateway.tenants.bodies import in_json, read_body
+from bombus_gateway.tenants.bodies import in_json
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.endpoints.servers import Target, check_allowed, looked_at
 from bombus_gateway.tenants.endpoints.syncing import WeightSync
@@ -63,7 +63,7 @@ class EndpointRoutes:
     # ---- endpoints ------------------------------------------------------------------------------------------------
 
     async def add(self, request: Request) -> Response:
-        return await _told(self._add(await read_body(request), self._holder(request)))
+        return await _told(self._add(await self._gateway.bodies.small(request), self._holder(request)))
 
     async def _add(self, body: bytes, holder: str) -> dict[str, object]:
         asked = read_new_endpoint(body)
@@ -100,7 +100,7 @@ class EndpointRoutes:
         return report.success, report.message
 
     async def remove(self, request: Request) -> Response:
-        return await _told(self._remove(await read_body(request), self._holder(request)))
+        return await _told(self._remove(await self._gateway.bodies.small(request), self._holder(request)))
 
     async def _remove(self, body: bytes, holder: str) -> dict[str, object]:
         at = read_endpoint(body)
@@ -122,7 +122,7 @@ class EndpointRoutes:
         return _entry(at, added.world_size, await looked_at(self._hosts, at))
 
     async def sync(self, request: Request) -> Response:
-        body, holder = await read_body(request), self._holder(request)
+        body, holder = await self._gateway.bodies.small(request), self._holder(request)
 
         async def synced() -> object:
             asked = read_sync(body)

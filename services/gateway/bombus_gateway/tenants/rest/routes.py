@@ -20,7 +20,7 @@ from bombus.hive.tenants.state import KeptWeights
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
-from bombus_gateway.tenants.bodies import in_json, read_body
+from bombus_gateway.tenants.bodies import in_json
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.listings import found_checkpoint, iso_time, own_checkpoint, path_of
 from bombus_gateway.tenants.news import found
@@ -94,7 +94,7 @@ class RestRoutes:
 
     async def set_ttl(self, request: Request) -> Response:
         """Let a checkpoint live for so long from now on, or for ever."""
-        given = decode_body(_ttls, await read_body(request)).ttl_seconds
+        given = decode_body(_ttls, await self._gateway.bodies.small(request)).ttl_seconds
         if given is not None and not 0 < given <= TTL_S_MAX:
             why = f"ttl_seconds is {given}, and has to be above 0 and at most {TTL_S_MAX}; null is for ever."
             raise Refused(Code.MALFORMED, why)
@@ -178,7 +178,7 @@ class RestRoutes:
     # ---- sessions, and what there is not --------------------------------------------------------------------------
 
     async def search_sessions(self, request: Request) -> Response:
-        search = read_search(await read_body(request))
+        search = read_search(await self._gateway.bodies.small(request))
         caller = self._guard.holder(request.scope["headers"]).name
         return in_json(found_sessions(seen_by(self._state.tenants, caller), search, caller))
 

@@ -4,17 +4,21 @@ import asyncio
 import logging
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Fault, Finished, Frame, Generate, PromptScores, Tokens
-from bombus.hive.records import FinishReason, SamplingParams, unpack_tokens
+from bombus.hive.records import FinishReason, SamplingParams, pack_tokens, unpack_tokens
 from bombus.hive.state import EngineState, Phase
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.replica_client import Generation, ReplicaBusy, ReplicaGone
+from bombus_gateway.call.request import PromptTooLong, check_sampled
 from bombus_gateway.call.upstream import LOADS_MAX, AdapterMissing, dropped_too_often
+from bombus_gateway.call.workers import CLIENTS
+from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
 from bombus_gateway.tenants.sampling.samplers import Sampler
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.stops import asked_stops, configured_stops
@@ -25,6 +29,7 @@ from bombus_gateway.training.sampling import SampleRequest
 log = logging.getLogger(__name__)
 
 PAUSE_S, PAUSE_S_MAX = 0.05, 1.0  # between attempts
+_NUMBER_BYTES = 8  # as much work as for so many bytes of a text
 FAILURES_MAX = 6  # of replicas that were asked for one answer
 
 
@@ -36,6 +41,12 @@ class DrawnSamples(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bytes = b""
     top_prompt: Alternatives = ()
     cached_prompt_tokens: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers there are: tokens, logprobs and alternatives."""
+        sampled = sum(len(sample.tokens) // 4 * (2 + 2 * len(next(iter(sample.top), ()))) for sample in self.samples)
+        return sampled + len(self.prompt_logprobs) // 4 + 2 * sum(map(len, self.top_prompt))
 
 
 class SampleDrawing:
@@ -52,6 +63,23 @@ class SampleDrawing:
     async def text_model(self) -> TextModel:
         """Return the tokenizer of the run. Raises `Refused` while there is none."""
         return await self._calls.models.text_model(self.engine)
+
+    async def tokens_of(self, text: str) -> bytes:
+        """Return a text as tokens (int32). Raises `Refused` PROMPT_TOO_LONG, before it is encoded, and as above."""
+        model = await self.text_model()
+        limit = CHARACTERS_FOR_A_TOKEN * self._context(model)
+        if len(text) > limit:
+            why = f"The text has {len(text)} characters, and up to {limit} are taken for the model's length of"
+            raise Refused(Code.PROMPT_TOO_LONG, f"{why} {self._context(model)} tokens.")
+        encode = partial(model.tokenizer.encode, text)
+        return pack_tokens(await self._calls.workers.run(CLIENTS, len(text), encode))
+
+    async def written(self, drawn: DrawnSamples, write: Callable[[], bytes]) -> bytes:
+        """Return what `write` makes of samples: of many numbers in a thread, so that nobody else waits."""
+        return await self._calls.workers.run(CLIENTS, _NUMBER_BYTES * drawn.numbers, write)
+
+    def _context(self, model: TextModel) -> int:
+        return min(self._calls.models.job(self.engine).rollout.max_model_len, model.context_tokens)
 
     async def draw(self, sampler: Sampler, asked: SampleRequest) -> DrawnSamples:
         """Draw samples. Waits for a replica as long as the run goes on and a call may take.
@@ -157,9 +185,14 @@ class SampleDrawing:
     def _sampling(self, asked: SampleRequest, model: TextModel, ends: set[int]) -> SamplingParams:
         """Return how tokens are drawn. Without a `max_tokens` there are as many as the model's length has room for."""
         given = asked.sampling
-        job = self._calls.models.job(self.engine)
-        room = min(job.rollout.max_model_len, model.context_tokens) - len(asked.prompt) // 4
-        tokens = given.max_tokens or max(room, 1)
+        context, length = self._context(model), len(asked.prompt) // 4
+        if length > context:
+            why = f"The prompt has {length} tokens, and the model's length, for prompt and answer, is {context}."
+            raise PromptTooLong("prompt", why, length, context)
+        room = max(context - length, 1)
+        tokens = given.max_tokens or room
+        check_sampled(asked.samples, min(tokens, room), given.top_logprobs)
+        check_sampled(1, length, asked.top_prompt)
         return msgspec.structs.replace(given, max_tokens=tokens, stop_token_ids=tuple(sorted(ends)))
 
     async def _collect(self, generation: Generation, collected: "_Collected") -> None:

@@ -50,19 +50,20 @@ class SampleFutures:
         self._bytes: Counter[str] = Counter()  # of answers, by whose share they count for
         self._open_bytes: Counter[str] = Counter()
 
-    def submit(self, submission: SampleSubmission, body: bytes, holder: KeyHolder) -> str:
+    def check(self, session: str, holder: str) -> None:
+        """Raise `Refused` UNKNOWN_MODEL for a sampler that is not known."""
+        found_sampler(self._drawing.engine, session, holder)
+
+    def submit(self, submission: SampleSubmission, body_digest: bytes, size: int, holder: KeyHolder) -> str:
         """Begin to draw, and return the id of the future. The same body again is a repeat, and has the same answer.
 
-        It is read with a key of the name of `holder` alone.
-
-        Raises `Refused`: OVERLOADED, or UNKNOWN_MODEL for a sampler that is not known.
+        It is read with a key of the name of `holder` alone. Raises `Refused` OVERLOADED.
         """
-        name = f"{submission.request_id}:{digest(f'{holder.name}//'.encode() + body).hex()[:16]}"
+        name = f"{submission.request_id}:{digest(f'{holder.name}//'.encode() + body_digest).hex()[:16]}"
         if name not in self._drawn:
-            found_sampler(self._drawing.engine, submission.session, holder.name)
             with ExitStack() as room:
                 room.enter_context(self._capacity.open_sample(holder.share))
-                room.enter_context(self._open(len(body), holder.share))
+                room.enter_context(self._open(size, holder.share))
                 task = asyncio.create_task(self._answer(submission, holder.name))
                 task.add_done_callback(partial(_leave, room.pop_all()))
             task.add_done_callback(partial(self._count, holder.share))
@@ -99,8 +100,10 @@ class SampleFutures:
     async def _samples(self, session: str, asked: SampleRequest, holder: str) -> FutureAnswer:
         sampler = found_sampler(self._drawing.engine, session, holder)
         drawn = await self._drawing.draw(sampler, asked)
-        body = write_samples(drawn.samples, drawn.prompt_logprobs, drawn.top_prompt, drawn.cached_prompt_tokens)
-        return FutureAnswer(200, PROTOBUF, body)
+        write = partial(
+            write_samples, drawn.samples, drawn.prompt_logprobs, drawn.top_prompt, drawn.cached_prompt_tokens
+        )
+        return FutureAnswer(200, PROTOBUF, await self._drawing.written(drawn, write))
 
     def _count(self, share: str, task: "asyncio.Task[FutureAnswer]") -> None:
         """Note the size of an answer, and forget the oldest ones of whoever has most where they take too much."""

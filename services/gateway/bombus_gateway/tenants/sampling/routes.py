@@ -8,23 +8,31 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from bombus.errors import Code, Refused
-from bombus.hive.records import pack_tokens, unpack_tokens
+from bombus.hive.records import digest, unpack_tokens
 from bombus.hive.tenants.owners import seen_session
 from bombus.hive.tenants.state import Tenants
+from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
 from bombus_gateway.call.calls import Calls
+from bombus_gateway.call.workers import CLIENTS
 from bombus_gateway.refusals import RETRY_AFTER
 from bombus_gateway.tenants.bases import Bases
-from bombus_gateway.tenants.bodies import in_json, names_in, read_body
+from bombus_gateway.tenants.bodies import in_json, names_in
 from bombus_gateway.tenants.news import found
-from bombus_gateway.tenants.sampling.drawing import SampleDrawing
+from bombus_gateway.tenants.sampling.drawing import DrawnSamples, SampleDrawing
 from bombus_gateway.tenants.sampling.futures import SampleFutures
 from bombus_gateway.tenants.sampling.samplers import begun_sampler, found_sampler, named_sampler, sampled_base
 from bombus_gateway.tenants.sessions import Sessions
 from bombus_gateway.training.dialects import OF_SAMPLE, TrainingDialect, dialect_of
 from bombus_gateway.training.generate import GenerateRequest, read_generate, write_generated
-from bombus_gateway.training.sampling import read_sample, read_sampling_session, sample_accepted
+from bombus_gateway.training.sampling import (
+    SampleSubmission,
+    read_sample,
+    read_sample_session,
+    read_sampling_session,
+    sample_accepted,
+)
 
 _T = TypeVar("_T")
 _AskedT = TypeVar("_AskedT", GenerateRequest, VllmRequest)
@@ -48,7 +56,7 @@ class SamplingRoutes:
         router.add_api_route("/asample", self.asample, methods=["POST"])
 
     async def create_sampling_session(self, request: Request) -> Response:
-        body = await read_body(request)
+        body = await self._calls.bodies.small(request)
         dialect = dialect_of("create_sampling_session", "", names_in(body))
         asked, holder = read_sampling_session(dialect, body), self._holder(request)
         wanted = msgspec.structs.replace(asked, base=self._bases.path_of(asked.base))
@@ -69,10 +77,12 @@ class SamplingRoutes:
         return in_json({"sampler_id": name, "base_model": self._bases.name_of(sampler.base), "model_path": path})
 
     async def asample(self, request: Request) -> Response:
-        body = await read_body(request)
-        submission, holder = read_sample(body), self._key(request)
+        bodies, workers, holder = self._calls.bodies, self._calls.workers, self._key(request)
+        session, body = await bodies.read(request, bodies.samples, lambda body: (read_sample_session(body), body))
+        await self._found(lambda: self.futures.check(session, holder.name))
+        submission, body_digest = await workers.run(CLIENTS, len(body), partial(_read_sample, body))
         try:
-            name = await self._found(lambda: self.futures.submit(submission, body, holder))
+            name = self.futures.submit(submission, body_digest, len(body), holder)
         except Refused as refusal:
             if refusal.code != Code.OVERLOADED:
                 raise
@@ -83,16 +93,19 @@ class SamplingRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Answer xorl's sampling client, directly, and whoever asks in vLLM's form for the base."""
-        body, holder = await read_body(request), self._key(request)
-        if is_vllm(names_in(body)):
-            return await self._generate_as_vllm(read_vllm(body), holder)
-        given = read_generate(body)
-        sampler = await self._found(lambda: named_sampler(self._drawing.engine, given.adapter, holder.name))
+        bodies, holder = self._calls.bodies, self._key(request)
+        given = await bodies.read(request, bodies.samples, _read_either)
+        if isinstance(given, VllmRequest):
+            return await self._generate_as_vllm(given, holder)
+        adapter = given.adapter
+        sampler = await self._found(lambda: named_sampler(self._drawing.engine, adapter, holder.name))
         with self._calls.capacity.open_sample(holder.share):
             given = await self._with_prompt(given)
             drawn = await self._drawing.draw(sampler, given.asked)
         count = len(given.asked.prompt) // 4
-        return in_json(write_generated(drawn.samples, drawn.texts, count, given.logprobs))
+        write = partial(write_generated, drawn.samples, drawn.texts, count, given.logprobs)
+        answer = await self._drawing.written(drawn, lambda: msgspec.json.encode(write()))
+        return Response(answer, media_type="application/json")
 
     def _holder(self, request: Request) -> str:
         return self._key(request).name
@@ -109,19 +122,29 @@ class SamplingRoutes:
             given = await self._with_prompt(given)
             drawn = await self._drawing.draw(sampler, given.asked)
         model = await self._drawing.text_model()
-        text = given.text or model.tokenizer.decode(unpack_tokens(given.asked.prompt))
-        prompt = ScoredPrompt(text, drawn.prompt_logprobs, drawn.top_prompt)
-        return Response(write_vllm(given, drawn.samples, drawn.texts, prompt), media_type="application/json")
+        answer = await self._drawing.written(drawn, partial(_written_as_vllm, given, drawn, model.tokenizer))
+        return Response(answer, media_type="application/json")
 
     async def _with_prompt(self, given: _AskedT) -> _AskedT:
         """Return a request whose prompt is tokens."""
         if not given.text:
             return given
-        model = await self._drawing.text_model()
-        encode = partial(model.tokenizer.encode, given.text)
-        tokens = await self._calls.workers.run("", len(given.text), encode)
-        asked = msgspec.structs.replace(given.asked, prompt=pack_tokens(tokens))
+        asked = msgspec.structs.replace(given.asked, prompt=await self._drawing.tokens_of(given.text))
         return msgspec.structs.replace(given, asked=asked)
+
+
+def _read_either(body: bytes) -> GenerateRequest | VllmRequest:
+    return read_vllm(body) if is_vllm(names_in(body)) else read_generate(body)
+
+
+def _read_sample(body: bytes) -> tuple[SampleSubmission, bytes]:
+    return read_sample(body), digest(body)
+
+
+def _written_as_vllm(given: VllmRequest, drawn: DrawnSamples, tokenizer: Tokenizer) -> bytes:
+    text = given.text or tokenizer.decode(unpack_tokens(given.asked.prompt))
+    prompt = ScoredPrompt(text, drawn.prompt_logprobs, drawn.top_prompt)
+    return write_vllm(given, drawn.samples, drawn.texts, prompt)
 
 
 def _open_session(tenants: Tenants, sampling_session: str, holder: str) -> str:

@@ -10,7 +10,7 @@ from bombus.errors import Code, Refused
 from bombus.operations import Array, Datum, DType, ForwardBackward, Scores
 from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body
-from bombus_gateway.training.data.json_numbers import as_json, check_size, numbers_in
+from bombus_gateway.training.data.json_numbers import as_json, numbers_in
 from bombus_gateway.training.data.losses import CROSS_ENTROPIES, loss_spec
 from bombus_gateway.training.data.metrics import metrics_of
 from bombus_gateway.training.data.tensors import (
@@ -67,7 +67,6 @@ _chunks = msgspec.json.Decoder(list[_Chunk])
 
 def read_json_data(body: bytes, forward_only: bool) -> Submission:
     """Raises `Refused` for a body that is not JSON, or too large."""
-    check_size(body)
     model, seq = addressed(TrainingDialect.XORL, body)
     operation = attempted(lambda: _operation(body, forward_only))
     return Submission(model=model, seq=seq, operation=operation, counts=not forward_only)

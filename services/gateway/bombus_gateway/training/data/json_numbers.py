@@ -9,7 +9,6 @@ import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.operations import Array
-from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.training.data.tensors import NumberRoom, Numbers
 from bombus_gateway.training.submission import NOT_GIVEN, is_given
@@ -27,16 +26,6 @@ class JsonTensor(msgspec.Struct, frozen=True):
 
 
 _tensor = msgspec.json.Decoder(JsonTensor)
-
-
-def check_size(body: bytes) -> None:
-    """Raises `Refused` TOO_LARGE for a body of too many names, lists or values, without decoding it."""
-    if max(body.count(b":"), body.count(b"[")) > limits.TRAINING_FIELDS:
-        why = f"The body has more than {limits.TRAINING_FIELDS} fields or lists; send fewer data in one request."
-        raise Refused(Code.TOO_LARGE, why)
-    if body.count(b",") > limits.TRAINING_NUMBERS:
-        why = f"The body has more than {limits.TRAINING_NUMBERS} tokens and numbers; send fewer data in one request."
-        raise Refused(Code.TOO_LARGE, why)
 
 
 def numbers_in(raw: msgspec.Raw, room: NumberRoom, place: str) -> tuple[Numbers, tuple[int, ...]]:

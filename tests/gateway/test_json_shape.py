@@ -1,4 +1,4 @@
-"""How deep the JSON of Atropos's clients is, without decoding it."""
+"""How deep JSON is, and how much is in it, without decoding it."""
 
 import json
 import random
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bombus_gateway.atropos.json_body import is_deeper
+from bombus_gateway.decoding.json_shape import _CHUNK_BYTES as CHUNK
+from bombus_gateway.decoding.json_shape import is_deeper, marks_of
 
-CHUNK = 1 << 20
 TEXTS = ("", "a", "[", "]", "{", "}", '"', "\\", '\\"', '"]', "\\\\[", "[[[[", "é\n", "\\u005b")
 
 
@@ -33,8 +33,20 @@ def test_depth_is_that_of_the_decoded_value_whatever_is_in_its_texts(seed: int) 
     value = [some_value(pick, 5) for _ in range(3)]
     text = json.dumps(value, ensure_ascii=pick.random() < 0.5, separators=pick.choice(((",", ":"), (", ", ": "))))
     depth = depth_of(value)
-    assert not is_deeper(text.encode(), depth)
-    assert is_deeper(text.encode(), depth - 1)
+    assert not is_deeper(marks_of(text.encode()), depth)
+    assert is_deeper(marks_of(text.encode()), depth - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "deeper"), [(b"[" * 9, True), (b"]" * 9, False), (b"[[]" * 9, True), (b"}{" * 9, False)]
+)
+def test_what_is_not_closed_is_as_deep_as_it_may_be(text: bytes, deeper: bool) -> None:
+    assert is_deeper(marks_of(text), 8) == deeper
+
+
+def test_lists_names_and_values_are_counted_outside_of_texts() -> None:
+    marks = marks_of(json.dumps({"a:,[{": ["[", 1, "\\", {}], 'b"]': ":"}).encode())
+    assert (marks.count(b"["), marks.count(b":"), marks.count(b",")) == (3, 2, 4)
 
 
 def around_the_end_of_a_chunk() -> Iterator[list[str]]:
@@ -47,8 +59,8 @@ def around_the_end_of_a_chunk() -> Iterator[list[str]]:
 def test_texts_and_what_is_escaped_may_lie_across_chunks() -> None:
     for value in around_the_end_of_a_chunk():
         text = json.dumps([value, [[]]]).encode()
-        assert not is_deeper(text, 3)
-        assert is_deeper(text, 2)
+        assert not is_deeper(marks_of(text), 3)
+        assert is_deeper(marks_of(text), 2)
 
 
 @pytest.mark.parametrize("each", [b'""', b'"]"', b'"[]"', b'"\\\\\\""', b"{}", b'{"]":"}"}'])
@@ -57,5 +69,5 @@ def test_millions_of_texts_and_lists_take_less_time_than_to_decode_them(each: by
     began = time.thread_time()
     json.loads(text)
     decoded = time.thread_time()
-    assert not is_deeper(text, 3)
+    assert not is_deeper(marks_of(text), 3)
     assert time.thread_time() - decoded < 2 * (decoded - began) + 0.05
