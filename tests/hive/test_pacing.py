@@ -1,6 +1,8 @@
 """How far ahead of training episodes are handed out, and which replicas answer their calls."""
 
 import random
+from collections import Counter
+from typing import NoReturn
 
 import pytest
 
@@ -36,6 +38,7 @@ def engine(rules: Collection, pool: dict[str, int], opened: dict[str, int]) -> E
                 id=name, claim=name, client="c", type=EpisodeType.TRAIN, discard_timeout_s=1, claimed_ns=0, version=0,
                 task_hint=task,
             )  # fmt: skip
+    state.open_tasks = dict(opened)
     return state
 
 
@@ -138,6 +141,51 @@ def test_episodes_longer_than_several_steps_are_waited_for_and_not_dropped(metho
     steady.run(500)
     assert steady.trained > 500
     assert steady.dropped == 0
+    assert_counted(steady.harness.engine)
+
+
+# ---- what it costs ------------------------------------------------------------------------------------------------
+
+
+class Unlooked(dict[str, Episode]):
+    """Open episodes of which nobody may look at each."""
+
+    def values(self) -> NoReturn:
+        raise AssertionError("each open episode was looked at")
+
+    items = __iter__ = values
+
+
+def assert_counted(engine: EngineState) -> None:
+    """Compare what is counted of the open episodes as they come, have calls and go, with the episodes."""
+    tasks: Counter[str] = Counter()
+    aged: dict[int, Counter[str]] = {}
+    for episode in engine.open.values():
+        if episode.type == EpisodeType.TRAIN:
+            tasks[episode.task_hint] += 1
+            if oldest := [call.oldest for call in episode.trainable_calls()]:
+                aged.setdefault(min(oldest), Counter())[episode.task_hint] += 1
+    assert engine.open_tasks == tasks
+    assert engine.open_aged == aged
+    assert tasks, "something is open"
+
+
+def test_a_claim_is_paced_without_a_look_at_each_open_episode() -> None:
+    """With thousands of them a look at each took longer than all else that a claim needs."""
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=2, max_staleness=1, max_open_claims=99)
+    old = [harness.claim(task_hint=task)[0] for task in ("a", "a", "b")][:2]
+    for episode in old:
+        harness.call(episode, version=0)
+    assert_counted(harness.engine)
+    engine = harness.engine
+    engine.step = engine.version = 2  # tokens of version 0 are too old for the next batch
+    engine.open = Unlooked(engine.open)
+    found = pace(engine, 2, "b")
+    assert found is not None
+    assert found.sealable == 1, "two more of task b; those of task a are too old"
+    engine.step = engine.version = 1
+    assert most_batches(engine, 1, "b") == 2
 
 
 # ---- replicas -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import msgspec
 
 from bombus.hive.collection import BATCH_METHODS
 from bombus.hive.events import EpisodeType
-from bombus.hive.state import EngineState, Episode, Replica
+from bombus.hive.state import EngineState, Replica
 from bombus.hive.trajectories.forming import may_form
 from bombus.hive.trajectories.queue import OTHERS
 
@@ -62,7 +62,7 @@ def last_chances(engine: EngineState) -> int:
     """
     last = oldest_usable(engine)
     return sum(
-        min((call.oldest for call in episode.trainable_calls()), default=episode.version) == last
+        (episode.version if episode.oldest is None else episode.oldest) == last
         for episode in engine.open.values()
         if episode.type == EpisodeType.TRAIN and episode.version <= last
     )
@@ -95,14 +95,7 @@ def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | Non
 
 def _is_idle(engine: EngineState) -> bool:
     """Return whether no step is being trained and no training episode is open."""
-    if engine.version < engine.step:
-        return False
-    return not _open_by_task(engine)
-
-
-def _open_by_task(engine: EngineState) -> Counter[str]:
-    """Count the open training episodes by the task that their claim named."""
-    return Counter(episode.task_hint for episode in engine.open.values() if episode.type == EpisodeType.TRAIN)
+    return engine.version >= engine.step and not engine.open_tasks
 
 
 # ---- runs that make scored groups of episodes ---------------------------------------------------------------------
@@ -118,7 +111,7 @@ def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
     unfinished = max(0, engine.step - engine.version) + (handed is not None and not handed.delivered)
     counts_queue = unfinished > 0 or may_form(engine.trajectories.queue)
     sealable = _most_scored(engine, counts_queue, count - 1, task_hint)
-    nothing_comes = not counts_queue and not _open_by_task(engine) and not _sequences_played(engine)
+    nothing_comes = not counts_queue and not engine.open_tasks and not _sequences_played(engine)
     waits = ""
     if unfinished + sealable > bound and not nothing_comes:
         waits = (
@@ -157,7 +150,7 @@ def _sequences_played(engine: EngineState, more: int = 0, task_hint: str = "") -
     """
     size = engine.collection.num_repeat
     by_task = Counter({task: len(episodes) for task, episodes in engine.by_task.items()})
-    by_task.update(_open_by_task(engine))
+    by_task.update(engine.open_tasks)
     by_task[task_hint] += more
     unnamed = by_task.pop("", 0)
     groups = sum(episodes // size for episodes in by_task.values())
@@ -190,13 +183,8 @@ def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int
 
 def _usable(engine: EngineState) -> Counter[str]:
     """Count the open training episodes that are not too old, by the task that their claim named."""
-    bound = oldest_usable(engine)
-    return Counter(
-        episode.task_hint
-        for episode in engine.open.values()
-        if episode.type == EpisodeType.TRAIN and (episode.version >= bound or not _has_older(episode, bound))
-    )
-
-
-def _has_older(episode: Episode, bound: int) -> bool:
-    return any(call.oldest < bound for call in episode.trainable_calls())
+    usable, bound = Counter(engine.open_tasks), oldest_usable(engine)
+    for oldest, tasks in engine.open_aged.items():
+        if oldest < bound:
+            usable -= Counter(tasks)
+    return usable

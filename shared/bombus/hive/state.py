@@ -62,6 +62,7 @@ class Episode(msgspec.Struct, kw_only=True):
     owner: str = ""  # the name of its client's key
     sampler: ev.SamplerWeights | None = None  # what its calls sample from, in a run of operations
     partners: dict[str, str] = {}  # by engine: the other episodes of its joint episode, open for as long as it is
+    oldest: int | None = None  # the oldest policy version of its tokens that are trained
 
     def complete_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
@@ -194,6 +195,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     next_episode: int = 1
     open: dict[str, Episode] = {}
     claims: dict[str, tuple[str, ...]] = {}  # of open episodes, by claim id
+    open_tasks: dict[str, int] = {}  # how many open training episodes there are, by the task that their claim named
+    open_aged: dict[int, dict[str, int]] = {}  # the same of those that have an oldest version, by that
     pool: dict[str, Completed] = {}  # in order of completion
     by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
     pool_bytes: int = 0
@@ -207,7 +210,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     trainer: str = ""  # "" before the first has opened the run, and after one has stalled
     trainer_epoch: int = 0
     trainer_since_ns: int = 0
-    trainer_patience_s: float = 0.0  # after so much silence it is taken for gone; 0: never
+    trainer_patience_s: float = 0.0  # after so much silence it is taken for gone; 0: it named none
     stalled: ev.TrainerStalled | None = None  # why there is no trainer
     trainers_lost: int = 0  # in a row, without a word, while the run waited for the same step or weights
     openings: dict[str, int] = {}  # commands with which trainers opened this run: their epochs
@@ -700,6 +703,8 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
             sampler=event.sampler,
             partners={name: ids[number] for name, ids in event.partners.items() if number < len(ids)},
         )
+    if event.type == EpisodeType.TRAIN:
+        _count(engine.open_tasks, event.task_hint, len(event.episodes))
     engine.claims[event.claim] = event.episodes
     engine.next_episode += len(event.episodes)
     engine.counters.claimed += len(event.episodes)
@@ -720,15 +725,39 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
             counters.calls_late += 1
             continue
         episode.calls.append(call)
+        if call.status == CallStatus.COMPLETE and not call.masked:
+            _count_aged(engine, episode, -1)
+            episode.oldest = call.oldest if episode.oldest is None else min(episode.oldest, call.oldest)
+            _count_aged(engine, episode, 1)
         if call.ref.seq < episode.calls_from:  # a power cut has removed the end of the stream (R6)
             episode.calls_from = call.ref.seq
         episode.last_call_ns = event.at_ns
         engine.newest_call = call.ref.seq
 
 
+def _count(counts: dict[str, int], name: str, more: int) -> None:
+    left = counts.get(name, 0) + more
+    if left:
+        counts[name] = left
+    else:
+        counts.pop(name, None)
+
+
+def _count_aged(engine: EngineState, episode: Episode, more: int) -> None:
+    if episode.oldest is None or episode.type != EpisodeType.TRAIN:
+        return
+    tasks = engine.open_aged.setdefault(episode.oldest, {})
+    _count(tasks, episode.task_hint, more)
+    if not tasks:
+        del engine.open_aged[episode.oldest]
+
+
 def _close(engine: EngineState, episode_id: str, closed: Closed) -> Episode | None:
     episode = engine.open.pop(episode_id, None)
     if episode is not None:
+        if episode.type == EpisodeType.TRAIN:
+            _count(engine.open_tasks, episode.task_hint, -1)
+        _count_aged(engine, episode, -1)
         siblings = engine.claims.get(episode.claim, ())
         if engine.open.keys().isdisjoint(siblings):
             engine.claims.pop(episode.claim, None)
