@@ -12,6 +12,7 @@ from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 
 PATIENCE_S = 300.0
+DAY_S = 86_400
 DOING = "step 1, micro-batch 12 of 40"
 
 
@@ -139,9 +140,24 @@ def test_an_idle_trainer_that_falls_silent_is_told_of_and_no_failure_is_counted(
     assert harness.engine.step_failures == 0
 
 
-def test_a_trainer_that_promises_no_heartbeats_is_never_taken_for_gone() -> None:
+def test_a_trainer_that_promises_no_heartbeats_is_taken_for_gone_after_a_day_of_work_that_waits() -> None:
     """Those of an older version send none, and `stall_s: 0` switches the watch off."""
-    assert pass_time(training(patience_s=0.0), 7200) == []
+    idle, harness = CoreHarness(), training(patience_s=0.0)
+    idle.boot()
+    open_trainer(idle, patience_s=0.0)
+    assert after(idle, 3 * DAY_S) == [], "nothing waits for it"
+    assert after(harness, DAY_S - 1) == []
+    (stalled,) = after(harness, 1)
+    assert isinstance(stalled, ev.TrainerStalled)
+    open_trainer(harness, patience_s=0.0)
+    assert after(harness, DAY_S - 1) == []
+
+
+def after(harness: CoreHarness, seconds: int) -> list[ev.AnyEvent]:
+    """Return what is decided after so much time, in which a leader was there and no replica left."""
+    harness.core.live.ticked_ns = None
+    decided = harness.send(inbox.Tick(id=harness.id()), seconds)
+    return [event for event in decided if not isinstance(event, ev.ReplicaLeft)]
 
 
 def test_while_the_bus_is_away_for_minutes_no_trainer_is_taken_for_gone() -> None:

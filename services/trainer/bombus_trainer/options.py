@@ -62,7 +62,7 @@ class TrainerOptions(TrainerMachineOptions):
 
     @property
     def silence_s(self) -> float:
-        """After how much silence the hive takes this trainer for gone: before its supervisor ends it. 0: never."""
+        """After what silence the hive takes this trainer for gone: before its supervisor ends it; 0: after a day."""
         return self.stall_s / 2
 
     @property

@@ -122,7 +122,7 @@ class TrainerMachineOptions(BaseModel):
         Flag(
             metavar="SECONDS",
             help="how long the first work of a kind may make no progress before the trainer is replaced; later its own "
-            "pace decides; 0: it is never replaced",
+            "pace decides; 0: it is replaced only after a day in which nothing came of it",
         ),
     ] = Field(default=600.0, ge=0.0, le=86_400.0)
     allow_download: Annotated[bool, Flag(help="models may be fetched from a hub")] = False

@@ -424,7 +424,7 @@ class BatchReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batc
 
 
 class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opened"):
-    """A trainer has opened the run. It is taken for gone after `patience_s` of silence, 0 for never."""
+    """A trainer has opened the run. It is taken for gone after `patience_s` of silence; 0: it named none."""
 
     run: int
     trainer: str

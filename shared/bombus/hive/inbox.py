@@ -434,7 +434,8 @@ class AnswersBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opens"):
     """A trainer opens a run. This is a command: its answer has the trainer epoch (R11).
 
-    A trainer of which nothing is heard for `patience_s` is taken for gone. 0: its silence means nothing.
+    A trainer of which nothing is heard for `patience_s` is taken for gone. 0: it may send no heartbeats, and is taken
+    for gone after a day in which work waited for it and nothing came of it.
     """
 
     run: int

@@ -13,6 +13,7 @@ from bombus_coordinator.rules.engines import note_failure
 from bombus_coordinator.rules.live import Heard, Live, ns
 
 DOING_CHARS_MAX = 200
+UNSAID_PATIENCE_S = 86_400.0  # with a trainer that names none: nothing waits for ever
 
 
 def _is_current(engine: EngineState, message: TrainerAlive | TrainerHangs) -> bool:
@@ -32,15 +33,30 @@ def hangs(engine: EngineState, live: Live, message: TrainerHangs) -> Decisions:
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:
-    """End the epoch of a trainer that has been silent for longer than it said at its opening."""
-    if engine.phase == Phase.OFFLINE or not engine.trainer or not engine.trainer_patience_s:
+    """End the epoch of a trainer that has been silent for longer than it said at its opening.
+
+    One that said nothing may send no heartbeats, and is then heard by its work alone: only while work waits for it.
+    """
+    if engine.phase == Phase.OFFLINE or not engine.trainer:
         return
     heard = live.trainers.get(engine.name)
     if heard is None or heard.at_ns < engine.trainer_since_ns:
         heard = Heard(engine.trainer_since_ns, "")
-    silent_ns = live.now_ns - live.since(heard.at_ns)
-    if silent_ns >= ns(engine.trainer_patience_s):
+    patience_s, since_ns = engine.trainer_patience_s, heard.at_ns
+    if not patience_s:
+        if not engine.owes_weights or engine.suspended:
+            return
+        patience_s, since_ns = UNSAID_PATIENCE_S, max(since_ns, _worked_ns(engine))
+    silent_ns = live.now_ns - live.since(since_ns)
+    if silent_ns >= ns(patience_s):
         yield from _stall(engine, live, heard.doing, silent_ns / 1e9, silent=True)
+
+
+def _worked_ns(engine: EngineState) -> int:
+    """Return when the log last showed that the trainer works, or got something to do."""
+    known = (engine.batch, engine.step_done, engine.weights)
+    models = (model.last_ns for model in engine.tenants.open_models)
+    return max(engine.phase_since_ns, engine.resumed_ns, *models, *(each.at_ns for each in known if each is not None))
 
 
 def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: bool = False) -> Decisions:
