@@ -152,6 +152,10 @@ class StreamEndLost(LogCorrupted):
         self.known = known
 
 
+class NewerEvent(LogCorrupted):
+    """An event is of a kind, or has a value, that this version does not know. The sentence says what to upgrade."""
+
+
 class EngineFault(BombusError):
     """A model, tokenizer, checkpoint or device cannot do what was requested."""
 

@@ -45,7 +45,7 @@ class RunOwnership:
         self._bus = bus
         self._options = options
         self._name = name
-        self._follower = Follower(bus, self._on_event)
+        self._follower = Follower(bus, self._on_event, strict=True)
 
     # ---- the state of the run ---------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Follow a hive's events and keep their fold, which is how every service but the coordinator knows the state."""
 
 import asyncio
+import importlib.metadata
 import logging
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -8,7 +9,7 @@ from copy import deepcopy
 import msgspec
 
 from bombus.bus import TRACEPARENT, Bus, Reader, Stored, snapshots
-from bombus.errors import BusUnavailable, LogCorrupted
+from bombus.errors import BusUnavailable, LogCorrupted, NewerEvent
 from bombus.hive.events import AnyEvent, decode_event
 from bombus.hive.state import Hive, evolve
 
@@ -23,6 +24,9 @@ class Follower:
     `on_event(position, event)` is called after each event is folded, and must not block. With `on_start`, every event
     that is kept is folded, and `on_start` is called first with the position and the state that they follow. Without it,
     the fold begins at the newest snapshot.
+
+    An event that only a newer release understands is left out, with a warning: this fold decides nothing, and whoever
+    decides refuses what it may not do. Who must not go on without it is `strict`.
     """
 
     def __init__(
@@ -30,12 +34,15 @@ class Follower:
         bus: Bus,
         on_event: Callable[[int, AnyEvent], None] | None = None,
         on_start: Callable[[int, Hive], None] | None = None,
+        strict: bool = False,
     ) -> None:
         self.hive = Hive()
         self.position = 0
         self._bus = bus
         self._on_event = on_event
         self._on_start = on_start
+        self._strict = strict
+        self._left_out: set[str] = set()  # subjects of events that were left out
         self._newest: Stored | None = None
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
@@ -45,7 +52,7 @@ class Follower:
         return "" if self._newest is None else self._newest.headers.get(TRACEPARENT, "")
 
     async def run(self) -> None:
-        """Fold until cancelled. Raises `LogCorrupted` at an event that cannot be read."""
+        """Fold until cancelled. Raises `LogCorrupted` at an event that cannot be read; `strict`, `NewerEvent` too."""
         while True:
             await self._start()
             self._wake()  # the snapshot may be of the last event
@@ -73,13 +80,27 @@ class Follower:
         for stored in group:
             if stored.seq != self.position + 1:
                 return False
-            event = read_event(stored)
-            evolve(self.hive, event)
+            event = self._read(stored)
             self.position = stored.seq
             self._newest = stored
+            if event is None:
+                continue
+            evolve(self.hive, event)
             if self._on_event is not None:
                 self._on_event(stored.seq, event)
         return True
+
+    def _read(self, stored: Stored) -> AnyEvent | None:
+        """Return an event, or nothing for one that is left out."""
+        try:
+            return read_event(stored)
+        except NewerEvent as error:
+            if self._strict:
+                raise
+            if stored.subject not in self._left_out:
+                log.warning("%s. What it says is left out here until then", error)
+            self._left_out.add(stored.subject)
+            return None
 
     def _wake(self) -> None:
         still_waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -116,11 +137,17 @@ class Follower:
 
 
 def read_event(stored: Stored) -> AnyEvent:
-    """Decode the event of a message. Raises `LogCorrupted` for one that this version cannot read."""
+    """Decode the event of a message. Raises `NewerEvent` where it is a whole one that this version does not know.
+
+    Raises `LogCorrupted` for bytes that are none.
+    """
     try:
         return decode_event(stored.data)
-    except msgspec.MsgspecError as error:
-        raise LogCorrupted(
-            f"event {stored.seq} on {stored.subject} cannot be read by this version ({error}): if a newer bombus has "
-            "written it, upgrade this service"
+    except msgspec.ValidationError as error:
+        own = importlib.metadata.version("bombus")
+        raise NewerEvent(
+            f"event {stored.seq} on {stored.subject} was written by a newer release than bombus {own}, which cannot "
+            f"read it ({error}): upgrade bombus here"
         ) from error
+    except msgspec.MsgspecError as error:
+        raise LogCorrupted(f"event {stored.seq} on {stored.subject} is damaged: {error}") from error
