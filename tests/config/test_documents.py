@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,7 @@ BROKEN = [
     ("a: &c 1\n", f", line 1, column 4: {NO_REFERENCES}"),
     ("a: {<<: {b: 1}}\n", f", line 1, column 5: {NO_REFERENCES}"),
     ('{"a": 1,, "b": 2}', ", line 1, column 9: expected the node content, but found ','"),
-    ("a: 2026-13-01\n", ": it cannot be read as YAML: month must be in 1..12"),
+    ("a: !!timestamp 2026-13-01\n", ": it cannot be read as YAML: month must be in 1..12"),
 ]
 
 
@@ -397,6 +398,44 @@ def test_a_short_yaml_that_would_take_long_is_refused_at_once(name: str) -> None
     began = time.process_time()
     assert refusal(text) == f"the job, {why}"
     assert time.process_time() - began < 5
+
+
+KWARGS = "bombus:\n  model:\n    path: tiny\n    chat_template_kwargs:\n      a: "
+
+
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        (
+            KWARGS + "!!timestamp 2026-11-28",
+            "bombus.model.chat_template_kwargs.a is a date or a time; give a",
+        ),
+        (KWARGS + "!!binary aGk=", "bombus.model.chat_template_kwargs.a is of type bytes; give a text in quotes"),
+        (KWARGS + "[1, !!set {b}]", "bombus.model.chat_template_kwargs.a[1] is of type set"),
+        (
+            KWARGS + "{!!binary aGk=: 1}",
+            "bombus.model.chat_template_kwargs.a has a key of type bytes, and keys are texts",
+        ),
+        (KWARGS + "{[b]: 1}", "unhashable"),
+        ("!!binary aGk=: 1", "it has a key of type bytes, and keys are texts: put it in quotes"),
+        ("ajet:\n  !!binary aGk=: 1", "ajet has a key of type bytes"),
+        (
+            {"bombus": {"model": {"path": "tiny", "chat_template_kwargs": {"a": date(2026, 11, 28)}}}},
+            "a is a date or a",
+        ),
+        ({"bombus": {"model": {b"path": "tiny"}}}, "bombus.model has a key of type bytes"),
+        ({b"bombus": {}}, "it has a key of type bytes"),
+        ({"ajet": {"a": {"b": (b"x",)}}}, "ajet.a.b[0] is of type bytes"),
+    ],
+)
+def test_what_json_does_not_have_is_refused_where_it_stands(document: Any, why: str) -> None:
+    assert why in refusal(document)
+
+
+def test_a_date_is_a_text_as_it_is_written_and_numbers_are_texts_as_keys() -> None:
+    config = parse_job(KWARGS + "2026-11-28\n      on: 2026-11-28T01:02:03Z\n      2: 3")
+    assert config.model.chat_template_kwargs == {"a": "2026-11-28", "True": "2026-11-28T01:02:03Z", "2": 3}
+    assert RunConfig.from_json(config.to_json()) == config
 
 
 def test_an_oversized_job_is_refused() -> None:

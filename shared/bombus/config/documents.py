@@ -6,6 +6,7 @@ A mistake in one is a `Refused(BAD_CONFIG)` that names the field, the value and 
 import json
 import re
 from collections.abc import Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     at its top. The groups below `bombus` have our own names and win; `trainer` accepts slime's names too. Any of the
     four lengths may be given, and the others follow. Raises `Refused(BAD_CONFIG)`.
     """
-    tree = read_document(document) if isinstance(document, str) else document
+    tree = read_document(document) if isinstance(document, str) else _plain_tree(document, "the job")
     given, names, ignored = agentjet.read(tree)
     known = (*BLOCKS, *agentjet.VERL_TOPS)
     ignored += [str(key) for key in tree if key not in known] if agentjet.has_keys(tree) else []
@@ -108,8 +109,8 @@ def read_document(text: str, name: str = "the job") -> Tree:
     if len(text) > JOB_BYTES_MAX:
         raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters are over the limit of {JOB_BYTES_MAX}")
     try:
-        tree = _json_or_yaml(text, name)
-        json.dumps(tree, ensure_ascii=False, skipkeys=True, default=str).encode()  # fails for halves of characters
+        tree = _plain(_json_or_yaml(text, name), name, "")
+        json.dumps(tree, ensure_ascii=False).encode()  # fails for halves of characters
     except (ValueError, OverflowError, RecursionError) as error:  # an impossible date, or brackets nested too deep
         raise bad_config(f"{name}: it cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -118,6 +119,38 @@ def read_document(text: str, name: str = "the job") -> Tree:
             "a cluster file has `engines:`"
         )
     return tree
+
+
+def _plain_tree(tree: Mapping[str, Any], name: str) -> Tree:
+    try:
+        return {_text_key(key, name, ""): _plain(value, name, str(key)) for key, value in tree.items()}
+    except RecursionError:
+        raise bad_config(f"{name}: it is nested too deep, or within itself") from None
+
+
+def _plain(value: object, name: str, place: str) -> object:
+    """Return a value with texts as its keys. Raises `Refused(BAD_CONFIG)` for what JSON does not have."""
+    if isinstance(value, Mapping):
+        inside = f"{place}." if place else ""
+        return {
+            (text := _text_key(key, name, place)): _plain(each, name, f"{inside}{text}") for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(each, name, f"{place}[{index}]") for index, each in enumerate(value)]
+    if isinstance(value, date | time | bytes | bytearray | set | frozenset | complex):
+        what = "a date or a time" if isinstance(value, date | time) else f"of type {type(value).__name__}"
+        raise bad_config(f"{name}: {place or 'it'} is {what}; give a text in quotes, a number, a list or a mapping")
+    return value
+
+
+def _text_key(key: object, name: str, place: str) -> str:
+    """Return a key as a text: YAML has numbers and other values as keys too."""
+    if isinstance(key, str):
+        return key
+    if key is None or isinstance(key, int | float):
+        return str(key)
+    why = f"has a key of type {type(key).__name__}, and keys are texts: put it in quotes"
+    raise bad_config(f"{name}: {place or 'it'} {why}")
 
 
 def _json_or_yaml(text: str, name: str) -> object:

@@ -1,6 +1,7 @@
 """YAML without what makes a short text large or slow: anchors, aliases, merge keys, deep nesting, endless numbers.
 
-With them 416 bytes took seven seconds, and 100 KB more than a gigabyte.
+With them 416 bytes took seven seconds, and 100 KB more than a gigabyte. What looks like a date is the text that it is
+written as, since no setting is a date, and a run may be named after one.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ DEPTH_MAX = 32
 NODES_MAX = 4096  # keys and values
 NUMBER_CHARACTERS_MAX = 64
 
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _MERGE = "tag:yaml.org,2002:merge"
 _NO_REFERENCES = "anchors (&), aliases (*) and merge keys (<<) are not taken: write the value out"
 
@@ -64,6 +66,10 @@ class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
         return float(super().construct_yaml_float(node))
 
 
+_PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
 _PlainLoader.add_constructor("tag:yaml.org,2002:float", _PlainLoader.construct_yaml_float)
 
