@@ -7,8 +7,10 @@ from bombus.bus.headers import EXPECTED_LAST
 from bombus.bus.publisher import Publisher
 from bombus.bus.reader import Reader
 from bombus.bus.window import Window
-from bombus.config.streams import StreamLimits
+from bombus.bus.wire import STREAM_FULL, ApiError, error_of
+from bombus.config.streams import STREAMS, StreamLimits
 from bombus.errors import BusUnavailable, Code, Refused
+from bombus.hive.subjects import Subjects
 from tests.conftest import freeze, kill, thaw
 from tests.patience import PATIENCE_S
 
@@ -150,3 +152,18 @@ async def test_a_cancelled_message_gives_its_room_back(bus: Bus) -> None:
         while window.messages:
             await asyncio.sleep(0.01)
     publisher.close()
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_full_stream_names_the_flag_that_raises_its_limit(stream: str) -> None:
+    subjects = Subjects("h")
+    subject = {
+        "inbox": subjects.inbox("tick"),
+        "events": subjects.event("main", "engine.started"),
+        "calls": subjects.call("main", "main-1-1"),
+        "ops": subjects.operation("main", "m"),
+        "trajectories": subjects.trajectory("main"),
+        "blobs": "$O.bucket.C.x",
+    }[stream]
+    error = error_of(ApiError(code=503, err_code=STREAM_FULL, description="full"), subject)
+    assert f"raise its limit with --{stream}-bytes-max of" in str(error)

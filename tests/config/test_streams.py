@@ -7,8 +7,10 @@ import pytest
 import yaml
 
 from bombus.cli import main
-from bombus.config.streams import byte_count
-from tests.config.test_cluster import dry_run, refused_up
+from bombus.config.streams import STREAMS, StreamLimits, byte_count, bytes_reserved, disk_needed
+from bombus.errors import Refused
+from bombus.host.doctor_streams import check_room
+from tests.config.test_cluster import dry_run, read_cluster, refused_up
 from tests.config.test_cluster import planned as planned_by
 from tests.config.test_cluster import refusal as refusal_of
 
@@ -92,3 +94,23 @@ def test_a_mistake_on_the_command_line_names_the_flag(
     with pytest.raises(SystemExit):
         main(["up", "--calls-bytes-max", "much"])
     assert "--calls-bytes-max: 'much' is refused: it takes a size" in capsys.readouterr().err
+
+
+def test_a_new_hive_needs_room_for_its_streams_and_for_new_work_beside_them() -> None:
+    assert bytes_reserved(StreamLimits()) == 10 * (1 << 30) + (256 << 20)
+    small = StreamLimits(**{f"{name}_bytes_max": 10_000_000 for name in STREAMS})
+    assert disk_needed(small) == 60_000_000 + (256 << 20), "a disk of 300 MB is too small, however small the streams"
+    assert disk_needed(StreamLimits()) * 3 // 4 == bytes_reserved(StreamLimits())
+
+
+def test_a_disk_without_room_is_refused_at_the_start_with_what_it_needs(tmp_path: Path) -> None:
+    def started(**more: Any) -> None:
+        check_room(
+            read_cluster(tree({"calls_bytes_max": "900TB"}, data_dir=str(tmp_path / "data"), **more), tmp_path)[0]
+        )
+
+    with pytest.raises(Refused, match=r"is on a disk with .* free, and this hive needs 1200\.\d TB there: lower the"):
+        started()
+    started(nats="nats://elsewhere:4222")
+    (tmp_path / "data" / "nats" / "jetstream").mkdir(parents=True)
+    started()  # its streams are there already

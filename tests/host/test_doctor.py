@@ -132,7 +132,7 @@ def test_new_streams_need_their_limits_on_the_disk(tmp_path: Path) -> None:
     assert found.detail.startswith("1 replica; 4.8 GB are reserved, of ")
     (found,) = streams_of(tmp_path, calls_bytes_max="900TB")
     assert found.state == State.MISSING
-    assert found.todo.startswith("lower --calls-bytes-max")
+    assert found.todo.startswith("lower the streams' sizes (--inbox-bytes-max, ")
 
 
 async def test_a_server_with_the_default_size_of_messages_is_told_and_its_streams_are_shown(tmp_path: Path) -> None:

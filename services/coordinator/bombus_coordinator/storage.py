@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from bombus.bus import Bus, ServerRefused
+from bombus.config.streams import DISK_RESERVE_BYTES, limit_flag
 from bombus.errors import BusUnavailable
 from bombus.figures import byte_size
 from bombus.hive import events as ev
@@ -24,22 +25,20 @@ from bombus_coordinator.rules.live import Live
 
 log = logging.getLogger(__name__)
 
-PERIOD_S = 2.0
+PERIOD_S = 1.0  # so that clients are told within two
 RESERVE = 0.1  # of a stream
-DISK_RESERVE_BYTES = 256 << 20
 FREE_AGAIN = 1.5  # times the reserve
 DISK = "the disk"
 INODES = "the disk's inodes"
 INODES_RESERVE = 1024
 _ADVICE = {
-    "inbox": "It is trimmed as soon as the coordinator has caught up; or raise its limit with --inbox-bytes-max.",
+    "inbox": "It is trimmed as soon as the coordinator has caught up.",
     "events": "It is compacted when it is over 60 % full, unless that is switched off or fails, which `bombus status` "
-    "would say; or raise its limit with --events-bytes-max.",
-    "calls": "It is trimmed as steps are made; or raise its limit with --calls-bytes-max.",
-    "ops": "It is trimmed as operations are executed and saved, and as sessions end; or raise its limit with "
-    "--ops-bytes-max.",
-    "trajectories": "It is trimmed as batches are handed out; or raise its limit with --trajectories-bytes-max.",
-    "blobs": "Raise its limit with --blobs-bytes-max.",
+    "would say.",
+    "calls": "It is trimmed as steps are made.",
+    "ops": "It is trimmed as operations are executed and saved, and as sessions end.",
+    "trajectories": "It is trimmed as batches are handed out.",
+    "blobs": "It has snapshots of the log, tokenizers, and weights that go by objects.",
     DISK: "Make room where the bus keeps its data.",
     INODES: "Remove files where the bus keeps its data: it can make no more of them, however many bytes are free.",
 }
@@ -56,12 +55,14 @@ def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
     if full == (place.what in hive.full):
         return
     if full:
-        name = place.what if place.what in (DISK, INODES) else f"stream {place.what}"
+        is_stream = place.what not in (DISK, INODES)
+        name = f"stream {place.what}" if is_stream else place.what
         text = str if place.what == INODES else byte_size
         left = f"{text(max(0, place.size - place.used))} of {text(place.size)} were left"
         again = f"New work is taken again once {text(int(FREE_AGAIN * place.reserve))} are free."
+        raised = f" Or raise its limit with {limit_flag(place.what)}." if is_stream else ""
         oldest = _oldest_group(hive) if place.what == SCORED_GROUPS else ""
-        why = f"Storage is nearly full: of {name} {left}. {again} {_ADVICE.get(place.what, 'Make room.')}{oldest}"
+        why = f"Storage is nearly full: of {name} {left}. {again} {_ADVICE.get(place.what, '')}{raised}{oldest}"
         filled = ev.StorageFilled(at_ns=live.now_ns, what=place.what, used=place.used, size=place.size, why=why)
         yield Decision(events=(filled,))
     else:

@@ -21,7 +21,6 @@ from bombus.bus.requests import ApiCall, Requests
 from bombus.bus.streams import (
     changes_of,
     lease_stream,
-    limit_flag,
     limited_streams,
     secret_stream,
     stream_configs,
@@ -45,7 +44,7 @@ from bombus.bus.wire import (
     stored_from_get,
 )
 from bombus.bus_address import check_bus_address, without_login
-from bombus.config.streams import AS_THEY_ARE, PAYLOAD_BYTES, StreamLimits
+from bombus.config.streams import AS_THEY_ARE, PAYLOAD_BYTES, StreamLimits, limit_flag
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.figures import byte_size
 from bombus.hive.inbox import Answer, Refusal, encode_answer

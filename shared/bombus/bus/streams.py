@@ -78,11 +78,6 @@ def limited_streams(subjects: Subjects) -> dict[str, str]:
     }
 
 
-def limit_flag(stream: str) -> str:
-    """Return the flag that sets the size of a stream, by its short name."""
-    return f"--{stream}-bytes-max"
-
-
 def stream_text(state: StreamState) -> str:
     """Return how full a stream is and how many servers keep it, in words."""
     limit = f" of {byte_size(state.max_bytes)}" if state.max_bytes > 0 else ""

@@ -9,6 +9,7 @@ from zlib import crc32
 import msgspec
 
 from bombus.bus.headers import INBOX, INBOX_DIGEST, MSG_ID
+from bombus.config.streams import LIMIT_FLAGS, limit_flag
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -237,17 +238,12 @@ def ack_of(body: bytes, what: str) -> PubAck | BombusError:
     return error_of(ack.error, what)
 
 
-_LIMIT_FLAGS = {
-    "inbox": "--inbox-bytes-max",
-    "event": "--events-bytes-max",
-    "call": "--calls-bytes-max",
-    "op": "--ops-bytes-max",
-}
+_STREAMS = {"inbox": "inbox", "event": "events", "call": "calls", "op": "ops", "trajectory": "trajectories"}
 
 
 def _limit_flag(subject: str) -> str:
     """Return the flag that sets the size of the stream that takes this subject."""
-    return _LIMIT_FLAGS.get(subject.split(".")[2] if subject.startswith("bombus.") else "", "--blobs-bytes-max")
+    return limit_flag(_STREAMS.get(subject.split(".")[2] if subject.startswith("bombus.") else "", "blobs"))
 
 
 def error_of(error: ApiError, what: str) -> BombusError:
@@ -261,8 +257,8 @@ def error_of(error: ApiError, what: str) -> BombusError:
         )
     if error.err_code == TOO_LITTLE_STORAGE:
         return BusUnavailable(
-            f"{what}: the server has too little storage left for the streams' limits; lower them (--inbox-bytes-max, "
-            "--events-bytes-max, --calls-bytes-max, --ops-bytes-max, --blobs-bytes-max) or give the server more disk"
+            f"{what}: the server has too little storage left for the streams' limits; lower them ({LIMIT_FLAGS}) or "
+            "give the server more disk"
         )
     if error.err_code == NOT_A_CLUSTER:
         return Refused(

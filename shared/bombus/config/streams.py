@@ -99,3 +99,29 @@ NEW_STREAMS = StreamLimits(
     trajectories_bytes_max=2 << 30,
     blobs_bytes_max=2 << 30,
 )
+
+STREAMS = ("inbox", "events", "calls", "ops", "trajectories", "blobs")
+DISK_RESERVE_BYTES = 256 << 20  # of a disk with less left than this, no new work is taken
+
+
+def limit_flag(stream: str) -> str:
+    """Return the flag that sets the size of a stream, by its short name."""
+    return f"--{stream}-bytes-max"
+
+
+LIMIT_FLAGS = ", ".join(map(limit_flag, STREAMS))
+
+
+def bytes_reserved(limits: StreamLimits) -> int:
+    """Return how much the streams of a new hive may take together."""
+    given = ((getattr(limits, f"{name}_bytes_max"), getattr(NEW_STREAMS, f"{name}_bytes_max")) for name in STREAMS)
+    return sum(wanted or new for wanted, new in given)
+
+
+def disk_needed(limits: StreamLimits) -> int:
+    """Return how much of a disk has to be free for a new hive.
+
+    The server lets streams have three quarters of it, and beside full streams there has to be room for new work.
+    """
+    reserved = bytes_reserved(limits)
+    return max(-(-reserved * 4 // 3), reserved + DISK_RESERVE_BYTES)

@@ -22,7 +22,7 @@ from bombus.hive.tenants.state import Tenants
 from bombus.hive.trajectories import state as scored
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 11  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 12  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256

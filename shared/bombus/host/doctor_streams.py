@@ -12,8 +12,15 @@ import msgspec
 
 from bombus.cli import URL_FILE
 from bombus.config.cluster import Cluster
-from bombus.config.streams import NEW_STREAMS, PAYLOAD_BYTES, StreamLimits
-from bombus.errors import BombusError
+from bombus.config.streams import (
+    LIMIT_FLAGS,
+    PAYLOAD_BYTES,
+    StreamLimits,
+    bytes_reserved,
+    disk_needed,
+    limit_flag,
+)
+from bombus.errors import BombusError, Code, Refused
 from bombus.figures import byte_size
 from bombus.host.doctor import Finding, State, check
 
@@ -23,8 +30,8 @@ if TYPE_CHECKING:
 CONNECT_S = 3.0
 NATS_PORT = 4222
 INFO_BYTES_MAX = 64 << 10
-STREAMS = ("inbox", "events", "calls", "ops", "trajectories", "blobs")
 NEARLY_FULL = 0.9
+LESS_DISK = f"lower the streams' sizes ({LIMIT_FLAGS}), or give another --data-dir"
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -89,7 +96,7 @@ def _server_info(host: str, port: int) -> ServerInfo:
 
 
 def _stream(name: str, state: "StreamState", wanted: StreamLimits) -> Finding:
-    from bombus.bus.streams import limit_flag, stream_text
+    from bombus.bus.streams import stream_text
 
     limit = getattr(wanted, f"{name}_bytes_max")
     becomes = [byte_size(limit)] if limit not in (None, state.max_bytes) else []
@@ -103,20 +110,30 @@ def _stream(name: str, state: "StreamState", wanted: StreamLimits) -> Finding:
     return check(f"stream {name}", not state.late, detail, todo, needed=False)
 
 
+def free_bytes(folder: Path) -> int:
+    """Return how much is free on the disk of a folder, which may not exist yet."""
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    return shutil.disk_usage(place).free
+
+
+def check_room(cluster: Cluster) -> None:
+    """Raise `Refused(BAD_CONFIG)` unless our own server's disk has room for the streams of a new hive."""
+    folder = Path(cluster.data_dir).absolute()
+    if cluster.nats or (folder / "nats" / "jetstream").exists():
+        return
+    free, needed = free_bytes(folder), disk_needed(cluster.streams)
+    if free < needed:
+        why = f"{folder} is on a disk with {byte_size(free)} free, and this hive needs {byte_size(needed)} there"
+        raise Refused(Code.BAD_CONFIG, f"{why}: {LESS_DISK}")
+
+
 def _planned(cluster: Cluster) -> Iterator[Finding]:
-    """Check that the disk has room for new streams. The server lets them have three quarters of what is free."""
-    limits = {f"{name}_bytes_max": getattr(cluster.streams, f"{name}_bytes_max") for name in STREAMS}
-    sizes = {name: given or getattr(NEW_STREAMS, name) for name, given in limits.items()}
+    """Check that the disk has room for new streams."""
     folder = Path(cluster.data_dir).absolute()
     if (folder / "nats" / "jetstream").exists():
         yield Finding("streams", State.OK, f"those of {folder} are kept; `bombus status` shows them while they run")
         return
-    place = next(place for place in (folder, *folder.parents) if place.exists())
-    room = shutil.disk_usage(place).free * 3 // 4
-    total = sum(sizes.values())
-    detail = f"1 replica; {byte_size(total)} are reserved, of {byte_size(room)} (three quarters of what is free)"
-    todo = (
-        "lower --calls-bytes-max, --ops-bytes-max, --trajectories-bytes-max, --blobs-bytes-max or --events-bytes-max, "
-        "or give another --data-dir"
-    )
-    yield check("streams", total <= room, detail, todo)
+    free, needed = free_bytes(folder), disk_needed(cluster.streams)
+    reserved = byte_size(bytes_reserved(cluster.streams))
+    detail = f"1 replica; {reserved} are reserved, of {byte_size(free)} that are free; {byte_size(needed)} have to be"
+    yield check("streams", needed <= free, detail, LESS_DISK)

@@ -20,6 +20,7 @@ from bombus.config.parts import InferencePart, TrainerMachineOptions, TrainerPar
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import Code, EngineFault, Refused
 from bombus.host import watchdog
+from bombus.host.doctor_streams import check_room
 from bombus.host.environments import environment_python, environments_folder
 from bombus.host.hardware import gpu_environment
 from bombus.host.hive_keys import KEY_VARIABLES, HiveKeys
@@ -88,9 +89,10 @@ class Service(msgspec.Struct, frozen=True):
 
 
 def check_can_start(layout: Layout) -> None:
-    """Raise `Refused` for an environment that is not installed, an API key that is not set, or a GPU that is not among
-    those of our own CUDA_VISIBLE_DEVICES.
+    """Raise `Refused` for a disk without room, an environment that is not installed, an API key that is not set, or a
+    GPU that is not among those of our own CUDA_VISIBLE_DEVICES.
     """
+    check_room(layout.cluster)
     for name, engine in layout.cluster.engines.items():
         used: set[str] = {engine.trainer.backend} if engine.trainer is not None else set()
         used |= {part.backend for part in engine.inference if part.count and not part.python}
