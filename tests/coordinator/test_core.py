@@ -993,7 +993,8 @@ def test_new_work_is_refused_while_less_than_the_reserve_is_left(harness: CoreHa
 def test_inodes_are_counted_and_not_said_in_bytes(harness: CoreHarness) -> None:
     filled = only(sees(harness, 91, storage.INODES), ev.StorageFilled)
     assert isinstance(filled, ev.StorageFilled)
-    assert "of the disk's inodes 9 of 100 are left. Remove files" in filled.why
+    assert "of the disk's inodes 9 of 100 were left." in filled.why
+    assert "15 are free. Remove files" in filled.why
 
 
 @pytest.mark.parametrize("stream", ["inbox", "events", "calls", "ops", "blobs", "trajectories"])
