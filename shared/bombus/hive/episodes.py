@@ -1,7 +1,5 @@
 """Episodes: the two forms of an id, its name on the log and what its claim returns with a secret; keys and rewards."""
 
-from numbers import Real
-
 KEY_PREFIX = "sk-bombus-"  # an episode's key begins with it
 SECRET_MARK = "."  # between the name and the secret; neither contains it
 REWARD_MAX = 1e9  # in size: squares of gradients stay far within float32
@@ -25,7 +23,7 @@ def reward_number(value: object) -> float:
     try:
         # An array of several elements raises, and one of a single element is the number in it.
         found = value.item() if hasattr(value, "item") else value
-        if isinstance(found, Real):
+        if hasattr(type(found), "__float__"):
             return float(found)
     except Exception:  # the code of somebody's class
         pass
