@@ -1,5 +1,6 @@
 """What counts as a signal: collection, advantages and slime's filter have one definition."""
 
+import math
 import random
 from argparse import Namespace
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ def group_of(*given: Given) -> list[Completed]:
         ([(0.0, None, 1), (1e-7, None, 1)], False),
         ([(0.5, None, 2), (0.5, None, 3)], False),
         ([(0.5, None, 1)], False),
+        ([(0.5, None, 1), (math.nan, None, 1)], True),  # which is how the trainer finds it, and leaves the group out
         ([(0.0, (1.0, 2.0), 2), (5.0, (1.0, 2.0), 2)], False),  # calls are compared, and their rewards are equal
         ([(1.0, (1.0,), 1), (1.0, (1.0, 4.0), 2)], False),  # nobody else reached the second turn
         ([(1.0, (1.0, 4.0), 2), (1.0, None, 2)], True),  # without rewards of its own a call has its episode's

@@ -1,14 +1,18 @@
 """Which rewards of a group teach anything: the one definition of a signal, for whatever collects, filters or trains."""
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 
 SPREAD_MIN = 1e-6  # rewards that differ by less are equal
 
 
 def differ(rewards: Iterable[float]) -> bool:
-    """Return whether some of these rewards differ, so that comparing them gives advantages. One alone does not."""
+    """Return whether some of these rewards differ, so that comparing them gives advantages. One alone does not.
+
+    One that is not finite equals no other: it gives advantages that are not finite either, by which it is found.
+    """
     values = tuple(rewards)
-    return len(values) > 1 and max(values) - min(values) >= SPREAD_MIN
+    return len(values) > 1 and (max(values) - min(values) >= SPREAD_MIN or not all(map(isfinite, values)))
 
 
 def rewards_by_turn(
