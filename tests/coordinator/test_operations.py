@@ -12,7 +12,7 @@ from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase
 from bombus.hive.tenants.state import COMPLETED_KEPT, FOR_SYNC
 from bombus.operations import kinds
-from bombus_coordinator.rules.operations import CREATE, END, SAVE
+from bombus_coordinator.rules.tenants.operations import CREATE, END, SAVE
 from tests.coordinator.core_in_memory import ENGINE, SECOND
 from tests.coordinator.tenants_in_memory import BASE, MODEL, SESSION, TenantHarness, saved
 from tests.coordinator.test_suspending import refused, suspend

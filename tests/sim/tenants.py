@@ -20,7 +20,7 @@ from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.tenants.order import why_out_of_order
 from bombus.hive.tenants.state import Queued, TenantModel, kept_id
-from bombus_coordinator.rules.operations import CREATE, END, SAVE
+from bombus_coordinator.rules.tenants.operations import CREATE, END, SAVE
 from tests.sim.faults import Fault
 from tests.sim.fold import RETRY_S, Follower
 from tests.sim.link import ANSWER_S, Link, Net

@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,27 @@ def test_xorls_client_samples_from_the_base_and_from_a_checkpoint(hive: Hive) ->
     answer = settled(sampler.sample(xorl_types.ModelInput.from_ints(PROMPT), params, num_samples=2))
     assert [len(each.tokens) for each in answer.sequences] == [4, 4]
     assert all(len(each.logprobs) == 4 for each in answer.sequences)
+
+
+def test_a_sampler_that_was_cloned_draws_and_a_prompt_of_one_token_has_no_logprob(service: Any) -> None:
+    assert BASE in [each.model_name for each in service.get_server_capabilities().supported_models]
+    sampler = service.create_sampling_client(base_model=BASE).result()
+    clone = pickle.loads(pickle.dumps(sampler))
+    for each in (sampler, clone):
+        assert each.compute_logprobs(types.ModelInput.from_ints([5])).result() == [None]
+        assert sampled(each, 2)
+    alike = clone.sample(
+        prompt=types.ModelInput.from_ints([5]),
+        num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=1),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+    ).result()
+    assert list(alike.prompt_logprobs) == [None]
+
+
+def test_one_session_has_forty_models_at_once(service: Any) -> None:
+    models = [made(service, rank=1, seed=number) for number in range(40)]
+    assert len({model.model_id for model in models}) == 40
+    steps = [step(model) for model in (models[0], models[-1])]
+    assert [each.result().metrics["optimizer_step"] for each in steps] == [1.0, 1.0]

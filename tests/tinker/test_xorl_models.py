@@ -131,3 +131,18 @@ def test_a_session_is_created_with_its_adapter_by_a_plain_request(hive: Hive) ->
     assert runs["plain"] == 8
     killed = asked(hive, "/api/v1/kill_session", model_id="plain")
     assert killed["checkpoint_path"].startswith("xorl://plain/weights/ended-")
+
+
+def test_a_client_goes_on_from_a_state_while_its_old_model_lives(hive: Hive) -> None:
+    service = client_of(hive)
+    model = service.create_lora_training_client(base_model="tiny", rank=4, model_id="goes-on")
+    learn(model, 2)
+    path = model.save_state("kept").result().path
+    again = service.create_training_client_from_state(path, base_model="tiny", rank=4)
+    assert again.model_id == "goes-on"
+    learn(again, 1)
+    assert again.load_state("goes-on/kept").result().path == path
+    health = again.health_check()
+    assert (health["status"], health["engine_running"]) == ("healthy", True)
+    with pytest.raises(Exception, match="exists: end it first"):
+        service.create_lora_training_client(base_model="tiny", rank=8, model_id="goes-on")

@@ -17,14 +17,10 @@ from bombus.hive.state import EngineState, Hive, evolve
 from bombus_coordinator import storage
 from bombus_coordinator.rules import (
     claims,
-    endpoints,
     engines,
     episodes,
     log_upkeep,
-    operations,
     replicas,
-    serving,
-    sessions,
     trainers,
     transitions,
 )
@@ -32,6 +28,7 @@ from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions,
 from bombus_coordinator.rules.joint import claims as joint_claims
 from bombus_coordinator.rules.joint import outcomes as joint_outcomes
 from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.tenants import endpoints, operations, serving, sessions
 from bombus_coordinator.rules.trajectories import batches, registering
 from bombus_coordinator.rules.waiting import share_of
 

@@ -28,7 +28,7 @@ from bombus.hive.state import Hive
 from bombus_coordinator.moving import BodyMover
 from bombus_coordinator.rules.decision import Decisions
 from bombus_coordinator.rules.live import Live
-from bombus_coordinator.rules.serving import release
+from bombus_coordinator.rules.tenants.serving import release
 from bombus_coordinator.rules.trajectories import batches
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.docs_page import HEADERS, docs_page
 from bombus_gateway.generate.routes import GenerateDoor
-from bombus_gateway.health import health_router
 from bombus_gateway.limits import in_short
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
@@ -25,6 +24,7 @@ from bombus_gateway.refusals import ERROR_HEADERS
 from bombus_gateway.responses.docs import add_responses_paths
 from bombus_gateway.responses.routes import ResponsesDoor
 from bombus_gateway.scored.routes import scored_router
+from bombus_gateway.swarm.health import health_router
 from bombus_gateway.swarm.routes import joint_router, swarm_router
 from bombus_gateway.tenants.routes import training_router
 

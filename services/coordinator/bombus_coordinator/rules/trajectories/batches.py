@@ -24,8 +24,8 @@ from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_no_room,
 from bombus.hive.trajectories.state import digest_of
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live
-from bombus_coordinator.rules.operations import is_body
 from bombus_coordinator.rules.replicas import all_loaded
+from bombus_coordinator.rules.tenants.operations import is_body
 from bombus_coordinator.rules.trajectories.registering import again
 
 GROUPS_MAX = 1_024  # of one push: its event is far below the size of a message

@@ -9,7 +9,7 @@ from bombus.hive.tenants.state import TenantModel
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.live import Live, ns
-from bombus_coordinator.rules.operations import TEXT_CHARS_MAX, check_base, run_started
+from bombus_coordinator.rules.tenants.operations import TEXT_CHARS_MAX, check_base, run_started
 
 NAME_CHARS = 128  # that are shown of a session
 FLOORS_MAX = 1000  # in one event

@@ -13,7 +13,7 @@ from bombus.hive.tenants.state import endpoint_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live
-from bombus_coordinator.rules.sessions import TEXT_CHARS_MAX
+from bombus_coordinator.rules.tenants.sessions import TEXT_CHARS_MAX
 
 ENDPOINTS_MAX = 64  # of one engine
 WORLD_MAX = 4096

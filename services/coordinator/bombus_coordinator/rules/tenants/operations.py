@@ -27,8 +27,8 @@ from bombus.hive.tenants.owners import owner_of
 from bombus.hive.tenants.state import END_MODEL, KeptWeights, Queued, TenantModel, TenantSession, bodies_share
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
-from bombus_coordinator.rules.ending import room_for_model
 from bombus_coordinator.rules.live import Live, ns
+from bombus_coordinator.rules.tenants.ending import room_for_model
 
 CREATE, END, SAVE = "create_model", END_MODEL, "save_weights"
 ENDS_MAX = 3  # attempts to save such a model

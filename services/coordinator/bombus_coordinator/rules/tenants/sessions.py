@@ -14,9 +14,9 @@ from bombus.hive.tenants.owners import owner_of
 from bombus.hive.tenants.state import TTL_S_MAX, KeptWeights, TenantSession, kept_id
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
-from bombus_coordinator.rules.ending import end_of, ended, open_models, room_for_session, seen_ns, to_end
 from bombus_coordinator.rules.live import Live, ns
-from bombus_coordinator.rules.operations import NAME, WHY_CHARS_MAX, in_use
+from bombus_coordinator.rules.tenants.ending import end_of, ended, open_models, room_for_session, seen_ns, to_end
+from bombus_coordinator.rules.tenants.operations import NAME, WHY_CHARS_MAX, in_use
 
 METADATA_BYTES_MAX = 64 << 10
 TEXT_CHARS_MAX = 256  # of a key's name, and of what a door remembers
