@@ -62,6 +62,7 @@ DECODING = {
     "bombus/replay/archive.py": "archive",
     "bombus/replay/episode/tree.py": "a map of files, which is decoded as messages are",
     "bombus/rollout/harbor/verdict.py": "what a task's tests write: tests/rollout/harbor/test_verdict.py",
+    "bombus/rollout/records.py": OWN,
     "bombus/rollout/tasks.py": OWN,
     "bombus/sdk/core.py": CLIENT,
     "bombus/slime/http.py": CLIENT,
