@@ -157,7 +157,7 @@ async def test_a_large_body_is_decoded_while_the_loop_turns(bounds: BodyLimits) 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
 async def test_a_few_bytes_that_are_a_large_body_are_one(encoding: str) -> None:
-    packed = {"gzip": gzip.compress, "zstd": zstd.compress}[encoding](WIDE)
+    packed = gzip.compress(WIDE) if encoding == "gzip" else zstd.compress(WIDE)
     here = threading.get_ident()
     assert len(packed) < TRAINING.inline_bytes
     assert await passed(TRAINING, packed, lambda _: threading.get_ident(), content_encoding=encoding) != here

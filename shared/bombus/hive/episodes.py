@@ -22,7 +22,7 @@ def reward_number(value: object) -> float:
     """
     try:
         # An array of several elements raises, and one of a single element is the number in it.
-        found = value.item() if hasattr(value, "item") else value
+        found: Any = value.item() if hasattr(value, "item") else value
         if hasattr(type(found), "__float__"):
             return float(found)
     except Exception:  # the code of somebody's class
