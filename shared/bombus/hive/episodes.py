@@ -1,5 +1,7 @@
 """Episodes: the two forms of an id, its name on the log and what its claim returns with a secret; keys and rewards."""
 
+from typing import Any
+
 KEY_PREFIX = "sk-bombus-"  # an episode's key begins with it
 SECRET_MARK = "."  # between the name and the secret; neither contains it
 REWARD_MAX = 1e9  # in size: squares of gradients stay far within float32
