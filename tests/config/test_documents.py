@@ -271,7 +271,10 @@ def test_keys_that_a_job_adds_by_itself_are_not_listed_and_those_of_its_author_a
         assert set(found) == {"ajet.trainer_common.n_gpus_per_node", "ajet.trainer_common.logger"}
 
 
-VERLS = {"model": {"lora_rank": 32}, "actor": {"optim": {"lr": 3e-5}, "ppo_micro_batch_size_per_gpu": 4}}
+VERLS: dict[str, Any] = {
+    "model": {"lora_rank": 32},
+    "actor": {"optim": {"lr": 3e-5}, "ppo_micro_batch_size_per_gpu": 4},
+}
 
 
 @pytest.mark.parametrize("beside", [{"ajet": {"model": {"path": "tiny"}}}, {}])
