@@ -353,7 +353,6 @@ def test_text_knows_neither_calls_nor_doors() -> None:
 
 
 PACKAGES = {"bombus": SHARED, **SERVICES}
-MODULES_MAX = 15
 STDLIB_OF_HIVE = {"array", "bisect", "collections", "enum", "functools", "hashlib", "heapq", "itertools", "math"}
 STDLIB_OF_HIVE |= {"re", "struct", "typing", "zlib"}
 
@@ -484,10 +483,3 @@ def test_no_public_type_name_stands_in_two_files() -> None:
     twice = {name: sorted(places) for name, places in owners.items() if len(places) > 1}
     assert {name: places for name, places in twice.items() if name not in SAME_NAME_ALLOWED} == {}
     assert set(SAME_NAME_ALLOWED) <= set(twice), "an exception that nothing needs any more"
-
-
-def test_no_folder_holds_more_modules_than_one_can_see_at_once() -> None:
-    for root in PACKAGES.values():
-        for folder in {path.parent for path in sources(root)}:
-            own = sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
-            assert len(own) <= MODULES_MAX, f"{folder} holds {len(own)} modules: it is two rooms"

@@ -396,7 +396,7 @@ REGISTERS = inbox.RegisterTrainer(
 JOB: dict[str, Any] = {
     "bombus": {
         "model": {"path": MODEL, "tools": "hermes"},
-        "rollout": {"max_prompt_length": 500, "max_response_length": 1500, "max_response_length_in_one_turn": 64},
+        "rollout": {"max_prompt_length": 500, "max_response_length": 1500, "max_response_length_in_one_turn": 256},
     }
 }
 

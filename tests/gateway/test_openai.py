@@ -251,7 +251,7 @@ async def test_a_turn_after_an_answer_cut_by_length_keeps_its_tokens_and_closes_
 
 async def test_the_limit_that_cut_an_answer_is_recorded(served: GatewayHive) -> None:
     episode, key = await served.claim()
-    for tokens, wanted in ((2, 2), (64, None), (5, None)):  # its own, a turn's, and what only the replica knows
+    for tokens, wanted in ((2, 2), (256, None), (5, None)):  # its own, a turn's, and what only the replica knows
         served.replica.scripts.append(says([300] * tokens, finish="length"))
         await served.client(key).chat.completions.create(model=MODEL, messages=USER, max_tokens=wanted)
     limits = [record.choices[0].limit for record in await served.records(episode, 3)]
@@ -365,7 +365,7 @@ async def test_what_a_harness_has_written_into_it_is_overridden_or_left_out_and_
     assert answer.headers["x-bombus-overridden"] == param
     (record,) = await served.records(episode, 1)
     assert record.overridden == (param,)
-    plain = SamplingParams(max_tokens=64, stop_token_ids=record.sampling.stop_token_ids, seed=record.sampling.seed)
+    plain = SamplingParams(max_tokens=256, stop_token_ids=record.sampling.stop_token_ids, seed=record.sampling.seed)
     assert record.sampling == plain
 
 

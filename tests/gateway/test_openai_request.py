@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from bombus.errors import Code, Refused
-from bombus_gateway import limits
 from bombus_gateway.call.request import Demand
 from bombus_gateway.decoding.json_body import BadParameter
 from bombus_gateway.openai.request import read_chat, read_completion
@@ -43,7 +42,6 @@ def test_arguments_with_whole_characters_or_that_are_not_json_are_taken(argument
     [
         chat()[:-1] + b', "metadata": {"a": ' + DEEP + b"}}",
         chat()[:-1] + b', "tools": [{"type": "function", "function": {"name": "f", "parameters": ' + DEEP + b"}}]}",
-        chat(tools=[{"type": "function", "function": {"name": "f", "parameters": json.loads("[" * 200 + "]" * 200)}}]),
         chat().replace(b'"hi"', b'"\xed\xa0\x80"'),
         chat()[:-1] + b', "a\xffb": 1}',
     ],
@@ -111,11 +109,8 @@ def test_a_demand_that_makes_no_sense_is_unsupported(more: dict[str, Any], field
     assert completion.demands == ()
 
 
-def test_a_schema_is_an_object_that_is_not_nested_too_deeply() -> None:
-    deep: Any = {}
-    for _ in range(limits.DEPTH + 1):
-        deep = {"items": deep}
-    schemas: list[Any] = [deep, [], "x"]
+def test_a_schema_is_an_object() -> None:
+    schemas: list[Any] = [[], "x"]
     for schema in schemas:
         form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
         with pytest.raises(BadParameter, match="JSON schema"):

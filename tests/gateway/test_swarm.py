@@ -364,9 +364,7 @@ async def test_an_end_outside_of_rolling_names_the_status(rolling: PlayedHive) -
     assert "WEIGHT_SYNCING" in reply.json()["detail"]
 
 
-@pytest.mark.parametrize(
-    "reward", ["NaN", "Infinity", "-Infinity", "1e999", '"1.0"', "true", "null", "[]", "[1.0, NaN]", "{}"]
-)
+@pytest.mark.parametrize("reward", ["NaN", "Infinity", "-Infinity", "1e999", '"1.0"', "null", "[]", "[1.0, NaN]", "{}"])
 async def test_a_reward_that_is_not_a_finite_number_is_a_400(rolling: PlayedHive, reward: str) -> None:
     episode = (await rolling.claim())["episode_uuid"]
     body = (

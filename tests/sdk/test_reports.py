@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from bombus.hive.episodes import METADATA_BYTES_MAX
 from bombus.hive.inbox import DEPTH_MAX, End, EpisodeResult, decode_message, encode_message
-from bombus.sdk.reports import METRICS_MAX, Report, read_report
+from bombus.sdk.reports import METRICS_MAX, AuxiliaryReport, read_report
 from bombus.sdk.types import WorkflowOutput
 
 
@@ -86,7 +86,7 @@ CONVERTED = [
 ]
 
 
-def stored(report: Report) -> Report:
+def stored(report: AuxiliaryReport) -> AuxiliaryReport:
     """Check that every reader of the log can decode a report, and that it is JSON."""
     result = EpisodeResult(episode="e", task="t", metadata=report.metadata, log_metrics=report.log_metrics)
     message = decode_message(encode_message(End(id="1", engine="main", client="c", results=(result,))))
@@ -103,7 +103,7 @@ def test_what_people_put_into_metadata_is_converted(given: object, kept: object)
 
 @pytest.mark.parametrize("given", [object(), Hostile(), Endless(), lambda: 1, int, iter([1]), np.zeros(1 << 20)])
 def test_what_cannot_be_converted_is_left_out_alone(given: object) -> None:
-    assert stored(read_report({"a": given, "b": [given, 1]}, {"c": given, "d": 1}, given)) == Report(
+    assert stored(read_report({"a": given, "b": [given, 1]}, {"c": given, "d": 1}, given)) == AuxiliaryReport(
         metadata={"b": [None, 1]}, log_metrics={"d": 1.0}, is_success=None
     )
 
@@ -150,7 +150,7 @@ def test_a_success_is_true_or_false_or_not_said(given: object, verdict: bool | N
 
 @pytest.mark.parametrize("given", [None, [], "text", 7, object()])
 def test_what_is_no_mapping_is_left_out_as_a_whole(given: object) -> None:
-    assert read_report(given, given, None) == Report(metadata={}, log_metrics={}, is_success=None)
+    assert read_report(given, given, None) == AuxiliaryReport(metadata={}, log_metrics={}, is_success=None)
 
 
 def test_a_model_in_place_of_a_mapping_is_its_fields() -> None:

@@ -37,7 +37,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _warned: dict[str, None] = {}
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class AuxiliaryReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the log has of an episode beside its reward."""
 
     metadata: dict[str, Any]
@@ -45,12 +45,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     is_success: bool | None
 
 
-def read_report(metadata: object, log_metrics: object, is_success: object) -> Report:
+def read_report(metadata: object, log_metrics: object, is_success: object) -> AuxiliaryReport:
     """Return what the log can have of these. A list of numbers counts as its mean."""
     reading = _Reading()
     metrics = dict(reading.metrics(log_metrics))
     verdict = reading.verdict(is_success)
-    return Report(metadata=reading.metadata(metadata), log_metrics=metrics, is_success=verdict)
+    return AuxiliaryReport(metadata=reading.metadata(metadata), log_metrics=metrics, is_success=verdict)
 
 
 class _NotPlain(Exception):

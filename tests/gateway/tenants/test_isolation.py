@@ -139,7 +139,7 @@ _OF_RUN = "training_runs/<model>/checkpoints/sampler_weights/<secret>"
 _TRAINING = "tinker://<model>/weights/<secret>"
 _SAMPLER = "tinker://<model>/sampler_weights/<secret>"
 _CREATE = {"base_model": BASE, "lora_config": LORA}
-_GENERATE: dict[str, Any] = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+_GENERATE: dict[str, Any] = {"input_ids": [5], "sampling_params": {"max_new_tokens": 8}}
 _EPISODES: dict[str, Any] = {"client_uuid": "c", "claim_id": "1", "wait_s": 0}
 REQUESTS: list[tuple[str, str, Any]] = [
     ("POST", "session_heartbeat", {"session_id": "<session>"}),

@@ -71,7 +71,7 @@ class AsyncEnvPool:
         group_size: int | None = None,
         settings: SessionSettings | None = None,
         curriculum: ResultRecorder | None = None,
-        rollout: GroupRollout[Any] | None = None,
+        rollout: Callable[..., Any] | None = None,
         task: Task | None = None,
     ) -> None:
         """`rollout` and `task` are what `run_group` plays where it is given the other one alone."""

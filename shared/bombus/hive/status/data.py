@@ -21,7 +21,7 @@ from bombus.hive.status.rows import (
     OpenEpisode,
     OperationsStatus,
     ReplicaStatus,
-    RolloutStatus,
+    StepRollouts,
     StepStatus,
     TrainerStatus,
 )
@@ -212,8 +212,8 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
     )
 
 
-def _rollout(figures: RolloutFigures) -> RolloutStatus:
-    return RolloutStatus(
+def _rollout(figures: RolloutFigures) -> StepRollouts:
+    return StepRollouts(
         step=figures.step,
         episodes=figures.rewards.count,
         mean_reward=figures.rewards.mean,

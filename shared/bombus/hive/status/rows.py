@@ -83,7 +83,7 @@ class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
-class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True):
+class StepRollouts(msgspec.Struct, frozen=True, kw_only=True):
     """The training episodes that ended while the batch of `step` was collected.
 
     `success_rate` is of those that say whether they are a success, None where none does. `metrics` has the mean of each
@@ -188,7 +188,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     taken: int = 0  # ended episodes of a run of operations that their clients have taken
     calls_incomplete: int = 0  # answered without a part of their conversation, such as an image
     scored: ScoredStatus | None = None  # None: it has no scored groups, and no trainer for them
-    rollouts: tuple[RolloutStatus, ...] = ()  # of the newest sealed batches, oldest first
+    rollouts: tuple[StepRollouts, ...] = ()  # of the newest sealed batches, oldest first
     silent: str = ""  # why the newest steps have learnt nothing
 
 

@@ -18,7 +18,7 @@ from bombus.hive.status.rows import (
     OpenEpisode,
     OperationsStatus,
     ReplicaStatus,
-    RolloutStatus,
+    StepRollouts,
 )
 from bombus.hive.tenants.state import mean_loss
 from bombus.hive.trajectories.status import scored_lines
@@ -189,7 +189,7 @@ def _training_lines(status: EngineStatus, now_ns: int) -> list[str]:
     return lines
 
 
-def _rollout_lines(row: RolloutStatus) -> list[str]:
+def _rollout_lines(row: StepRollouts) -> list[str]:
     success = "" if row.success_rate is None else f", {row.success_rate:.0%} successes"
     means = f"mean reward {row.mean_reward:.4g}{success}, {row.mean_completion_tokens:.4g} sampled tokens"
     lines = [f"episodes of step {row.step}: {row.episodes}, {means}"]

@@ -239,8 +239,10 @@ class PolicyModel:
             return
         policy = PolicyModel(small, torch.float32, self._settings)
         lines = uneven_lines(policy.vocab_size, WINDOW)
-        ours = policy._gradients(policy._last_logprobs(lines))
-        check_gradients(ours, policy._gradients([reference_logprobs(small, line) for line in lines]))
+        with torch.enable_grad():  # whatever the caller does with the model
+            ours = policy._gradients(policy._last_logprobs(lines))
+            theirs = policy._gradients([reference_logprobs(small, line) for line in lines])
+        check_gradients(ours, theirs)
         _gradients_compared.add(configuration)
 
     def _last_logprobs(self, lines: list[Tensor]) -> list[Tensor]:
