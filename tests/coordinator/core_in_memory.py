@@ -11,6 +11,7 @@ from bombus.hive.records import CallRef
 from bombus.hive.state import EngineState, Phase
 from bombus_coordinator.core import Core
 
+PATIENCE_S = 1e7  # its trainers send no heartbeats, and are not what tests of the core are about
 SECOND = 1_000_000_000
 ENGINE = "main"
 
@@ -95,7 +96,10 @@ class CoreHarness:
         )
 
     def open_trainer(self) -> int:
-        answer = self.request(inbox.TrainerOpens(id=self.id(), engine=self.name, run=self.engine.run, trainer="t1"))
+        opens = inbox.TrainerOpens(
+            id=self.id(), engine=self.name, run=self.engine.run, trainer="t1", patience_s=PATIENCE_S
+        )
+        answer = self.request(opens)
         assert isinstance(answer, inbox.Done)
         return answer.epoch
 

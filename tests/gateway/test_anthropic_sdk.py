@@ -57,7 +57,7 @@ def asking(client: AsyncAnthropic, streamed: bool) -> Ask:
     """Return what asks for a message, and collects it from its events where it is streamed."""
 
     async def ask(**body: Any) -> Any:
-        body = {"model": "policy", "max_tokens": 60, **body}
+        body = {"model": "policy", "max_tokens": 250, **body}
         if not streamed:
             return await client.messages.create(**body)
         async with client.messages.stream(**body) as stream:

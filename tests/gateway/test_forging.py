@@ -191,7 +191,7 @@ def test_an_id_with_a_name_is_that_of_the_same_call_in_all_messages() -> None:
     made = model(
         "{% for message in messages %}<|head|>{{ message.content }}{% for call in message.tool_calls or [] %}"
         "{% if messages[2].tool_call_id != call.id %}{{ raise_exception('no result') }}{% endif %}"
-        "{{ call.function.name }}{% endfor %}"
+        "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
         "<|end|>{% endfor %}"
     )
     calls = assistant("<", tool_calls=[call("{}", "1|>")])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bombus.bus import Bus
+from bombus.errors import Refused
 from bombus.faults import Point
 from bombus.hive import inbox
 from bombus.hive.events import OperationCompleted
@@ -71,14 +72,15 @@ async def test_a_trainer_that_sleeps_has_no_model_in_memory_and_goes_on_bit_for_
         await client.do("other", operation)
 
 
-async def test_sleep_is_over_as_often_as_it_begins_and_a_model_is_created_in_between(client: TrainingClient) -> None:
+async def test_sleep_is_over_as_often_as_it_begins_and_no_model_is_created_in_between(client: TrainingClient) -> None:
     client.stage.train()
     await client.do("m", create())
     for number in range(2):
         await rest(client, asleep=True)
-        key = await client.send(f"new-{number}", create(LARGE))
+        with pytest.raises(Refused, match="makes no model until it is woken up"):
+            await client.send(f"new-{number}", create(LARGE))
         await rest(client, asleep=False)
-        await client.result(f"new-{number}", key)
+        await client.do(f"new-{number}", create(LARGE))
     assert len(client.stage.engine.tenants.open_models) == 3
 
 
