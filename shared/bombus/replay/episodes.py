@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sort",
         choices=SORTED_BY,
         default="time",
-        help="which come first: the oldest (time), or those with the lowest reward or the fewest sampled tokens",
+        help="which come first: the lowest reward, the fewest sampled tokens, or the oldest (default: time)",
     )
     parser.add_argument("--reverse", action="store_true", help="the highest, or the newest, first")
     parser.add_argument(
