@@ -46,7 +46,8 @@ def _wrong_answer(case: HttpCase, answer: HttpAnswer, settled: bool, fill: Calla
         return "it tells of a fault inside"
     if answer.status < 500:
         return ""
-    code = Code.NO_REPLICA if case.requests[0].target.startswith(("/health", "/ready")) else _code(answer.body)
+    target = case.requests[0].target.removeprefix("/e/main")
+    code = Code.NO_REPLICA if target.startswith(("/health", "/ready")) else _code(answer.body)
     is_cut = not answer.complete and not answer.body  # by a client that left after the head
     if answer.status != 503 or (code not in DOCUMENTED and not is_cut):
         return "a fault of the server"
