@@ -111,7 +111,7 @@ async def run(calls: int) -> None:
                     "max_prompt_length": 256, "max_response_length": 128,
                     "max_response_length_in_one_turn": 64, "max_model_len": 512, "max_env_worker": 512,
                 }  # fmt: skip
-                job = Job(model="tiny", batch_size=30_000, num_repeat=2, bombus={"rollout": lengths})
+                job = Job(model="tiny", batch_size=15_000, num_repeat=2, bombus={"rollout": lengths})
                 await client.auto_sync_train_config_and_start_engine(job)
                 log.seek(0)
                 found = re.search(r"listening at http://[\d.]+:(\d+)  engine", log.read())
