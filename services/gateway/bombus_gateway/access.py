@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 from bombus.errors import Code, Refused
 from bombus.hive.episodes import KEY_PREFIX
-from bombus.hive.shares import ADMIN
+from bombus.hive.shares import share_name
 from bombus.host.hive_keys import HiveKeys
 from bombus_gateway.keys import KeyClaims, Keys
 
@@ -52,7 +52,7 @@ class KeyHolder:
     @property
     def share(self) -> str:
         """Return for whose share something of this holder counts."""
-        return ADMIN if self.admin else self.name
+        return share_name(self.name, self.admin)
 
 
 NOBODY = KeyHolder()  # the holder of a client key without a name, or of none

@@ -100,13 +100,14 @@ class Bus:
     ) -> Self:
         """Connect to `url` (several servers with commas between). `name` shows in the server's monitoring.
 
-        Raises `BusUnavailable` when no server answers within `timeout_s`, or at once, unless `patient`, where all ports
-        are closed, `Refused` when it takes only tiny messages or
-        the URL cannot be read, `ValueError` for a bad hive name.
+        Raises `BusUnavailable` when no server answers within `timeout_s`; unless `patient`, at once where nothing
+        listens. Raises `Refused` when the server takes only tiny messages or the URL cannot be read, `ValueError` for a
+        bad hive name.
         """
         check_bus_address(url)
         subjects = Subjects(hive)
-        await _look_for_server(url, patient)
+        if not patient:
+            await _look_for_server(url)
         token = secrets.token_hex(8)
         prefix = f"_INBOX.{hive}.{_NOT_IN_A_TOKEN.sub('-', name)}"
         client = Client()
@@ -155,13 +156,7 @@ class Bus:
                 f"no NATS server at {without_login(url)} let us in within {timeout_s:g} s "
                 f"({errors.last or error}); is it running, and are user and password right?"
             ) from error
-        if client.max_payload < PAYLOAD_BYTES_MIN:
-            await _close(client)
-            raise Refused(
-                Code.BAD_CONFIG,
-                f"the NATS server takes messages of up to {client.max_payload} bytes (its max_payload), and bombus "
-                f"needs at least {PAYLOAD_BYTES_MIN}: set max_payload: {PAYLOAD_BYTES} in its configuration",
-            )
+        await _check_payload(client)
         _tell_small_payload(client.max_payload)
         bus = cls(client, subjects, f"{prefix}.{token}")
         made.append(bus)
@@ -434,10 +429,8 @@ class _ErrorLog:
         self._logged.clear()
 
 
-async def _look_for_server(url: str, patient: bool) -> None:
-    """Raise `BusUnavailable` where nothing listens at the ports of these servers, unless `patient`."""
-    if patient:
-        return
+async def _look_for_server(url: str) -> None:
+    """Raise `BusUnavailable` where nothing listens at the ports of these servers."""
     for each in url.split(","):
         parts = urlsplit(each if "//" in each else f"//{each}")
         try:
@@ -475,6 +468,17 @@ async def _end(task: asyncio.Task[Any] | None) -> None:
     while task is not None and not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+
+
+async def _check_payload(client: Client) -> None:
+    """Raise `Refused`, and close the client, when the server takes only tiny messages."""
+    if client.max_payload < PAYLOAD_BYTES_MIN:
+        await _close(client)
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"the NATS server takes messages of up to {client.max_payload} bytes (its max_payload), and bombus "
+            f"needs at least {PAYLOAD_BYTES_MIN}: set max_payload: {PAYLOAD_BYTES} in its configuration",
+        )
 
 
 def _tell_small_payload(limit: int) -> None:

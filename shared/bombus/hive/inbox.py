@@ -21,7 +21,7 @@ from bombus.hive.events import (
     Weights,
 )
 from bombus.hive.records import BodyRef
-from bombus.hive.shares import ADMIN
+from bombus.hive.shares import share_name
 from bombus.hive.subjects import is_name
 from bombus.hive.trajectories.queue import QueuedGroup
 
@@ -86,7 +86,7 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     @property
     def holder(self) -> str:
         """Return for whose share it counts while it waits."""
-        return ADMIN if self.admin else self.owner
+        return share_name(self.owner, self.admin)
 
 
 class JointClaim(Claim, frozen=True, kw_only=True, omit_defaults=True, tag="claim_joint"):

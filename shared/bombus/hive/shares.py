@@ -15,6 +15,11 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+def share_name(owner: str, admin: bool) -> str:
+    """Return for whose share something counts, by the name of its key; `admin` says that it was the hive's own."""
+    return ADMIN if admin else owner
+
+
 def has_share(held: Mapping[str, int], holder: str, limit: int, more: int = 1) -> bool:
     """Return whether a holder may have so much `more` of what all of them together have `limit` of.
 

@@ -34,7 +34,7 @@ def complete(steps: list[SealedStep], done: StepCompleted) -> None:
 def up_to(steps: list[SealedStep], checkpoint: str) -> list[SealedStep]:
     """Return the steps up to the one that left this checkpoint, from which a new run can go on as its trainer would.
 
-    None where there is no older checkpoint among them, or where one of them was never completed.
+    Empty where there is no older checkpoint among them, or where one of them was never completed.
     """
     at = next((number for number, step in enumerate(steps) if step.saved and _left(step, checkpoint)), -1)
     found = steps[: at + 1]

@@ -42,10 +42,10 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
 
     Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch or an inbox position that
     goes backwards where the log does not say that the inbox did, an inbox that lacks what the last event answers, an
-    operation or a batch out of its order, a joint episode that begins or ends in parts, a snapshot
-    that cannot be read or is not the fold of the events before it, or a call of an open episode, the pool or the
-    outstanding batch, or the body or the result of an operation, that does not match its reference. Scored groups that
-    are gone are no fault of the log: they are counted. Raises `NotOnLog` when the log was compacted meanwhile.
+    operation or a batch out of its order, a joint episode that begins or ends in parts, a snapshot that cannot be read
+    or is not the fold of the events before it, or a call of an open episode, the pool or the outstanding batch, or the
+    body or the result of an operation, that does not match its reference. Scored groups that are gone are no fault of
+    the log: they are counted. Raises `NotOnLog` when the log was compacted meanwhile.
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq

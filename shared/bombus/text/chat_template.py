@@ -15,9 +15,9 @@ from bombus.errors import EngineFault
 from bombus.text.sandbox import environment, steps
 
 SWITCHES_MAX = 8
-STEPS_MAX = 200_000  # of a rendering, which is some 50 ms. A template may look at all messages for each of them, and
-STEPS_OF_PAIR = 4  # read each text several times: so there are as many more for a pair of messages or tools, ...
-STEPS_OF_CHARACTER = 1 / 8  # ... and for a character.
+STEPS_MAX = 200_000  # of a rendering of nothing, which is some 50 ms
+STEPS_OF_PAIR = 4  # more for each pair of messages or tools, as a template may look at all messages for each of them
+STEPS_OF_CHARACTER = 1 / 8  # more for each character of the messages, as it may read a text several times
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SWITCHES = ("think", "reason", "enable")
 

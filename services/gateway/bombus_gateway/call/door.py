@@ -22,13 +22,12 @@ from bombus_gateway.call.calls import AnswerHead, Call, Calls, RecordedAnswer
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.http import ErrorEncoder, Responder, hang_up_on_disconnect, route
 from bombus_gateway.call.request import CallRequest, CompletionRequest
-from bombus_gateway.call.workers import Workers
+from bombus_gateway.call.workers import NUMBER_BYTES, Workers
 
 RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and of Anthropic
 OVERRIDDEN = b"x-bombus-overridden"  # in a response: what was asked for and is not done
 # No answer says nothing for longer: clients give up after 120 s without headers, or 240 s of silence.
 BEAT_S = 50.0
-_NUMBER_BYTES = 8  # as much work as for so many bytes of a text
 _COMMENT = b":\n\n"  # in a stream of events
 
 
@@ -204,7 +203,7 @@ async def _written(
     completion = request.completion
     numbers = usage.completion * (1 + completion.top_logprobs) if completion.logprobs else 0
     numbers += 0 if completion.chat else usage.completion + head.prompt_tokens
-    return await workers.run(request.claims.episode, _NUMBER_BYTES * numbers, write)
+    return await workers.run(request.claims.episode, NUMBER_BYTES * numbers, write)
 
 
 class _Answer:

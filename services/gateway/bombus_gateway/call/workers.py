@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 INLINE_BYTES_MAX = 32 << 10  # of a request whose work takes no longer than a few milliseconds
 THREADS = 2  # each of them may hold some hundred bytes for each character of a request
+NUMBER_BYTES = 8  # writing a number is as much work as so many bytes of a text
 CLIENTS = "clients"  # the turn of all requests that are no agent's, who always have the other thread
 
 T = TypeVar("T")

@@ -120,13 +120,18 @@ def read_sampling_session(dialect: TrainingDialect, body: bytes) -> SamplingSess
 
 def read_sample_session(body: bytes) -> str:
     """Return the session of sampling that a request is of, without decoding the rest. Raises as `read_sample` does."""
-    return checked_id(decode_body(_addresses, body).sampling_session_id, "sampling_session_id")
+    return _read_address(body)[0]
 
 
 def read_sample(body: bytes) -> SampleSubmission:
     """Raises `Refused` for a body that is not JSON, or does not say of which session and number it is."""
-    session, seq = read_sample_session(body), decode_body(_addresses, body).seq_id
+    session, seq = _read_address(body)
     return SampleSubmission(session=session, seq=seq, asked=attempted(lambda: _asked(body)))
+
+
+def _read_address(body: bytes) -> tuple[str, int]:
+    given = decode_body(_addresses, body)
+    return checked_id(given.sampling_session_id, "sampling_session_id"), given.seq_id
 
 
 def sample_accepted(submission: SampleSubmission) -> dict[str, object]:

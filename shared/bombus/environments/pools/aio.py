@@ -318,10 +318,10 @@ class AsyncEnvPool:
         given = task if isinstance(task, Task) else self._task
         by = rollout or (self._rollout if isinstance(task, Task) else task)
         if given is None or by is None:
-            what, where = ("rollout", "rollout") if by is None else ("task", "task")
+            what = "rollout" if by is None else "task"
             raise Refused(
                 Code.BAD_CONFIG,
-                f"run_group has no {what}: give it as run_group(task, rollout), or make the pool with {where}=...",
+                f"run_group has no {what}: give it as run_group(task, rollout), or make the pool with {what}=...",
             )
         return given, by
 

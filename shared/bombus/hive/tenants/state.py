@@ -14,7 +14,7 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.records import BodyRef
-from bombus.hive.shares import ADMIN
+from bombus.hive.shares import share_name
 from bombus.hive.tenants.stopwatch import Stopwatch
 
 COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
@@ -75,7 +75,7 @@ class TenantSession(msgspec.Struct, kw_only=True):
     @property
     def holder(self) -> str:
         """Return whose share it counts for."""
-        return ADMIN if self.admin else self.owner
+        return share_name(self.owner, self.admin)
 
 
 class TenantModel(msgspec.Struct, kw_only=True):

@@ -8,7 +8,7 @@ from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event, ModelEnd, SessionEnd
 from bombus.hive.inbox import CloseSession, Done, OpenSession, PublishWeights, RemoveWeights, RetainWeights
-from bombus.hive.shares import ADMIN
+from bombus.hive.shares import share_name
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.owners import owner_of
 from bombus.hive.tenants.state import TTL_S_MAX, KeptWeights, TenantSession, kept_id
@@ -43,7 +43,7 @@ def open_session(engine: EngineState, live: Live, message: OpenSession) -> Decis
     _check_form(message, idle_s)
     if live.refusing:
         raise no_room(live)
-    events = room_for_session(engine, live, ADMIN if message.admin else message.owner)
+    events = room_for_session(engine, live, share_name(message.owner, message.admin))
     if len(sessions) >= ENDED_KEPT * limits.sessions_max:
         events += _forgotten_early(engine, live)
     opened = ev.SessionOpened(

@@ -17,7 +17,7 @@ from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.replica_client import Generation, ReplicaBusy, ReplicaGone
 from bombus_gateway.call.request import PromptTooLong, check_sampled
 from bombus_gateway.call.upstream import LOADS_MAX, AdapterMissing, dropped_too_often
-from bombus_gateway.call.workers import CLIENTS
+from bombus_gateway.call.workers import CLIENTS, NUMBER_BYTES
 from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
 from bombus_gateway.tenants.sampling.samplers import Sampler
 from bombus_gateway.text.rendering import TextModel
@@ -29,7 +29,6 @@ from bombus_gateway.training.sampling import SampleRequest
 log = logging.getLogger(__name__)
 
 PAUSE_S, PAUSE_S_MAX = 0.05, 1.0  # between attempts
-_NUMBER_BYTES = 8  # as much work as for so many bytes of a text
 FAILURES_MAX = 6  # of replicas that were asked for one answer
 
 
@@ -76,7 +75,7 @@ class SampleDrawing:
 
     async def written(self, drawn: DrawnSamples, write: Callable[[], bytes]) -> bytes:
         """Return what `write` makes of samples: of many numbers in a thread, so that nobody else waits."""
-        return await self._calls.workers.run(CLIENTS, _NUMBER_BYTES * drawn.numbers, write)
+        return await self._calls.workers.run(CLIENTS, NUMBER_BYTES * drawn.numbers, write)
 
     def _context(self, model: TextModel) -> int:
         return min(self._calls.models.job(self.engine).rollout.max_model_len, model.context_tokens)
