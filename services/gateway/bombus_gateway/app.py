@@ -20,13 +20,14 @@ from bombus_gateway.generate.routes import GenerateDoor
 from bombus_gateway.limits import in_short
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
+from bombus_gateway.plain_routes import add_plain, below
 from bombus_gateway.refusals import ERROR_HEADERS
 from bombus_gateway.responses.docs import add_responses_paths
 from bombus_gateway.responses.routes import ResponsesDoor
-from bombus_gateway.scored.routes import scored_router
+from bombus_gateway.scored.routes import scored_routes
 from bombus_gateway.swarm.health import health_router
 from bombus_gateway.swarm.routes import joint_router, swarm_router
-from bombus_gateway.tenants.routes import training_router
+from bombus_gateway.tenants.routes import training_routes
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +104,9 @@ def create_app(gateway: Gateway) -> GatewayApp:
         app.hot[f"{prefix}/v1/messages"] = anthropic.messages
         app.hot[f"{prefix}/v1/messages/count_tokens"] = anthropic.count_tokens
         app.hot[f"{prefix}/v1/embeddings"] = openai.embeddings
-        for below in (prefix, f"{prefix}/v1"):  # vLLM has them at the root
-            app.hot[f"{below}/tokenize"] = openai.tokens.tokenize
-            app.hot[f"{below}/detokenize"] = openai.tokens.detokenize
+        for place in (prefix, f"{prefix}/v1"):  # vLLM has them at the root
+            app.hot[f"{place}/tokenize"] = openai.tokens.tokenize
+            app.hot[f"{place}/detokenize"] = openai.tokens.detokenize
         agents = EpisodeGuard(gateway.keys, engine, any_engine=not prefix)
         app.hot[f"{prefix}/generate"] = GenerateDoor(calls, agents, app.routed)
         responses = ResponsesDoor(gateway, calls, engine, any_engine=not prefix)
@@ -119,9 +120,8 @@ def create_app(gateway: Gateway) -> GatewayApp:
         app.prefixes.append(prefix)
         app.include_router(health_router(gateway, engine), prefix=prefix)
         app.include_router(swarm_router(gateway, engine), prefix=prefix)
-        app.include_router(training_router(gateway, calls, engine), prefix=prefix)
-        scored, direct = scored_router(gateway, engine, app.routed)
-        app.include_router(scored, prefix=prefix)
+        scored, direct = scored_routes(gateway, engine, app.routed)
+        add_plain(app, below(prefix, [*training_routes(gateway, calls, engine), *scored]))
         app.hot |= {f"{prefix}{path}": route for path, route in direct.items()}
     app.include_router(joint_router(gateway))
     return app

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -31,6 +31,7 @@ from bombus_gateway.atropos.requests import read_after, read_environment, read_e
 from bombus_gateway.atropos.scored_data import read_scored_data, read_scored_data_list
 from bombus_gateway.bodies import TRAJECTORIES
 from bombus_gateway.context import Gateway
+from bombus_gateway.plain_routes import Handler, PlainRoute, checked
 from bombus_gateway.refusals import ERROR_HEADERS
 from bombus_gateway.scored.direct import DirectRoute
 from bombus_gateway.scored.reading import RecordReader
@@ -46,11 +47,10 @@ BATCH, RESET_DATA = "/batch", "/reset_data"
 DIRECT = ("/scored_data", "/scored_data_list", "/status-env")
 ATTEMPTS_MAX = 4  # at a batch none of whose groups is lost
 
-ScoredHandler = Callable[[Request], Awaitable[Response]]
 RefusalWriter = Callable[[Refused], tuple[int, bytes]]
 
 
-def scored_router(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[APIRouter, dict[str, ASGIApp]]:
+def scored_routes(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[list[PlainRoute], dict[str, ASGIApp]]:
     """Return the routes of one engine, and those of them that are answered directly. `others` answers by the former.
 
     Those that begin or end a run take the admin key, where there is one.
@@ -58,8 +58,8 @@ def scored_router(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[APIRo
     routes = ScoredRoutes(gateway, GroupShelf(gateway, engine))
     direct: dict[str, ASGIApp] = {}
     keys, public_url = gateway.settings.keys, gateway.settings.public_url
-    router = APIRouter(include_in_schema=False)
-    table: tuple[tuple[str, str, ScoredHandler], ...] = (
+    found: list[PlainRoute] = []
+    table: tuple[tuple[str, str, Handler], ...] = (
         ("POST", "/register", routes.register),
         ("GET", RESET_DATA, routes.reset_data),
         ("GET", "/", routes.welcome),
@@ -79,13 +79,13 @@ def scored_router(gateway: Gateway, engine: str, others: ASGIApp) -> tuple[APIRo
         guard = Guard(access, keys, public_url, changing_get=path in (BATCH, RESET_DATA))
         write = write_batch_refusal if path == BATCH else write_refusal
         answer = _refusing(gateway, handler, write)
-        router.add_api_route(path, answer, methods=[method], dependencies=[Depends(guard)])
+        found += checked([PlainRoute(method, path, answer)], guard)
         if path in DIRECT:
             direct[path] = DirectRoute(method, guard, answer, others)
-    return router, direct
+    return found, direct
 
 
-def _refusing(gateway: Gateway, handler: ScoredHandler, write: RefusalWriter) -> ScoredHandler:
+def _refusing(gateway: Gateway, handler: Handler, write: RefusalWriter) -> Handler:
     """Return a handler that answers refusals as Atropos's server does."""
 
     async def answer(request: Request) -> Response:

@@ -5,7 +5,7 @@ take whole groups in one request. Reads are answered from the folded state; comm
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from bombus.hive.events import HIVE
 from bombus.hive.inbox import EpisodeResult
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
+from bombus_gateway.plain_routes import Handler
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.answers import ANSWERS, REFUSALS
 from bombus_gateway.swarm.bodies import result_of
@@ -30,7 +31,6 @@ from bombus_gateway.swarm.replay import replay_call
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Request], Awaitable[Response]]
 Route = tuple[Access, str, str, Handler, type[BaseModel] | None]
 
 

@@ -5,13 +5,13 @@ said by the future, as a failure: its number is used up, and its client goes on 
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Request, Response
 
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, Code, Refused
@@ -25,6 +25,7 @@ from bombus_gateway.bodies import TRAINING
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.plain_routes import PlainRoute, below, checked
 from bombus_gateway.tenants.bases import Bases, base_names
 from bombus_gateway.tenants.bodies import answered, in_json, names_in
 from bombus_gateway.tenants.desk import HOLD_S, OperationDesk, Waits
@@ -64,7 +65,6 @@ CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": True}
 LAST_S = 600.0  # for what waits for a model to be executed, and for the model to be made or saved
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
 
-RouteHandler = Callable[[Request], Awaitable[Response]]
 _T = TypeVar("_T")
 
 
@@ -76,65 +76,57 @@ class _Asked(msgspec.Struct):
 _asked = msgspec.json.Decoder(_Asked)
 
 
-def training_router(gateway: Gateway, calls: Calls, engine: str) -> APIRouter:
-    """Return the routes of training clients of one engine, to be mounted under its prefix."""
+def training_routes(gateway: Gateway, calls: Calls, engine: str) -> list[PlainRoute]:
+    """Return the routes of training clients of one engine, to be put below its prefix."""
     bases = Bases(gateway.settings.bases)
     desk = OperationDesk(gateway, engine)
     sessions = Sessions(gateway, desk, bases)
     sampling = SamplingRoutes(calls, engine, bases, sessions)
     routes = TrainingRoutes(gateway, desk, sessions, sampling.futures, bases)
-    guard = Depends(Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url))
-    router = APIRouter(prefix="/api/v1", dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
-    table: tuple[tuple[str, str, RouteHandler], ...] = (
-        ("POST", "/client/config", routes.client_config),
-        ("POST", "/client/dynamic_config", routes.dynamic_config),
-        ("POST", "/telemetry", routes.telemetry),
-        ("GET", "/healthz", routes.healthz),
-        ("GET", "/get_server_capabilities", routes.capabilities),
-        ("POST", "/create_session", routes.create_session),
-        ("POST", "/session_heartbeat", routes.session_heartbeat),
-        ("POST", "/sessions/{session}/finish", routes.finish_session),
-        ("GET", "/sessions", routes.list_sessions),
-        ("GET", "/sessions/{session}", routes.show_session),
-        ("POST", "/create_model", routes.create_model),
-        ("POST", "/forward_backward", routes.forward_backward),
-        ("POST", "/forward", routes.forward),
-        ("POST", "/optim_step", routes.optim_step),
-        ("POST", "/abort_gradient_epoch", routes.abort_epoch),
-        ("POST", "/save_weights", routes.save_weights),
-        ("POST", "/save_weights_for_sampler", routes.save_for_sampler),
-        ("POST", "/save_weights_external", routes.save_external),
-        ("POST", "/load_weights", routes.load_weights),
-        ("POST", "/unload_model", routes.unload_model),
-        ("POST", "/kill_session", routes.kill_session),
-        ("GET", "/session_info", routes.session_info),
-        ("POST", "/retrieve_future", routes.retrieve_future),
-        ("POST", "/get_info", routes.get_info),
-        ("POST", "/weights_info", routes.weights_info),
-        ("GET", "/training_runs", routes.training_runs),
-        ("GET", "/training_runs/{model}", routes.training_run),
-        ("GET", "/training_runs/{model}/checkpoints", routes.run_checkpoints),
-        ("DELETE", "/training_runs/{model}/checkpoints/{kind}/{name}", routes.delete_named),
-        ("GET", "/checkpoints", routes.all_checkpoints),
-        ("POST", "/list_checkpoints", routes.list_checkpoints),
-        ("POST", "/delete_checkpoint", routes.delete_checkpoint),
-    )
-    for method, path, handler in table:
-        router.add_api_route(path, handler, methods=[method])
-    sampling.add_to(router)
-    routes.rest.add_to(router)
-    root = APIRouter(dependencies=[guard, Depends(routes.ready)], include_in_schema=False)
-    root.add_api_route("/generate", sampling.generate, methods=["POST"])
-    root.include_router(router)
-    routes.endpoints.add_to(root)
-    control = Depends(Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url))
-    controlling = APIRouter(dependencies=[control, Depends(routes.ready)], include_in_schema=False)
-    routes.endpoints.add_control_to(controlling)
-    everyone = APIRouter(include_in_schema=False)
-    routes.rest.add_links_to(everyone)
-    everyone.include_router(root)
-    everyone.include_router(controlling)
-    return everyone
+    keys, public_url = gateway.settings.keys, gateway.settings.public_url
+    table = [
+        PlainRoute("POST", "/client/config", routes.client_config),
+        PlainRoute("POST", "/client/dynamic_config", routes.dynamic_config),
+        PlainRoute("POST", "/telemetry", routes.telemetry),
+        PlainRoute("GET", "/healthz", routes.healthz),
+        PlainRoute("GET", "/get_server_capabilities", routes.capabilities),
+        PlainRoute("POST", "/create_session", routes.create_session),
+        PlainRoute("POST", "/session_heartbeat", routes.session_heartbeat),
+        PlainRoute("POST", "/sessions/{session}/finish", routes.finish_session),
+        PlainRoute("GET", "/sessions", routes.list_sessions),
+        PlainRoute("GET", "/sessions/{session}", routes.show_session),
+        PlainRoute("POST", "/create_model", routes.create_model),
+        PlainRoute("POST", "/forward_backward", routes.forward_backward),
+        PlainRoute("POST", "/forward", routes.forward),
+        PlainRoute("POST", "/optim_step", routes.optim_step),
+        PlainRoute("POST", "/abort_gradient_epoch", routes.abort_epoch),
+        PlainRoute("POST", "/save_weights", routes.save_weights),
+        PlainRoute("POST", "/save_weights_for_sampler", routes.save_for_sampler),
+        PlainRoute("POST", "/save_weights_external", routes.save_external),
+        PlainRoute("POST", "/load_weights", routes.load_weights),
+        PlainRoute("POST", "/unload_model", routes.unload_model),
+        PlainRoute("POST", "/kill_session", routes.kill_session),
+        PlainRoute("GET", "/session_info", routes.session_info),
+        PlainRoute("POST", "/retrieve_future", routes.retrieve_future),
+        PlainRoute("POST", "/get_info", routes.get_info),
+        PlainRoute("POST", "/weights_info", routes.weights_info),
+        PlainRoute("GET", "/training_runs", routes.training_runs),
+        PlainRoute("GET", "/training_runs/{model}", routes.training_run),
+        PlainRoute("GET", "/training_runs/{model}/checkpoints", routes.run_checkpoints),
+        PlainRoute("DELETE", "/training_runs/{model}/checkpoints/{kind}/{name}", routes.delete_named),
+        PlainRoute("GET", "/checkpoints", routes.all_checkpoints),
+        PlainRoute("POST", "/list_checkpoints", routes.list_checkpoints),
+        PlainRoute("POST", "/delete_checkpoint", routes.delete_checkpoint),
+        *sampling.routes(),
+        *routes.rest.routes(),
+    ]
+    at_the_root = [PlainRoute("POST", "/generate", sampling.generate), *routes.endpoints.routes()]
+    return [
+        *checked(at_the_root, Guard(Access.CLIENT, keys, public_url), routes.ready),
+        *checked(below("/api/v1", table), Guard(Access.CLIENT, keys, public_url), routes.ready),
+        *checked(routes.endpoints.controlling(), Guard(Access.CONTROL, keys, public_url), routes.ready),
+        *checked(routes.rest.links(), routes.ready),
+    ]
 
 
 class TrainingRoutes:
@@ -151,7 +143,7 @@ class TrainingRoutes:
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self.rest = RestRoutes(gateway, self._desk)
 
-    async def ready(self) -> None:
+    async def ready(self, _: Request) -> None:
         """Raise `BusUnavailable` until this gateway has folded the log (R18)."""
         if not self._gateway.ready:
             raise BusUnavailable("this gateway is still reading the log")

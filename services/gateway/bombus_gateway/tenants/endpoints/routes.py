@@ -7,7 +7,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from bombus.errors import Refused
 from bombus.hive import inbox
@@ -17,6 +17,7 @@ from bombus.hive.tenants.owners import seen_by
 from bombus.hive.tenants.state import endpoint_id
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
+from bombus_gateway.plain_routes import PlainRoute
 from bombus_gateway.tenants.bodies import in_json
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.endpoints.servers import Target, check_allowed, looked_at
@@ -44,18 +45,19 @@ class EndpointRoutes:
         self._sync = WeightSync(gateway, desk)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
 
-    def add_to(self, root: APIRouter) -> None:
-        """Add the routes at the root, and what is below `/api/v1` too."""
-        root.add_api_route("/add_inference_endpoint", self.add, methods=["POST"])
-        root.add_api_route("/remove_inference_endpoint", self.remove, methods=["POST"])
-        root.add_api_route("/list_inference_endpoints", self.list, methods=["GET"])
-        for prefix in ("", "/api/v1"):
-            root.add_api_route(f"{prefix}/sync_inference_weights", self.sync, methods=["POST"])
+    def routes(self) -> list[PlainRoute]:
+        """Return the routes at the root, and what is below `/api/v1` too."""
+        return [
+            PlainRoute("POST", "/add_inference_endpoint", self.add),
+            PlainRoute("POST", "/remove_inference_endpoint", self.remove),
+            PlainRoute("GET", "/list_inference_endpoints", self.list),
+            PlainRoute("POST", "/sync_inference_weights", self.sync),
+            PlainRoute("POST", "/api/v1/sync_inference_weights", self.sync),
+        ]
 
-    def add_control_to(self, root: APIRouter) -> None:
-        """Add the routes that stop the work of all clients."""
-        root.add_api_route("/sleep", self.sleep, methods=["POST"])
-        root.add_api_route("/wake_up", self.wake_up, methods=["POST"])
+    def controlling(self) -> list[PlainRoute]:
+        """Return the routes that stop the work of all clients."""
+        return [PlainRoute("POST", "/sleep", self.sleep), PlainRoute("POST", "/wake_up", self.wake_up)]
 
     def _holder(self, request: Request) -> str:
         return self._guard.holder(request.scope["headers"]).name

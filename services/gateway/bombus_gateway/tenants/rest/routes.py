@@ -3,16 +3,15 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Request, Response
 from starlette.responses import FileResponse, RedirectResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from bombus.errors import BusUnavailable, Code, Refused
+from bombus.errors import Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.owners import seen_by
@@ -20,6 +19,7 @@ from bombus.hive.tenants.state import KeptWeights
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.plain_routes import PlainRoute
 from bombus_gateway.tenants.bodies import in_json
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.listings import found_checkpoint, iso_time, own_checkpoint, path_of
@@ -48,33 +48,26 @@ class RestRoutes:
         self._downloads = Downloads(gateway.keys, desk.engine)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
 
-    def add_to(self, router: APIRouter) -> None:
-        """Add the routes below `/api/v1` that need a client's key."""
-        table: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]]], ...] = (
-            ("PUT", f"{CHECKPOINT}/ttl", self.set_ttl),
-            ("POST", f"{CHECKPOINT}/publish", self.publish),
-            ("DELETE", f"{CHECKPOINT}/publish", self.unpublish),
-            ("GET", f"{CHECKPOINT}/external_weights_urls", self.urls),
-            ("GET", f"{CHECKPOINT}/archive", self.archive),
-            ("POST", "/sessions/search", self.search_sessions),
-            ("PUT", "/sessions/{session}/project", self.projects),
-            ("GET", "/sessions/{session}/trace_export", self.trace_export),
-            ("POST", "/copy_weights", self.copy_weights),
-            ("GET", "/audit", self.accounts),
-            ("GET", "/billing/usage/events", self.accounts),
-            ("GET", "/billing/usage/checkpoints/current", self.accounts),
-        )
-        for method, path, handler in table:
-            router.add_api_route(path, handler, methods=[method])
+    def routes(self) -> list[PlainRoute]:
+        """Return the routes below `/api/v1` that need a client's key."""
+        return [
+            PlainRoute("PUT", f"{CHECKPOINT}/ttl", self.set_ttl),
+            PlainRoute("POST", f"{CHECKPOINT}/publish", self.publish),
+            PlainRoute("DELETE", f"{CHECKPOINT}/publish", self.unpublish),
+            PlainRoute("GET", f"{CHECKPOINT}/external_weights_urls", self.urls),
+            PlainRoute("GET", f"{CHECKPOINT}/archive", self.archive),
+            PlainRoute("POST", "/sessions/search", self.search_sessions),
+            PlainRoute("PUT", "/sessions/{session}/project", self.projects),
+            PlainRoute("GET", "/sessions/{session}/trace_export", self.trace_export),
+            PlainRoute("POST", "/copy_weights", self.copy_weights),
+            PlainRoute("GET", "/audit", self.accounts),
+            PlainRoute("GET", "/billing/usage/events", self.accounts),
+            PlainRoute("GET", "/billing/usage/checkpoints/current", self.accounts),
+        ]
 
-    def add_links_to(self, router: APIRouter) -> None:
-        """Add the route that links lead to, which needs no key."""
-        ready = Depends(self._ready)
-        router.add_api_route("/api/v1/downloads/{link}/{file}", self.download, methods=["GET"], dependencies=[ready])
-
-    async def _ready(self) -> None:
-        if not self._gateway.ready:
-            raise BusUnavailable("this gateway is still reading the log")
+    def links(self) -> list[PlainRoute]:
+        """Return the route that links lead to, which needs no key."""
+        return [PlainRoute("GET", "/api/v1/downloads/{link}/{file}", self.download)]
 
     @property
     def _state(self) -> EngineState:

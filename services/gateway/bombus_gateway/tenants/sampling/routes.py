@@ -5,7 +5,7 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from bombus.errors import Code, Refused
 from bombus.hive.records import digest, unpack_tokens
@@ -16,6 +16,7 @@ from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.workers import CLIENTS
+from bombus_gateway.plain_routes import PlainRoute
 from bombus_gateway.refusals import RETRY_AFTER
 from bombus_gateway.tenants.bases import Bases
 from bombus_gateway.tenants.bodies import in_json, names_in
@@ -49,11 +50,13 @@ class SamplingRoutes:
         self._drawing = SampleDrawing(calls, engine)
         self.futures = SampleFutures(self._drawing, calls.capacity)
 
-    def add_to(self, router: APIRouter) -> None:
-        """Add the routes below `/api/v1`."""
-        router.add_api_route("/create_sampling_session", self.create_sampling_session, methods=["POST"])
-        router.add_api_route("/samplers/{sampler}", self.sampler, methods=["GET"])
-        router.add_api_route("/asample", self.asample, methods=["POST"])
+    def routes(self) -> list[PlainRoute]:
+        """Return the routes below `/api/v1`."""
+        return [
+            PlainRoute("POST", "/create_sampling_session", self.create_sampling_session),
+            PlainRoute("GET", "/samplers/{sampler}", self.sampler),
+            PlainRoute("POST", "/asample", self.asample),
+        ]
 
     async def create_sampling_session(self, request: Request) -> Response:
         body = await self._calls.bodies.small(request)

@@ -1,0 +1,44 @@
+"""Routes that are not in the OpenAPI document: handlers that read their requests themselves.
+
+As FastAPI's own, each would be analysed whenever a gateway starts, for parameters and models that it does not have.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+Handler = Callable[[Request], Awaitable[Response]]
+Check = Callable[[Request], Awaitable[None]]  # raises what the application answers in place of the handler
+
+
+class PlainRoute(NamedTuple):
+    method: str
+    path: str
+    handler: Handler
+
+
+def checked(routes: Iterable[PlainRoute], *checks: Check) -> list[PlainRoute]:
+    """Return these routes with checks of each request, in their order, before its handler."""
+
+    async def answer(handler: Handler, request: Request) -> Response:
+        for check in checks:
+            await check(request)
+        return await handler(request)
+
+    return [PlainRoute(method, path, partial(answer, handler)) for method, path, handler in routes]
+
+
+def below(prefix: str, routes: Iterable[PlainRoute]) -> list[PlainRoute]:
+    return [PlainRoute(method, f"{prefix}{path}", handler) for method, path, handler in routes]
+
+
+def add_plain(app: FastAPI, routes: Iterable[PlainRoute]) -> None:
+    for method, path, handler in routes:
+        route = Route(path, handler, methods=[method])
+        route.methods = {method}  # without HEAD, as all other routes
+        app.router.routes.append(route)
