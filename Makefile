@@ -73,7 +73,7 @@ test: $(DEV_STAMP)  ## the tests that need no environment of their own, in 13 mi
 	$(PYTEST) tests/$(ROOM)
 
 test-long: $(DEV_STAMP)  ## the same and those that take longer: more seeds, more kills, more real processes (ROOM=sim)
-	BOMBUS_TEST_LONG=1 $(PYTEST) tests/$(ROOM)
+	BOMBUS_TEST_LONG=1 $(PYTEST) --timeout 3600 tests/$(ROOM)
 
 # vLLM and verl live in environments of their own, which `bombus install` makes: some gigabytes, and no part of `test`.
 test-vllm: $(DEV_STAMP)  ## those that need vLLM, in an environment that it makes

@@ -85,11 +85,13 @@ class Load:
             await self.poll()
 
 
-async def strike(server: RunApi, kind: str) -> None:
-    """Kill a process of this kind, once there is one."""
+async def strike(server: RunApi, kind: str) -> bool:
+    """Kill a process of this kind, once there is one. Returns whether it has not just ended by itself."""
     await until(lambda: server.services(kind))
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself, for want of another that was killed
+    with contextlib.suppress(psutil.NoSuchProcess):  # for want of another that was killed
         server.services(kind)[0].kill()
+        return True
+    return False
 
 
 async def test_r16_every_acknowledged_group_is_served_whatever_is_killed_under_load(tmp_path: Path) -> None:
@@ -97,13 +99,14 @@ async def test_r16_every_acknowledged_group_is_served_whatever_is_killed_under_l
         load = Load(server.url)
         await load.ask("POST", "/register", TRAINER | {"batch_size": BATCH})
         assert not await load.poll()
+        killed = 0
         async with asyncio.TaskGroup() as tasks:
             for _ in range(ENVIRONMENTS):
                 tasks.create_task(load.environment())
             tasks.create_task(load.trainer())
             for kind in KINDS * ROUNDS:
                 await load.go_on(PUSHES)
-                await strike(server, kind)
+                killed += await strike(server, kind)
             await load.go_on(PUSHES)
             load.is_pushing = False
         while (await load.ask("GET", "/status"))["queue_size"] % (BATCH // 2):
@@ -118,4 +121,4 @@ async def test_r16_every_acknowledged_group_is_served_whatever_is_killed_under_l
     assert step == len(set(load.batches)), "each batch is one step, however often it was handed out"
     in_batches = Counter(itertools.chain.from_iterable(set(load.batches)))
     assert max(in_batches.values()) == 1, "no group is in two batches"
-    assert load.failed, "nothing has failed, so nothing was killed in time"
+    assert killed > len(KINDS) / 2, "nothing was killed in time"

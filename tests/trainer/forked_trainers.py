@@ -17,6 +17,7 @@ import msgspec
 
 from bombus.faults import Point, arm
 
+RUNS = -1  # the answer in place of the status of a trainer that has not ended
 THREADS = "1"  # of torch in a trainer, so that all its processes compute the same sums
 
 
@@ -50,13 +51,14 @@ class Forge:
 
     async def start(self, url: str, hive: str, options: str, **environment: str) -> int:
         """Start a trainer and return its process id. `options` are `TrainerOptions` as JSON."""
-        pid = await self._ask({"url": url, "hive": hive, "options": options, "environment": environment})
+        pid = self._ask({"url": url, "hive": hive, "options": options, "environment": environment})
         self._living.add(pid)
         return pid
 
     async def wait(self, pid: int) -> Ended:
         """Wait until the trainer has died or was stopped."""
-        status = await self._ask({"wait": pid})
+        while (status := self._ask({"wait": pid})) == RUNS:
+            await asyncio.sleep(0.01)
         stopped = os.WIFSTOPPED(status)
         if not stopped:
             self._living.discard(pid)
@@ -80,13 +82,11 @@ class Forge:
         self.kill_all()
         self._process.communicate()
 
-    async def _ask(self, command: dict[str, Any]) -> int:
-        return await asyncio.to_thread(self._exchange, {**command, "folder": str(self._folder)})
-
-    def _exchange(self, command: dict[str, Any]) -> int:
+    def _ask(self, command: dict[str, Any]) -> int:
+        """Return what is answered at once: no thread waits for it, since a loop cannot end before its threads."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.write(json.dumps({**command, "folder": str(self._folder)}).encode() + b"\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
 
@@ -103,7 +103,8 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if "wait" in command:
-            _answer(os.waitpid(command["wait"], os.WUNTRACED)[1])
+            changed, status = os.waitpid(command["wait"], os.WUNTRACED | os.WNOHANG)
+            _answer(status if changed else RUNS)
             continue
         pid = os.fork()
         if pid == 0:

@@ -158,7 +158,8 @@ async def test_r11_a_superseded_trainer_takes_over_again_when_its_successor_is_g
 async def test_a_superseded_trainer_stands_aside_for_as_long_as_its_successor_answers(
     nats_url: str, hive: str, tmp_path: Path, forge: Forge
 ) -> None:
-    async with running(nats_url, hive, tmp_path / "aside", forge) as life:
+    # A successor that computes answers late on a busy machine.
+    async with running(nats_url, hive, tmp_path / "aside", forge, presence_s=3.0) as life:
         first = await life.trainer()
         await life.version(1)
         await life.trainer()
@@ -168,7 +169,7 @@ async def test_a_superseded_trainer_stands_aside_for_as_long_as_its_successor_an
         async def note(_: object) -> None:
             asked.set()
 
-        for _ in range(3):
+        for _ in range(2):
             asked.clear()
             subject = life.stage.bus.subjects.trainer("main", 2)
             watching = await life.stage.bus.client.subscribe(subject, cb=note)

@@ -40,7 +40,7 @@ class Stage:
         self.bus = bus
         self.folder = folder
         self.options = TrainerOptions(
-            engine=ENGINE, folder=folder / "trainer", retry_s=0.01, retry_s_max=0.02, presence_s=0.2
+            engine=ENGINE, folder=folder / "trainer", retry_s=0.01, retry_s_max=0.02, presence_s=1.0
         )
         self.events: list[AnyEvent] = []
         self.follower = Follower(bus, lambda _, event: self.events.append(event))
