@@ -18,9 +18,11 @@ from pathlib import Path
 
 from bench.processes import cpu_s, gateway_process
 from bombus import AsyncSwarmClient, Job
+from bombus.bus import Bus
 from bombus.demo.hive import free_port
-from bombus.hive.generation import Generate, encode_request
+from bombus.hive.generation import Generate, encode_request, replica_key
 from bombus.hive.records import SamplingParams, pack_tokens
+from bombus.hive.subjects import SIGNING_SECRET
 
 TOKENS = 64
 PROMPT = list(range(4, 44))  # about as long as the rendered chat
@@ -54,7 +56,8 @@ def http(path: str, body: bytes, *headers: str) -> bytes:
 
 
 class Bench:
-    def __init__(self, gateway_port: int, replica_port: int, pid: int, calls: int) -> None:
+    def __init__(self, gateway_port: int, replica_port: int, replica_key: str, pid: int, calls: int) -> None:
+        self.replica_key = replica_key
         self.gateway_port = gateway_port
         self.replica_port = replica_port
         self.pid = pid
@@ -71,7 +74,7 @@ class Bench:
         # The chat ends at its stop tokens, so the direct call has to as well.
         sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, stop_token_ids=STOPS)
         generate = Generate(id="b", engine="main", run=1, prompt=pack_tokens(PROMPT), sampling=sampling, stream=stream)
-        direct = http("/generate", encode_request(generate))
+        direct = http("/generate", encode_request(generate), f"authorization: Bearer {self.replica_key}")
         through = [
             http("/v1/chat/completions", json.dumps(chat).encode(), f"authorization: Bearer {key}",
                  "content-type: application/json")
@@ -117,7 +120,9 @@ async def run(calls: int) -> None:
                 found = re.search(r"listening at http://[\d.]+:(\d+)  engine", log.read())
                 assert found
                 keys = [claimed.api_key for claimed in await client.begin_episodes(256)]
-                bench = Bench(port, int(found[1]), gateway_process(up.pid), calls)
+                async with await Bus.connect((Path(folder) / "hive/nats-url").read_text().strip(), "main") as bus:
+                    key = replica_key(await bus.secret(SIGNING_SECRET))
+                bench = Bench(port, int(found[1]), key, gateway_process(up.pid), calls)
                 for stream in (False, True):
                     for concurrency in (1, 32, 256):
                         await bench.at(concurrency, keys, stream)

@@ -2,6 +2,7 @@ import asyncio
 import socket
 from pathlib import Path
 
+import nats
 import pytest
 
 from bombus.bus import TRACEPARENT, BlobMissing, Blobs, Bus, EmbeddedServer, Reader
@@ -170,12 +171,20 @@ async def test_two_hives_on_one_server_are_separate(nats_url: str, hive: str) ->
         assert await other.inbox.send(inbox.Tick(id="t")) == 1
 
 
-async def test_a_secret_is_the_same_for_concurrent_callers(nats_url: str, hive: str, bus: Bus) -> None:
+async def test_a_secret_is_the_same_for_concurrent_callers_and_made_anew_after_it_was_deleted(
+    nats_url: str, hive: str, bus: Bus
+) -> None:
     others = [await Bus.connect(nats_url, hive) for _ in range(4)]
     found = await asyncio.gather(*(one.secret("keys") for one in [bus, *others]))
     assert len(set(found)) == 1
     assert len(found[0]) == 32
     assert await bus.secret("other") != found[0]
+    async with await nats.connect(nats_url) as operator:
+        bucket = await operator.jetstream().key_value(bus.subjects.secrets_bucket)
+        await bucket.delete("keys")
+    anew = await asyncio.gather(*(one.secret("keys") for one in [bus, *others]))
+    assert len(set(anew)) == 1
+    assert anew[0] not in (b"", found[0])
     await asyncio.gather(*(one.close() for one in others))
 
 

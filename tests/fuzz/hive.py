@@ -22,7 +22,9 @@ from bombus.demo.hive import running
 from bombus.errors import BombusError, Refused
 from bombus.hive import inbox
 from bombus.hive.events import RunKind
+from bombus.hive.generation import replica_key
 from bombus.hive.state import EngineState, Phase
+from bombus.hive.subjects import SIGNING_SECRET
 from bombus.logs import INDENT
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import SwarmError
@@ -58,8 +60,9 @@ class Held:
 class FuzzedHive:
     """A running hive. `log` has what its processes say."""
 
-    def __init__(self, url: str, folder: Path, bus: Bus, follower: Follower) -> None:
+    def __init__(self, url: str, folder: Path, bus: Bus, follower: Follower, secret: bytes) -> None:
         self.url = url
+        self.replica_key = replica_key(secret).encode()
         self.bus = bus
         self.follower = follower
         self.log = folder / "hive.log"
@@ -217,7 +220,7 @@ async def fuzzed_hive(folder: Path) -> AsyncIterator[FuzzedHive]:
             follower = Follower(bus)
             following = asyncio.create_task(follower.run())
             await follower.caught_up()
-            hive = FuzzedHive(url, folder, bus, follower)
+            hive = FuzzedHive(url, folder, bus, follower, await bus.secret(SIGNING_SECRET))
             try:
                 await hive.roll()
                 hive.look()

@@ -90,7 +90,7 @@ def slow_sender(seed: int, number: int) -> SlowSender:
     """Return a client that sends a byte a second, every third one of a body, the others of a head."""
     pick = random.Random(f"slow/{seed}/{number}")
     in_body = number % 3 == 2
-    start = b"POST /generate HTTP/1.1\r\nhost: @host@\r\n" + (
+    start = b"POST /generate HTTP/1.1\r\nhost: @host@\r\nauthorization: Bearer @replica_key@\r\n" + (
         b"content-length: 1000\r\n\r\n" if in_body else b"x-slow: "
     )
     limit_s = SLOW_S + (DEFAULTS.body_s if in_body else DEFAULTS.head_s)
@@ -208,7 +208,8 @@ def _replica_request(pick: random.Random, changes: bool) -> tuple[Route, Request
         write = to_msgpack if route[1] == "/generate" else to_json
         body = write(mutated(tree, pick, [tree]) if changes else tree)
         body = damaged(body, pick) if changes and pick.random() < 0.2 else body
-    return route, Request(*route, (("host", b"@replica@"), ("connection", b"close")), body)
+    key = [("authorization", b"Bearer @replica_key@")] if pick.random() < 0.95 else []
+    return route, Request(*route, (("host", b"@replica@"), ("connection", b"close"), *key), body)
 
 
 def _together(pick: random.Random) -> tuple[Request, ...]:

@@ -178,7 +178,9 @@ class _Runner:
                 return
             address = self._address(client.door)
             chunks = [
-                each.replace(b"@host@", written(address).encode()) if isinstance(each, bytes) else each
+                each.replace(b"@host@", written(address).encode()).replace(b"@replica_key@", self._hive.replica_key)
+                if isinstance(each, bytes)
+                else each
                 for each in client.chunks
             ]
             received = await exchange(address, chunks, client.limit_s, reads=None)
@@ -231,7 +233,7 @@ class _Runner:
             b"@episode@": held.episode, b"@other@": held.other, b"@key@": held.key, b"@other_key@": held.other_key,
             b"@eval_key@": held.eval_key, b"@ended_key@": held.ended_key, b"@job@": "",
             b"@host@": written(self._hive.gateway),
-            b"@replica@": written(self._hive.replica),
+            b"@replica@": written(self._hive.replica), b"@replica_key@": self._hive.replica_key.decode(),
         }  # fmt: skip
 
         def fill(text: bytes) -> bytes:

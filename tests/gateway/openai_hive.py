@@ -123,7 +123,8 @@ class Died(Exception):
 class ScriptedReplica:
     """A server of `POST /generate` (generation.py). Each request takes the next of `scripts`, or `otherwise`.
 
-    It has the `adapters` that it was sent, by their addresses: where they were.
+    It has the `adapters` that it was sent, by their addresses: where they were. It lets in who has its `key`, as a
+    replica does.
     """
 
     def __init__(self) -> None:
@@ -133,6 +134,7 @@ class ScriptedReplica:
         self.adapters: dict[str, str] = {}
         self.aborted = asyncio.Event()
         self.connections = 0
+        self.key = Keys(SECRET).for_replicas
         self.url = ""
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
@@ -154,11 +156,13 @@ class ScriptedReplica:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next(
-                    int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line
-                )
+                lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if b"content-length" in line]
+                length = int(lengths[0]) if lengths else 0
                 body = await reader.readexactly(length)
-                if head.startswith(b"POST /adapters "):
+                if f"\r\nauthorization: Bearer {self.key}\r\n".encode() not in head:
+                    refusal = msgspec.json.encode({"code": "bad_key", "why": "This replica answers its gateways."})
+                    await respond(writer, b"401 Unauthorized", refusal)
+                elif head.startswith(b"POST /adapters "):
                     await self._load_adapter(msgspec.json.decode(body), writer)
                 else:
                     await self._answer(decode_request(body), reader, writer)
@@ -174,9 +178,7 @@ class ScriptedReplica:
         else:
             self.adapters[place["address"]] = place["folder"]
             status, answer = b"200 OK", {"address": place["address"]}
-        body = msgspec.json.encode(answer)
-        writer.write(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
-        await writer.drain()
+        await respond(writer, status, msgspec.json.encode(answer))
 
     async def _answer(self, request: Generate, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.requests.append(request)
@@ -206,6 +208,11 @@ class ScriptedReplica:
         if not writer.is_closing():
             writer.write(b"0\r\n\r\n")
             await writer.drain()
+
+
+async def respond(writer: asyncio.StreamWriter, status: bytes, body: bytes) -> None:
+    writer.write(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
+    await writer.drain()
 
 
 class GatewayHive:

@@ -135,6 +135,19 @@ async def test_a_call_whose_replicas_all_fail_is_a_503_that_says_why(served: Gat
     assert failed.value.response.headers["retry-after"] == "1"
 
 
+async def test_a_replica_of_another_key_is_left_for_one_that_knows_its_gateways(served: GatewayHive) -> None:
+    _, key = await served.claim()
+    client = served.client(key)
+    served.replica.key = "of another hive"
+    with pytest.raises(openai.InternalServerError, match="the replica refuses this gateway's key") as failed:
+        await client.chat.completions.create(model=MODEL, messages=USER)
+    assert (failed.value.status_code, failed.value.code) == (503, "no_replica")
+    other = await served.another_replica("replica-2")
+    for _ in range(2):
+        await client.chat.completions.create(model=MODEL, messages=USER)
+    assert (len(other.requests), served.replica.requests) == (2, [])
+
+
 async def answers_nan(request: Generate, send: Send) -> None:
     frame = frame_of(tokens_of("the quick", end=False))
     await send(frame)

@@ -21,10 +21,11 @@ from bombus.hive import inbox
 from bombus.hive.events import Weights
 from bombus.hive.records import CallRecord, decode_record, unpack_logprobs
 from bombus.hive.state import Phase
+from bombus.hive.subjects import SIGNING_SECRET
 from bombus.weights.models import load_tokenizer_files, resolve_model
 from bombus_coordinator.shell import Coordinator
 from bombus_gateway import service
-from bombus_gateway.keys import SECRET_NAME, Keys
+from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
 from bombus_inference import service as inference
 from bombus_inference.settings import ComputeSettings, InferenceSettings
@@ -133,7 +134,7 @@ async def played(settings: GatewaySettings, model: Path, turns: int, edited: boo
             assert isinstance(granted, inbox.Granted)
             (episode,) = granted.episodes
             await bus.inbox.send(inbox.Touch(id=new_id(), engine=ENGINE, confirmed=(claim.claim,)))
-            key = Keys(await bus.secret(SECRET_NAME)).sign(ENGINE, run, episode, 2**62)
+            key = Keys(await bus.secret(SIGNING_SECRET)).sign(ENGINE, run, episode, 2**62)
             messages: Any = [{"role": "user", "content": "1=2 and so on"}]
             async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
 

@@ -165,7 +165,7 @@ async def test_a_call_at_a_hung_replica_is_aborted_once_the_replica_has_left_the
         writer.close()
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    follower, client = Follower(bus), ReplicaClient()
+    follower, client = Follower(bus), ReplicaClient("key")
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     state = follower.hive.engines["main"] = EngineState(name="main", run=1, version=0)
     state.replicas["r"] = Replica(url=url, capacity=1, joined_ns=0, run=1, version=0)

@@ -22,6 +22,7 @@ from tests.harnesses.evidence import evidence_of
 from tests.harnesses.install import NODE, ROOT, bin_of, is_installed
 from tests.harnesses.process import variables_of
 from tests.harnesses.relay import closed_proxy
+from tests.replica_access import replica_headers
 from tests.system.test_up import Up
 from tests.test_docs import DOCS, commands
 
@@ -99,8 +100,10 @@ def already_computed(calls: Sequence[CallRecord]) -> int:
     return sum(whole[call.parent.id] for call in calls if call.parent is not None)
 
 
-async def metric(url: str, name: str) -> float:
-    async with httpx.AsyncClient(trust_env=False) as client:
+async def metric(nats: str, url: str, name: str) -> float:
+    async with await Bus.connect(nats, "main") as bus:
+        headers = await replica_headers(bus)
+    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
         text = (await client.get(f"{url}/metrics")).text
     (found,) = re.findall(rf"^bombus_inference_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
     return float(found)
@@ -119,5 +122,5 @@ async def test_claude_code_plays_a_batch_on_a_real_model_and_each_token_is_train
     sampled = sum(call.completion_tokens() for calls in episodes for call in calls)
     assert step.metrics["tokens_trained"] == sampled
     continued = sum(call.parent is not None for calls in episodes for call in calls)
-    cached = await metric(replica.url, "cached_tokens_total")
+    cached = await metric(up.nats, replica.url, "cached_tokens_total")
     assert cached >= sum(map(already_computed, episodes)) - BLOCK * continued, "a turn computes its own tokens"

@@ -83,10 +83,10 @@ async def test_an_external_server_serves_the_versions_of_the_log(
         async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
             assert (await coordinator.receive(WeightsLoadedFact)).version == 0
             alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 0)
-            assert (await ask(alive.url, 1, [5, 6])).only.versions == [0] * 12
+            assert (await ask(coordinator.bus, alive.url, 1, [5, 6])).only.versions == [0] * 12
             await coordinator.write(ready(1, 1, weights(tmp_path / "v1")))
             assert (await coordinator.receive(WeightsLoadedFact)).version == 1
-            assert (await ask(alive.url, 1, [5, 6])).only.versions == [1] * 12
+            assert (await ask(coordinator.bus, alive.url, 1, [5, 6])).only.versions == [1] * 12
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ async def test_health_and_metrics_report_what_is_served() -> None:
         await post(client, request([1, 2, 3]))
         health = await client.get("/health")
         metrics = (await client.get("/metrics")).text
-        assert health.json() == {"status": "ok", "engine": "main", "replica": "r1", "run": 1, "version": 0}
+        assert (health.status_code, health.json()) == (200, {"status": "ok"})
         assert 'bombus_inference_prefill_tokens_total{engine="main",replica="r1"} 3\n' in metrics
         await app.backend.unload()
         assert (await client.get("/health")).status_code == 503

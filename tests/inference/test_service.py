@@ -1,5 +1,6 @@
 """A replica on a real bus: it loads what the log names, reports that, and serves nothing else."""
 
+import argparse
 import asyncio
 import hashlib
 import os
@@ -18,13 +19,15 @@ from bombus.config.job import RunConfig
 from bombus.hive import events as ev
 from bombus.hive.generation import FrameReader, encode_request
 from bombus.hive.inbox import AnyMessage, LoadBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
-from bombus_inference import service
+from bombus_inference import cli, service
 from bombus_inference.settings import ComputeSettings, InferenceSettings
 from bombus_trainer.publish.directories import remove_others
 from tests.inference.backends.small_engines import Answer, another, llama, request, worst_difference
 from tests.patience import PATIENCE_S
+from tests.replica_access import replica_headers
 
 M = TypeVar("M", bound=AnyMessage)
+ROUTES = (("POST", "/generate"), ("GET", "/adapters"), ("POST", "/adapters"), ("GET", "/metrics"))
 COMPUTE = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=256)
 
 
@@ -104,9 +107,9 @@ async def replica(nats_url: str, hive: str, cache: Path | None = None) -> AsyncI
             await running
 
 
-async def ask(url: str, run: int, prompt: list[int]) -> Answer:
+async def ask(bus: Bus, url: str, run: int, prompt: list[int]) -> Answer:
     answer = Answer()
-    async with httpx.AsyncClient(timeout=20) as client:
+    async with httpx.AsyncClient(timeout=20, headers=await replica_headers(bus)) as client:
         response = await client.post(f"{url}/generate", content=encode_request(request(prompt, run=run)))
     for frame in FrameReader().feed(response.content):
         answer.take(frame)
@@ -124,25 +127,51 @@ async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(
         alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 0)
         assert loaded.sequence_tokens == alive.sequence_tokens == 256
         assert not loaded.constrains
-        made = (await ask(alive.url, 1, [1, 2, 3])).only
+        made = (await ask(coordinator.bus, alive.url, 1, [1, 2, 3])).only
         assert worst_difference(old, [1, 2, 3], made) < 1e-4
 
         await coordinator.write(ready(1, 1, weights(tmp_path / "v1", new)))
         assert (await coordinator.receive(WeightsLoadedFact)).version == 1
-        made = (await ask(alive.url, 1, [1, 2, 3])).only
+        made = (await ask(coordinator.bus, alive.url, 1, [1, 2, 3])).only
         assert made.versions == [1] * 12
         assert worst_difference(new, [1, 2, 3], made) < 1e-4
     assert (await coordinator.receive(ReplicaLeaves)).replica == "r1"
 
 
-async def test_a_replica_answers_to_its_own_names_only(coordinator: FakeCoordinator, nats_url: str, hive: str) -> None:
-    """It has no key: a web page whose name was pointed at it could otherwise read what it generates."""
+async def test_a_replica_lets_in_the_gateways_of_its_hive_and_tells_others_at_most_whether_it_serves(
+    coordinator: FakeCoordinator, nats_url: str, hive: str
+) -> None:
+    key = await replica_headers(coordinator.bus)
+    wrong = {"authorization": key["authorization"][:-1] + "x"}
     async with replica(nats_url, hive), httpx.AsyncClient() as client:
-        url = (await coordinator.receive(ReplicaAlive)).url
+        client.base_url = url = (await coordinator.receive(ReplicaAlive)).url
+        for method, path in ROUTES:
+            for headers, why in ((None, "no key was sent"), (wrong, "the key that was sent is not it")):
+                refused = await client.request(method, path, headers=headers)
+                assert (refused.status_code, refused.json()["code"]) == (401, "bad_key"), (method, path)
+                assert why in refused.json()["why"]
+            page = await client.request(method, path, headers={**key, "origin": "http://evil.example"})
+            assert (page.status_code, page.json()["why"]) == (401, "A web page may not use a replica.")
+            assert (await client.request(method, path, headers=key)).status_code not in (401, 404)
         for host, status in (("evil.example", 421), ("localhost", 503), (url.removeprefix("http://"), 503)):
-            answer = await client.get(f"{url}/health", headers={"host": host})
-            assert answer.status_code == status, host  # 503: nothing is loaded
-        assert (await client.get(f"{url}/docs")).status_code == 404
+            health = await client.get("/health", headers={"host": host})
+            assert health.status_code == status, host  # 503: nothing is loaded
+        assert health.json() == {"status": "no weights"}
+        assert (await client.get("/health", headers={"origin": "http://evil.example"})).status_code == 401
+        assert (await client.get("/docs", headers=key)).status_code == 404
+
+
+async def test_an_operator_is_shown_the_key_of_the_replicas(
+    bus: Bus, nats_url: str, hive: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    for name, code in ((hive, 0), (f"{hive}-x", 1)):
+        wanted = parser.parse_args(["--show-key", "--nats", nats_url, "--hive", name])
+        assert await asyncio.to_thread(cli.run, wanted) == code
+    shown = capsys.readouterr()
+    assert await replica_headers(bus) == {"authorization": f"Bearer {shown.out.strip()}"}
+    assert "has no streams" in shown.err
 
 
 async def test_a_replica_that_is_started_again_under_its_name_is_heard_again(
@@ -166,13 +195,13 @@ async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(
         await coordinator.receive(WeightsLoadedFact)
         await coordinator.write(ev.EngineStopped(engine="main", run=1))
         alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == -1)
-        refused = (await ask(alive.url, 1, [1])).fault
+        refused = (await ask(coordinator.bus, alive.url, 1, [1])).fault
         assert refused is not None
         assert refused.retry
         await coordinator.write(started(2), ready(2, 0, first))
         loaded = await coordinator.receive(WeightsLoadedFact)
         assert (loaded.run, loaded.version) == (2, 0)
-        assert len((await ask(alive.url, 2, [1])).only.tokens) == 12
+        assert len((await ask(coordinator.bus, alive.url, 2, [1])).only.tokens) == 12
 
 
 async def test_a_limit_below_the_jobs_is_warned_about_once_for_each_run(
@@ -283,5 +312,5 @@ async def test_r15_a_version_that_is_removed_while_it_is_read_is_let_be_for_the_
         while await coordinator.receive_outcome() != 3:
             pass  # version 2, if the replica has not read of the next one yet
         alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 3)
-        made = (await ask(alive.url, 1, [1, 2, 3])).only
+        made = (await ask(coordinator.bus, alive.url, 1, [1, 2, 3])).only
         assert worst_difference(models[3], [1, 2, 3], made) < 1e-4

@@ -114,7 +114,7 @@ async def test_a_run_goes_on_without_the_replica_that_lacks_the_mount_which_serv
                 hive.mount()
                 await hive.until(lambda engine: NINTH in engine.loaded)
                 assert set(fitting(stage.engine)) == {"r1", "r2", NINTH}
-                answer = (await ask(stage.engine.replicas[NINTH].url, stage.engine.run, [1, 2, 3])).only
+                answer = (await ask(bus, stage.engine.replicas[NINTH].url, stage.engine.run, [1, 2, 3])).only
                 assert set(answer.versions) == {2}
     assert not [event for event in stage.events if isinstance(event, EngineFailed | EngineSuspended)]
 

@@ -89,7 +89,7 @@ async def test_a_replica_serves_each_version_that_was_trained(
         await stage.start(job)
         for version in range(VERSIONS + 1):
             url = await url_once_serving(stage, version)
-            answer = (await ask(url, stage.engine.run, [1, 2, 3])).only
+            answer = (await ask(bus, url, stage.engine.run, [1, 2, 3])).only
             assert set(answer.versions) == {version}
             wanted = await asyncio.to_thread(trained_model, stage, job)
             assert worst_difference(wanted, [1, 2, 3], answer) < 1e-4, version

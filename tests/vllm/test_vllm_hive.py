@@ -22,6 +22,7 @@ from bombus.hive.state import EngineState, Phase
 from bombus.weights.merging import merge_files
 from bombus.weights.models import load_model
 from tests.inference.backends.small_engines import Answer, Completion, reference_logprobs
+from tests.replica_access import replica_headers
 from tests.vllm.hive import VllmHive, vllm_hive
 
 BOOT_S = 900.0
@@ -50,6 +51,7 @@ class Log:
     """The hive's log: its state, and its events."""
 
     def __init__(self, bus: Bus, kept: Path) -> None:
+        self.bus = bus
         self.events: list[AnyEvent] = []
         self.folders: dict[int, Path] = {}
         self.bases: dict[int, Path] = {}  # base models, of versions that are adapters
@@ -135,8 +137,11 @@ async def ask(log: Log, tokens: int, stream: bool) -> Completion:
         id="r", engine="main", run=log.engine.run, prompt=pack_tokens(PROMPT), sampling=sampling, stream=stream
     )
     answer, reader = Answer(), FrameReader()
-    url, content = f"{replica.url}/generate", encode_request(request)
-    async with httpx.AsyncClient(timeout=STEP_S) as client, client.stream("POST", url, content=content) as response:
+    url, content, headers = f"{replica.url}/generate", encode_request(request), await replica_headers(log.bus)
+    async with (
+        httpx.AsyncClient(timeout=STEP_S, headers=headers) as client,
+        client.stream("POST", url, content=content) as response,
+    ):
         async for chunk in response.aiter_raw():
             for frame in reader.feed(chunk):
                 answer.take(frame)

@@ -2,7 +2,7 @@
 
 An episode's key is for its agent: `sk-bombus-`, the claims, and an HMAC of them. The id of a claimed episode is for the
 client that claimed it: the episode's name on the log, a dot, and an HMAC of the name. A link to a checkpoint is what it
-leads to, and an HMAC of that.
+leads to, and an HMAC of that. Replicas let in gateways by a key that is made of the same secret.
 """
 
 import binascii
@@ -13,10 +13,10 @@ import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive.episodes import KEY_PREFIX, SECRET_MARK, without_secret
+from bombus.hive.generation import replica_key
 
 MAC_BYTES = 16
 KEY_CHARACTERS_MAX = 512
-SECRET_NAME = "episode-keys"  # the name of the secret on the bus
 _CLAIMED = b"claimed episode "  # no key's claims begin with this, so that one HMAC is never taken for the other
 _LINK = b"link "  # nor with this
 LINK_CHARACTERS_MAX = 2048
@@ -41,6 +41,7 @@ class Keys:
         if len(secret) < MAC_BYTES:
             raise ValueError(f"the secret that signs keys has {len(secret)} bytes: at least {MAC_BYTES} are needed")
         self._secret = secret
+        self.for_replicas = replica_key(secret)
 
     def sign(self, engine: str, run: int, episode: str, expires_ns: int) -> str:
         claims = msgspec.msgpack.encode(KeyClaims(engine, run, episode, expires_ns))

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from bombus import telemetry
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
+from bombus.hive.subjects import SIGNING_SECRET
 from bombus.host.host_names import OwnHostsOnly, host_of
 from bombus.host.http_limits import HttpLimits
 from bombus.host.http_server import http_server
@@ -17,7 +18,7 @@ from bombus.host.process import listen
 from bombus_gateway.app import GatewayApp, create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.formats import FormatReports
-from bombus_gateway.keys import SECRET_NAME, Keys
+from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
     """
     async with await Bus.connect(settings.bus_url, settings.hive, name="gateway") as bus:
         await bus.until_streams_exist()
-        gateway = Gateway(settings, bus, Follower(bus), Keys(await bus.secret(SECRET_NAME)))
+        gateway = Gateway(settings, bus, Follower(bus), Keys(await bus.secret(SIGNING_SECRET)))
         app = create_app(gateway)
         async with asyncio.TaskGroup() as tasks:
             parts = [

@@ -1,11 +1,17 @@
 """`bombus inference`: one replica of one engine."""
 
 import argparse
+import asyncio
 
 from bombus import logs
-from bombus.cli import add_hive_arguments, add_torch_arguments
+from bombus.bus import Bus
+from bombus.cli import add_hive_arguments, add_torch_arguments, hint_at_bus
 from bombus.config.flags import add_settings_arguments, settings_from
+from bombus.errors import BusUnavailable
+from bombus.hive.generation import replica_key
+from bombus.hive.subjects import SIGNING_SECRET
 from bombus.host.process import run_service
+from bombus.terminal import complain, say
 from bombus_inference.settings import InferenceSettings
 
 
@@ -13,6 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_hive_arguments(parser)
     add_torch_arguments(parser)
     add_settings_arguments(parser, InferenceSettings)
+    parser.add_argument(
+        "--show-key",
+        action="store_true",
+        help="start no replica, but print the key that the replicas of the hive want, such as for /metrics",
+    )
 
 
 def settings_of(arguments: argparse.Namespace) -> InferenceSettings:
@@ -21,8 +32,25 @@ def settings_of(arguments: argparse.Namespace) -> InferenceSettings:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.show_key:
+        return _show_key(arguments)
     settings = settings_of(arguments)
     logs.configure("inference", arguments.log_level, hive=arguments.hive, engine=arguments.engine)
     from bombus_inference import service  # slow to import: only once the arguments are known to be valid
 
     return run_service(service.run(settings))
+
+
+def _show_key(arguments: argparse.Namespace) -> int:
+    try:
+        say(asyncio.run(_key(arguments.nats, arguments.hive)))
+    except BusUnavailable as error:
+        complain(f"bombus inference: {error}", *hint_at_bus(arguments))
+        return 1
+    return 0
+
+
+async def _key(bus_url: str, hive: str) -> str:
+    async with await Bus.connect(bus_url, hive, name="inference", patient=False) as bus:
+        await bus.until_streams_exist(timeout_s=0)
+        return replica_key(await bus.secret(SIGNING_SECRET))

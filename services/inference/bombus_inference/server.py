@@ -1,12 +1,14 @@
 """`/generate`, `/adapters`, `/health` and `/metrics` as a plain ASGI app; a router would cost more than a call.
 
+`GatewaysOnly` stands before it. `/health` alone needs no key, and says no more than whether weights are served.
+
 `POST /adapters` takes `{"address": ..., "folder": ...}`: the SHA-256 of an adapter's `adapter_model.safetensors` in
 hex, and a folder that this replica sees. It may be sent again. `GET /adapters` lists what is loaded, and
 `DELETE /adapters/ADDRESS` unloads one.
 """
 
 import asyncio
-import json
+import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from bombus import telemetry
 from bombus.errors import STATUS, Code, Refused
 from bombus.hive.decoding import decoded
 from bombus.hive.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
-from bombus.host.host_names import AsgiMessage, AsgiReceive, AsgiSend
+from bombus.host.host_names import AsgiApp, AsgiMessage, AsgiReceive, AsgiSend
 from bombus_inference.backends.protocol import Deliver, Delivery, InferenceBackend
 from bombus_inference.settings import ServerSettings
 
@@ -115,7 +117,9 @@ class App:
             case "POST", "/generate":
                 await self._generate(receive, send)
             case "GET", "/health":
-                await _respond(send, 200 if self.backend.version >= 0 else 503, b"application/json", self._health())
+                serves = self.backend.version >= 0
+                health = b'{"status": "ok"}' if serves else b'{"status": "no weights"}'
+                await _respond(send, 200 if serves else 503, b"application/json", health)
             case "GET", "/metrics":
                 await _respond(send, 200, b"text/plain; version=0.0.4", await self._metrics())
             case "POST", "/adapters":
@@ -216,12 +220,13 @@ class App:
     async def _answer_json(self, send: AsgiSend, answering: Awaitable[object]) -> None:
         """Answer with JSON, or with the code and the sentence of a refusal."""
         try:
-            status, answer = 200, await answering
+            answer = await answering
         except ClientDisconnected:
             return
         except Refused as refused:
-            status, answer = refused.status, {"code": refused.code, "why": refused.why}
-        await _respond(send, status, b"application/json", msgspec.json.encode(answer))
+            await _tell(send, refused)
+            return
+        await _respond(send, 200, b"application/json", msgspec.json.encode(answer))
 
     async def _load_adapter(self, receive: AsgiReceive) -> object:
         try:
@@ -243,11 +248,6 @@ class App:
         await self.backend.unload_adapter(address)
         return {"address": address}
 
-    def _health(self) -> bytes:
-        run, version = self.backend.run, self.backend.version
-        health = {"status": "ok" if version >= 0 else "no weights", "engine": self.engine, "replica": self.replica}
-        return json.dumps({**health, "run": run, "version": version}).encode()
-
     async def _metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         label = f'{{engine="{self.engine}",replica="{self.replica}"}}'
@@ -262,6 +262,41 @@ class App:
         return "".join(f"bombus_inference_{name}{label} {value}\n" for name, value in values.items()).encode()
 
 
+class GatewaysOnly:
+    """An ASGI application before a replica's: it lets in whoever sends the hive's key for replicas, and no web page.
+
+    What is asked of a replica is recorded by gateways alone, and they alone keep clients' adapters apart.
+    """
+
+    def __init__(self, app: AsgiApp, key: str) -> None:
+        self._app = app
+        self._authorization = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await _tell(send, refusal)
+
+    def _refusal(self, scope: AsgiMessage) -> Refused | None:
+        given: bytes | None = None
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                given = value
+            elif name == b"origin":  # which browsers send, and no gateway does
+                return Refused(Code.BAD_KEY, "A web page may not use a replica.")
+        if scope["path"] == "/health" or hmac.compare_digest(given or b"", self._authorization):
+            return None
+        found = "no key was sent" if given is None else "the key that was sent is not it"
+        return Refused(
+            Code.BAD_KEY,
+            f"This replica answers the gateways of its hive: it needs the hive's key for replicas, and {found}. Sample "
+            "through a gateway. An operator gets the key by `bombus inference --show-key`, and sends it as "
+            "`Authorization: Bearer <key>`.",
+        )
+
+
 async def _watch(receive: AsgiReceive, reply: _Reply) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -271,6 +306,11 @@ async def _watch(receive: AsgiReceive, reply: _Reply) -> None:
 async def _refuse(send: AsgiSend, fault: Fault) -> None:
     status = STATUS.get(Code(fault.code), 500)
     await _respond(send, status, FRAMES_TYPE[1], encode_frame(fault))
+
+
+async def _tell(send: AsgiSend, refused: Refused) -> None:
+    body = msgspec.json.encode({"code": refused.code, "why": refused.why})
+    await _respond(send, refused.status, b"application/json", body)
 
 
 async def _respond(send: AsgiSend, status: int, content_type: bytes, body: bytes) -> None:

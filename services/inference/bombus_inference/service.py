@@ -13,15 +13,17 @@ from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, EngineFault
 from bombus.hive.events import ReplicaQuarantined, WeightsReady
+from bombus.hive.generation import replica_key
 from bombus.hive.inbox import LoadBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
+from bombus.hive.subjects import SIGNING_SECRET
 from bombus.host.host_names import OwnHostsOnly, host_of
 from bombus.host.http_limits import HttpLimits
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_inference.backends.protocol import Deliver, InferenceBackend, Policy
 from bombus_inference.fetching import Fetcher
-from bombus_inference.server import App
+from bombus_inference.server import App, GatewaysOnly
 from bombus_inference.settings import InferenceSettings
 
 log = logging.getLogger(__name__)
@@ -295,12 +297,13 @@ async def run(settings: InferenceSettings) -> None:
     url = settings.advertise_url or url_of(bound)
     async with await Bus.connect(settings.bus_url, settings.hive, name=f"inference-{settings.engine}") as bus:
         await bus.until_streams_exist()
+        key = replica_key(await bus.secret(SIGNING_SECRET))
         replica = ReplicaService(bus, settings, url)
         try:
             limits = HttpLimits(connections=CONNECTIONS_FOR_A_REQUEST * settings.http.requests_max)
             # On the way out it lets open requests finish.
             named = (settings.http.host, host_of(url), *settings.http.host_names)
-            app = OwnHostsOnly(replica.app, bound, named)
+            app = OwnHostsOnly(GatewaysOnly(replica.app, key), bound, named)
             async with http_server(app, bound, settings.http.drain_s, limits=limits):
                 log.info("listening at %s", url, extra={"replica": replica.name})
                 await replica.run()

@@ -348,20 +348,22 @@ class Bus:
         return task
 
     async def secret(self, name: str) -> bytes:
-        """Return the hive's secret of this name: 32 random bytes, made by the first caller."""
+        """Return the hive's secret of this name: 32 random bytes, made by the first caller, or the first after it was
+        deleted from its bucket.
+        """
         subject = f"$KV.{self.subjects.secrets_bucket}.{name}"
         if not _SAFE_SUBJECT.match(name):
             raise ValueError(f"{name!r} is not a valid name for a secret")
         for _ in range(SECRET_ATTEMPTS):
             stored = await self.last(secret_stream(self.subjects), subject)
-            if stored is not None:
+            if stored is not None and stored.data:  # a key that was deleted has an empty value
                 return stored.data
             try:
                 await self.publisher.publish(
                     subject,
                     secrets.token_bytes(SECRET_BYTES),
                     msg_id=secrets.token_hex(8),
-                    headers={EXPECTED_LAST_OF_SUBJECT: "0"},
+                    headers={EXPECTED_LAST_OF_SUBJECT: str(stored.seq) if stored is not None else "0"},
                 )
             except WrongSequence:
                 await asyncio.sleep(0.05)  # another caller was first; on three replicas theirs may not be readable yet

@@ -52,10 +52,6 @@ class _ModelInfo(Struct):
     model_path: str = ""
 
 
-class _Adapters(Struct):
-    adapters: list[msgspec.Raw]
-
-
 class _Update(Struct):
     success: bool = False
     message: str = ""
@@ -102,21 +98,6 @@ async def find_server(client: httpx.AsyncClient, model: str = "") -> FoundServer
     if listed is None:
         raise EngineFault(f"{where} serves {', '.join(one.id for one in models) or 'no model'}, not {model!r}")
     return FoundServer(kind=ServerKind.VLLM, model=listed.id, context=listed.max_model_len or 0, can_load=can_load)
-
-
-async def is_replica(client: httpx.AsyncClient) -> bool:
-    """Return whether a replica of ours answers. Raises `EngineFault` where nothing does."""
-    try:
-        answer = await _asked(client, "GET", "/adapters", DETECT_TIMEOUT_S)
-        if answer.status != 200:
-            return False
-        msgspec.json.decode(answer.body, type=_Adapters)
-    except _UNREADABLE:
-        return False
-    except httpx.HTTPError as error:
-        where = str(client.base_url).rstrip("/")
-        raise EngineFault(f"no server can be used at {where}: {str(error) or type(error).__name__}") from error
-    return True
 
 
 async def load_folder(client: httpx.AsyncClient, kind: ServerKind, folder: Path, label: str, timeout_s: float) -> None:

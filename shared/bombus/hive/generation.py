@@ -1,11 +1,13 @@
 """The protocol between a gateway and an inference replica: token ids in, token ids out.
 
 `POST /generate` takes a msgpack `Generate` and answers with frames, each a little-endian uint32 length and a msgpack
-`Tokens`, `PromptScores`, `Finished` or `Fault`. Closing the connection aborts the request.
+`Tokens`, `PromptScores`, `Finished` or `Fault`. Closing the connection aborts the request. A gateway sends the key for
+replicas as `Authorization: Bearer KEY`.
 """
 
 import struct
 from collections.abc import Iterator
+from hashlib import blake2b
 
 import msgspec
 
@@ -15,6 +17,11 @@ from bombus.hive.records import SamplingParams
 CONTENT_TYPE = "application/x-bombus-frames"
 FRAME_BYTES_MAX = 64 << 20
 SCORES_A_FRAME_MAX = 1 << 16  # prompt tokens in one `PromptScores`: with 20 alternatives each, 11 MB
+
+
+def replica_key(secret: bytes) -> str:
+    """Return the key by which replicas know their gateways, made of the secret that signs the hive's keys."""
+    return blake2b(b"key for replicas", key=secret, digest_size=32).hexdigest()
 
 
 class CallShape(msgspec.Struct, frozen=True, array_like=True):

@@ -5,6 +5,7 @@ from hashlib import blake2b
 from zlib import crc32
 
 SHARDS = 64
+SIGNING_SECRET = "episode-keys"  # the name of the secret that signs keys, and of which that for replicas is made
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 
 
@@ -35,7 +36,7 @@ class Subjects:
         self.ops_stream = f"{stem}_ops"
         self.trajectories_stream = f"{stem}_trajectories"
         self.blobs_bucket = f"{stem}_blobs"  # object store: tokenizers, snapshots
-        self.secrets_bucket = f"{stem}_secrets"  # key-value: the key that signs episode keys
+        self.secrets_bucket = f"{stem}_secrets"  # key-value: the secret that signs keys
         self.leases_bucket = f"{stem}_leases"  # key-value: the leader's lease
         self.all_inbox = f"bombus.{hive}.inbox.>"
         self.all_events = f"bombus.{hive}.event.>"

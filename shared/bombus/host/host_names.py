@@ -77,8 +77,8 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 async def _refuse(host: str, send: AsgiSend) -> None:
     why = (
-        f"{host[:200]!r} is not a name of this server, which needs no key and therefore answers only to its own names. "
-        "If it is one, start the server with it as --host-name."
+        f"{host[:200]!r} is not a name of this server, which answers only to its own names. If it is one, start the "
+        "server with it as --host-name."
     )
     body = json.dumps({"detail": why, "code": Code.UNKNOWN_HOST}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

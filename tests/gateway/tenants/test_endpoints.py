@@ -38,7 +38,8 @@ SYNCED = SaveWeights(checkpoint=CheckpointKind.EXTERNAL, name="synced-29991231-0
 
 class ScriptedServer:
     """An SGLang server that notes what it is asked to load. With `refuses` it says why it did not, and where `garbled`
-    has a path, these bytes are its answer there. It loads once the next of `held` is set, where there is one."""
+    has a path, these bytes are its answer there. It loads once the next of `held` is set, where there is one. It fails
+    where it is sent a key."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -50,6 +51,7 @@ class ScriptedServer:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
+        assert b"authorization" not in dict(scope["headers"]), "a stranger gets no key of the hive"
         status, answer = self._answer(scope["path"], (await receive()).get("body", b""))
         if scope["path"] == UPDATE and self.held:
             await self.held.pop(0).wait()
@@ -447,6 +449,25 @@ async def test_without_endpoints_the_hives_own_replicas_get_the_adapter_and_samp
         await post(hive, "/generate", **generate)
         assert hive.replica.requests[-1].adapter == address_of(save.name)
         assert len(hive.engine.tenants.kept) == min(number + 1, 2)
+
+
+async def test_a_replica_of_the_hive_that_is_registered_is_known_by_its_address_on_the_log_and_gets_the_adapter(
+    hive: TenantHive, client: httpx.AsyncClient
+) -> None:
+    await create(client)
+    await hive.join_replica()
+    port = int(hive.replica.url.rpartition(":")[2])
+    assert (await add(hive, port))["endpoint"]["server_info"]["version"] == "bombus"
+    elsewhere = await add(hive, port, host="localhost")
+    assert not elsewhere["success"]
+    assert "401" in elsewhere["message"], "by another name it is a stranger, and gets no key"
+    report = await post(hive, "/sync_inference_weights")
+    assert report["success"], report
+    save = saves(hive)[-1]
+    assert hive.replica.adapters == {address_of(save.name): f"/w/{save.name}"}
+    hive.replica.key = "of another hive"
+    (told,) = (await post(hive, "/sync_inference_weights"))["endpoints_synced"]
+    assert (told["success"], told["message"]) == (False, "This replica answers its gateways.")
 
 
 async def test_which_model_is_meant_is_asked_where_it_is_not_clear(

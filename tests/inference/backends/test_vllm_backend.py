@@ -250,7 +250,7 @@ async def test_a_replica_whose_vllm_is_killed_leaves_and_comes_back_with_the_new
         again = await coordinator.receive(WeightsLoadedFact)
         assert (again.version, again.id != first.id) == (1, True)
         alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 1)
-        assert (await ask(alive.url, 1, [5])).only.versions == [1] * 12
+        assert (await ask(coordinator.bus, alive.url, 1, [5])).only.versions == [1] * 12
 
 
 async def test_a_replica_whose_change_of_weights_fails_leaves_until_it_has_the_newest(

@@ -108,7 +108,7 @@ class Calls:
         self.histories = Histories(gateway.bus, gateway.settings, self.workers)
         self.earlier = EarlierCalls(self.histories)
         self.capacity = CallCapacity(gateway.bus, gateway.settings)
-        self.client = ReplicaClient()
+        self.client = ReplicaClient(gateway.keys.for_replicas)
         self.upstream = Upstream(gateway.follower, self.client, gateway.bus.inbox)
         self.attempts = RequestAttempts()
         # Stored calls whose message to the coordinator was not acknowledged, by id.

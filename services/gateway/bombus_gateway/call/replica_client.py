@@ -13,13 +13,18 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from bombus.errors import BombusError, Code, Refused
+from bombus.errors import STATUS, BombusError, Code, Refused
 from bombus.hive.generation import Fault, Frame, FrameReader, Generate, encode_request
 
 IDLE_CONNECTIONS_MAX = 256  # for each replica
 ERROR_BYTES_MAX = 4096
 CONNECT_S_MAX = 3.0
 ADAPTER_S_MAX = 120.0
+BAD_KEY = STATUS[Code.BAD_KEY]
+NOT_LET_IN = (
+    "the replica refuses this gateway's key: one of them was started with another secret of the hive, or its bombus is "
+    "of another version; restart both"
+)
 
 Address = tuple[str, int]
 
@@ -242,25 +247,19 @@ class _Connection(asyncio.Protocol):
         if status == 200:
             generation.completed()
             return
+        if status == BAD_KEY:  # its words are for whoever asks it, not for an agent
+            generation.failed(NOT_LET_IN)
+            return
         with suppress(ValueError, msgspec.MsgspecError):  # a proxy in between may answer with something else
             generation.received(bytes(self._refusal))
         generation.failed(f"the replica answered {status}")
 
 
-def _post(url: str, path: str, content_type: str, body: bytes) -> tuple[Address, bytes]:
-    """Return where a request goes, and the request."""
-    where = urlsplit(url)
-    head = (
-        f"POST {where.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {where.netloc}\r\n"
-        f"content-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return (where.hostname or "", where.port or 80), head.encode() + body
-
-
 class ReplicaClient:
-    """Keeps connections to all replicas that were used."""
+    """Keeps connections to all replicas that were used. `key` is the hive's for its replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str) -> None:
+        self._key = key
         self._idle: defaultdict[Address, list[_Connection]] = defaultdict(list)
 
     async def generate(self, url: str, request: Generate, check: Callable[[Frame], None]) -> Generation:
@@ -268,7 +267,7 @@ class ReplicaClient:
 
         `check` raises `ReplicaGone` for a frame of its answer that is wrong.
         """
-        address, message = _post(url, "/generate", "application/msgpack", encode_request(request))
+        address, message = self._post(url, "/generate", "application/msgpack", encode_request(request))
         generation = Generation(self, address, message, check)
         await generation.send()
         return generation
@@ -279,7 +278,7 @@ class ReplicaClient:
         Raises `Refused` with the replica's reason, or `ReplicaGone`.
         """
         body = msgspec.json.encode({"address": adapter, "folder": folder})
-        address, message = _post(url, "/adapters", "application/json", body)
+        address, message = self._post(url, "/adapters", "application/json", body)
         answer = AdapterAnswer()
         connection = await self.connect(address)  # an idle one may be closed already
         connection.carry(answer, message)
@@ -291,6 +290,16 @@ class ReplicaClient:
         finally:
             if not answer.is_over:
                 connection.close()
+
+    def _post(self, url: str, path: str, content_type: str, body: bytes) -> tuple[Address, bytes]:
+        """Return where a request goes, and the request."""
+        where = urlsplit(url)
+        head = (
+            f"POST {where.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {where.netloc}\r\n"
+            f"authorization: Bearer {self._key}\r\n"
+            f"content-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        return (where.hostname or "", where.port or 80), head.encode() + body
 
     def idle_connection(self, address: Address) -> _Connection | None:
         idle = self._idle[address]

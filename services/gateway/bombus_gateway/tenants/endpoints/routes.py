@@ -41,7 +41,6 @@ class EndpointRoutes:
         self._registered = registered
         self._rest_s = rest_s
         self._desk = desk
-        self._hosts = gateway.settings.inference_hosts
         self._sync = WeightSync(gateway, desk)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
 
@@ -69,8 +68,9 @@ class EndpointRoutes:
 
     async def _add(self, body: bytes, holder: str) -> dict[str, object]:
         asked = read_new_endpoint(body)
-        check_allowed(self._hosts, asked.at)
-        target = await looked_at(self._hosts, asked.at)
+        check_allowed(self._gateway.settings.inference_hosts, asked.at)
+        await hear_news(self._gateway.follower)  # it may be a replica that has just joined
+        target = await looked_at(self._gateway, asked.at)
         if target.failure or target.server is None:
             return {"success": False, "message": f"It was not registered: {target.failure}"}
         add = inbox.AddEndpoint(
@@ -121,7 +121,7 @@ class EndpointRoutes:
 
     async def _looked_up(self, added: EndpointAdded) -> dict[str, object]:
         at = Endpoint(added.host, added.port)
-        return _entry(at, added.world_size, await looked_at(self._hosts, at))
+        return _entry(at, added.world_size, await looked_at(self._gateway, at))
 
     async def sync(self, request: Request) -> Response:
         body, holder = await self._gateway.bodies.small(request), self._holder(request)

@@ -1,8 +1,12 @@
-"""Look at inference servers that clients name, on hosts that the operator allows, and give them weights."""
+"""Look at inference servers that clients name, on hosts that the operator allows, and give them weights.
+
+Only the hive's own replicas, as the log has them, get the key for replicas: whatever else answers is a stranger.
+"""
 
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -12,12 +16,12 @@ from bombus.endpoints.servers import (
     LoadFailed,
     ServerKind,
     find_server,
-    is_replica,
     load_adapter,
     load_folder,
 )
 from bombus.errors import Code, EngineFault, Refused
 from bombus.operations import CheckpointSaved
+from bombus_gateway.context import Gateway
 from bombus_gateway.training.endpoints import Endpoint
 
 CONNECT_S = 5.0
@@ -26,12 +30,13 @@ LOAD_S = 1200.0  # for a server to load weights; xorl's client waits for half an
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A server that is to get weights; `failure` says why it cannot."""
+    """A server that is to get weights; `failure` says why it cannot. `key` is what opens it, if it is ours."""
 
     at: Endpoint
     url: str
     server: FoundServer | None = None
     failure: str = ""
+    key: str = ""
 
     @property
     def takes_adapters(self) -> bool:
@@ -62,14 +67,23 @@ def check_allowed(hosts: Sequence[str], at: Endpoint) -> None:
     )
 
 
-async def looked_at(hosts: Sequence[str], at: Endpoint) -> Target:
+def replica_at(gateway: Gateway, url: str) -> Target:
+    """Return a replica of the hive as a server."""
+    where = urlsplit(url)
+    at = Endpoint(where.hostname or "", where.port or 80)
+    return Target(at, url, FoundServer(kind=ServerKind.REPLICA), key=gateway.keys.for_replicas)
+
+
+async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
     """Return what answers at an address, which the operator may have stopped allowing since it was registered."""
     url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"
     try:
-        check_allowed(hosts, at)
+        check_allowed(gateway.settings.inference_hosts, at)
+        engines = gateway.follower.hive.engines.values()
+        for own in [replica.url for engine in engines for replica in engine.replicas.values()]:
+            if urlsplit(own).netloc == urlsplit(url).netloc:
+                return replica_at(gateway, own)
         async with asyncio.timeout(LOOK_S), _client(url) as client:
-            if await is_replica(client):
-                return Target(at, url, FoundServer(kind=ServerKind.REPLICA))
             found = await find_server(client)
     except Refused as refusal:
         return Target(at, url, failure=refusal.why)
@@ -91,7 +105,7 @@ async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointO
         if target.server is None or target.failure:
             raise LoadFailed(target.failure)
         folder = Path(saved.folder)
-        async with asyncio.timeout(LOAD_S), _client(target.url) as client:
+        async with asyncio.timeout(LOAD_S), _client(target.url, target.key) as client:
             if target.takes_adapters:
                 await load_adapter(client, folder, saved.address, LOAD_S)
                 how = f"It has the adapter {saved.address[:12]} beside its own policy."
@@ -111,7 +125,7 @@ def _failed(target: Target, why: str) -> EndpointOutcome:
     return EndpointOutcome(target.at.host, target.at.port, False, why)
 
 
-def _client(url: str) -> httpx.AsyncClient:
+def _client(url: str, key: str = "") -> httpx.AsyncClient:
     """Return a client of one server that follows nobody elsewhere: no redirects, no proxies of the environment."""
-    timeout = httpx.Timeout(LOAD_S, connect=CONNECT_S)
-    return httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False, follow_redirects=False)
+    timeout, headers = httpx.Timeout(LOAD_S, connect=CONNECT_S), {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False, follow_redirects=False)

@@ -4,12 +4,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from bombus.endpoints.servers import FoundServer, ServerKind
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
@@ -18,7 +16,7 @@ from bombus.hive.tenants.state import FOR_SYNC, KeptWeights, TenantModel, kept_i
 from bombus.operations import CheckpointKind, CheckpointSaved, Failed, SaveWeights
 from bombus_gateway.context import Gateway
 from bombus_gateway.tenants.desk import OperationDesk, Waits
-from bombus_gateway.tenants.endpoints.servers import LOAD_S, EndpointOutcome, Target, given, looked_at
+from bombus_gateway.tenants.endpoints.servers import LOAD_S, EndpointOutcome, Target, given, looked_at, replica_at
 from bombus_gateway.tenants.listings import path_of, synced_weights
 from bombus_gateway.training.dialects import is_tinkers
 from bombus_gateway.training.endpoints import Endpoint, SyncRequest
@@ -55,7 +53,6 @@ class WeightSync:
     def __init__(self, gateway: Gateway, desk: OperationDesk) -> None:
         self._gateway = gateway
         self._desk = desk
-        self._hosts = gateway.settings.inference_hosts
         self._of_endpoints: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
         self._of_models: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._saved_here: dict[str, None] = {}  # by their paths: another gateway's servers may still read its own
@@ -115,11 +112,12 @@ class WeightSync:
         """Return the servers: those that are registered, or without any the replicas of the hive itself."""
         if endpoints:
             wanted = [each for each in endpoints if only in (None, each)]
-            return list(await asyncio.gather(*(looked_at(self._hosts, each) for each in wanted)))
+            return list(await asyncio.gather(*(looked_at(self._gateway, each) for each in wanted)))
         if self._desk.state.usable:  # the base of a run that has just begun takes a moment
             await self._desk.until(lambda: bool(self._desk.state.loaded), LOADED_S)
         engine = self._desk.state
-        own = [_own(engine.replicas[name].url) for name in sorted(engine.loaded) if name in engine.replicas]
+        loaded = [engine.replicas[name] for name in sorted(engine.loaded) if name in engine.replicas]
+        own = [replica_at(self._gateway, each.url) for each in loaded]
         if not own:
             why = "No inference endpoint is registered, and no replica of the hive has loaded the base"
             raise Refused(Code.NO_REPLICA, f"{why}: add_inference_endpoint, or wait for a replica.")
@@ -220,12 +218,6 @@ class WeightSync:
     def _is_read(self, kept: KeptWeights) -> bool:
         """Return whether a sync that saved it is over. Of another gateway's, only time tells."""
         return path_of(kept).id in self._saved_here or kept.saved_ns < time.time_ns() - LOAD_S * 1e9
-
-
-def _own(url: str) -> Target:
-    """Return a replica of the hive as a server."""
-    where = urlsplit(url)
-    return Target(Endpoint(where.hostname or "", where.port or 80), url, FoundServer(kind=ServerKind.REPLICA))
 
 
 def _of(target: Target, saved: dict[CheckpointKind, CheckpointSaved]) -> CheckpointSaved | None:
