@@ -287,3 +287,7 @@ async def test_refusals_say_what_to_do(
     )
     answer = await http.get(f"http://127.0.0.1:{address.port}/workers")
     assert (answer.status_code, "is not offered" in answer.text) == (404, True)
+    page = {"origin": "http://evil.example", "content-type": "text/plain"}  # which needs no preflight
+    answer = await http.post(f"http://127.0.0.1:{address.port}/generate", content=b'{"text": "a"}', headers=page)
+    assert (answer.status_code, "a web page may not" in answer.text) == (401, True)
+    assert not served.replica.requests

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server of this machine alone, whose answers come whole."""
+"""A small HTTP/1.1 server for programs of this machine, whose answers come whole. It refuses web pages."""
 
 import asyncio
 import socket
@@ -46,11 +46,13 @@ class LocalServer:
                 writer.transport.abort()
             await self._server.wait_closed()
 
-    async def _answered(self, method: str, path: str, body: bytes | None) -> LocalAnswer:
+    async def _answered(self, request: h11.Request, body: bytes | None) -> LocalAnswer:
         try:
+            if any(name == b"origin" for name, _ in request.headers):  # which browsers alone send
+                raise Refused(Code.BAD_KEY, "a web page may not use this address: programs of this machine may")
             if body is None:
                 raise Refused(Code.TOO_LARGE, f"a request has at most {BODY_BYTES_MAX >> 20} MiB: send less")
-            return await self._answer(method, path, body)
+            return await self._answer(request.method.decode(), request.target.decode(), body)
         except Refused as refused:
             return LocalAnswer(refused.status, msgspec.json.encode({"error": {"message": refused.why}}))
 
@@ -73,7 +75,7 @@ class LocalServer:
         request, body = await _read_request(wire, reader, writer)
         if request is None:
             return False
-        answer = await self._answered(request.method.decode(), request.target.decode(), body)
+        answer = await self._answered(request, body)
         headers = [("content-type", answer.kind), ("content-length", str(len(answer.body)))]
         parts: Sequence[Any] = (
             h11.Response(status_code=answer.status, headers=headers),
