@@ -12,7 +12,7 @@ import httpx
 import psutil
 
 from tests.atropos.run_api import TRAINER, RunApi, run_api
-from tests.effort import effort
+from tests.effort import effort, long_only
 from tests.patience import PATIENCE_S, until
 
 KINDS = ("gateway", "coordinator", "nats-server")
@@ -94,6 +94,7 @@ async def strike(server: RunApi, kind: str) -> bool:
     return False
 
 
+@long_only
 async def test_r16_every_acknowledged_group_is_served_whatever_is_killed_under_load(tmp_path: Path) -> None:
     with run_api(tmp_path, "--gateways", "2") as server:
         load = Load(server.url)

@@ -171,6 +171,7 @@ async def kill_the_leader(cluster: Cluster, bus: Bus, load: Load, stream: str) -
     return gap_s
 
 
+@long_only
 async def test_replicated_streams_lose_their_leaders_under_load_and_no_acknowledged_message(tmp_path: Path) -> None:
     gaps: list[float] = []
     async with nats_cluster(tmp_path) as cluster, await Bus.connect(cluster.url, HIVE, name="test") as bus:

@@ -55,6 +55,7 @@ def bombus(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@long_only
 def test_the_demo_trains_a_folder_of_any_name_with_its_own_template(folder: Path) -> None:
     home = folder.parent
     done = bombus(home, "demo", "--model", NAME, "--minutes", "0.01", "--out", "run")

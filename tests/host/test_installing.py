@@ -74,6 +74,7 @@ def test_an_environment_is_made_once_and_has_its_own_interpreter(root: Path, tmp
     verify_only_its_output_is_left(root)
 
 
+@long_only
 def test_an_environment_that_cannot_be_made_leaves_only_its_output(root: Path) -> None:
     with pytest.raises(EngineFault) as caught:
         install(tiny("no-such-bumblebee==3"), silent)

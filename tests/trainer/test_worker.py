@@ -21,6 +21,7 @@ from bombus_trainer.loading import load_base
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.tenants.settings import TenantSettings
 from bombus_trainer.worker import main
+from tests.effort import long_only
 from tests.patience import PATIENCE_S
 from tests.trainer.serving.serving_hive import TrainingClient, create, serving
 from tests.trainer.trainer_hive import Stage, staged
@@ -69,6 +70,7 @@ def is_settled(client: TrainingClient, model: str, key: str, _: Hive) -> bool:
     return not client.queued(model, key).waits
 
 
+@long_only
 async def test_training_operations_are_refused_by_a_trainer_of_several_ranks_which_goes_on(
     bus: Bus, nats_url: str, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from bombus.errors import EngineFault
 from bombus_trainer.backends.verl.ulysses import check_heads, ulysses_attention
+from tests.effort import long_only
 from tests.trainer.backends.row_parts import CASES
 from tests.verl.processes import found_by_ranks
 
@@ -16,12 +17,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found_by_ranks("tests.trainer.backends.row_parts", 2, tmp_path_factory.mktemp("ranks"))
 
 
+@long_only
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_of_the_parts_are_those_of_the_whole_row(found: dict[str, Any], case: str) -> None:
     assert len(found[case]) == (5 if case == "sinks" else 4)
     assert max(found[case]) < 1e-5
 
 
+@long_only
 def test_ranks_join_their_terms_and_get_the_gradients_of_their_own(found: dict[str, Any]) -> None:
     assert found["joined"] == [[1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0]]
 
