@@ -33,6 +33,7 @@ LONGEST = [
     "test_fuzz",
     "test_up",
     "test_kills",
+    "test_hangs",
     "test_cluster",
     "test_operations",
     "test_installing",

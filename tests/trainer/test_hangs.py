@@ -13,6 +13,7 @@ from bombus.faults import Point
 from bombus.hive.events import TrainerOpened, TrainerStalled
 from bombus.hive.state import Phase
 from bombus_trainer.recovery.watch import EXIT_HUNG
+from tests.effort import long_only
 from tests.trainer.forked_trainers import Forge
 from tests.trainer.trainer_hive import WAIT_S
 from tests.trainer.trainer_lives import Life, running, undisturbed
@@ -46,6 +47,7 @@ async def hangs(life: Life, point: Point) -> None:
     assert "in _happen" in said, "the log says where each thread was"
 
 
+@long_only
 async def test_r11_a_trainer_whose_thread_hangs_is_replaced_and_each_step_is_made_once_with_the_same_bytes(
     nats_url: str, hive: str, tmp_path: Path, forge: Forge
 ) -> None:
