@@ -93,7 +93,6 @@ def test_an_empty_stop_text_ends_nothing(stop: Any, stops: tuple[str, ...]) -> N
     "more",
     [
         {"user": 7},
-        {"reasoning_effort": {"effort": "high"}},
         {"metadata": [], "store": "yes", "prompt_cache_key": 1, "prompt_cache_retention": {}, "safety_identifier": 5},
         {"messages": [{"role": "assistant", "content": "a", "reasoning": {"text": "x"}, "annotations": {}}, USER]},
         {"messages": [{"role": "assistant", "tool_calls": [{"index": "0", "function": {"name": "f"}}]}, USER]},

@@ -210,3 +210,92 @@ def test_a_conversation_without_variables_has_the_digest_of_earlier_versions() -
     variables: list[dict[str, bool | int | float | str]] = [{}, {"a": True}, {"a": 1}, {"a": 1.0}, {"a": "1"}, {"b": 1}]
     assert len({root_digest(tools, each) for each in variables}) == len(variables)
     assert root_digest(tools, {"a": 1, "b": 2}) == root_digest(tools, {"b": 2, "a": 1})
+
+
+PLAIN = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+DOORS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": USER}, {"reasoning_effort": "none"}),
+    ("/v1/responses", {"input": USER}, {"reasoning": {"effort": "none", "summary": "auto"}}),
+    ("/v1/messages", {"messages": USER}, {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}),
+]
+
+
+async def post(hive: GatewayHive, key: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=hive.base_url) as http:
+        answer = await http.post(path, json={"model": MODEL, **body}, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+async def test_a_wish_for_thinking_reaches_the_template_at_every_door_without_a_word_of_the_job(bus: Bus) -> None:
+    async with gateway_hive(bus, files=files(THINKS)) as hive:
+        for path, asked, wish in DOORS:
+            episode, key = await hive.claim()
+            answer = await post(hive, key, path, {**asked, **wish})
+            assert prompts(hive)[-1].endswith(PLAIN)
+            assert "x-bombus-overridden" not in answer.headers
+            (record,) = await hive.records(episode, 1)
+            assert record.chat_template_kwargs == {"enable_thinking": False}
+        counted = await post(hive, key, "/v1/messages/count_tokens", {"messages": USER, **wish})
+        tokens = await post(hive, key, "/tokenize", {"messages": USER, "reasoning_effort": "none"})
+        assert counted.json()["input_tokens"] == tokens.json()["count"] == record.prompt_tokens
+
+
+async def test_a_conversation_goes_on_where_its_wish_for_thinking_stays_and_begins_anew_where_it_changes(
+    bus: Bus,
+) -> None:
+    async with gateway_hive(bus, files=files(THINKS)) as hive:
+        episode, key = await hive.claim()
+        messages = list(USER)
+        for effort in ("none", "none", "high"):
+            answer = await post(hive, key, DOORS[0][0], {"messages": messages, "reasoning_effort": effort})
+            messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "and?"}]
+        first, second, third = await hive.records(episode, 3)
+        assert (first.parent, second.parent and second.parent.id, third.parent) == (None, first.id, None)
+        assert third.chat_template_kwargs == {"enable_thinking": True}
+        assert [record.overridden for record in (first, second, third)] == [(), (), ("reasoning_effort",)]
+        sent = [unpack_tokens(request.prompt) for request in hive.replica.requests]
+        assert sent[1][: len(sent[0])] == sent[0]
+
+
+async def test_a_job_that_says_how_much_is_thought_is_not_overruled_and_the_answer_says_so(bus: Bus) -> None:
+    groups = JOB["bombus"]
+    fixed = {"bombus": {**groups, "model": {"path": MODEL, "chat_template_kwargs": {"enable_thinking": True}}}}
+    async with gateway_hive(bus, fixed, files(THINKS)) as hive:
+        for path, asked, wish in DOORS:
+            episode, key = await hive.claim()
+            answer = await post(hive, key, path, {**asked, **wish})
+            assert answer.headers["x-bombus-overridden"] in ("reasoning_effort", "reasoning.effort", "thinking")
+            (record,) = await hive.records(episode, 1)
+            assert (record.chat_template_kwargs, len(record.overridden)) == ({}, 1)
+        assert not any(prompt.endswith(PLAIN) for prompt in prompts(hive))
+
+
+async def test_variables_that_a_request_gives_itself_win_over_its_wish_for_thinking(served: GatewayHive) -> None:
+    _, key = await served.claim()
+    answer = await post(served, key, DOORS[0][0], {"messages": USER, "reasoning_effort": "medium", **NO_THINKING})
+    assert answer.headers["x-bombus-overridden"] == "reasoning_effort"
+    assert prompts(served)[-1].endswith(PLAIN)
+
+
+async def test_what_a_model_has_no_variable_for_is_named_and_the_usual_is_not(bus: Bus) -> None:
+    """Codex and Claude Code send the usual with every request."""
+    async with gateway_hive(bus) as hive:
+        _, key = await hive.claim()
+        beyond: list[dict[str, Any]] = [
+            {"reasoning_effort": "high"},
+            {"reasoning": {"effort": "low"}},
+            {"thinking": {"type": "enabled"}},
+        ]
+        usual: list[dict[str, Any]] = [
+            {"reasoning_effort": "medium"},
+            {"reasoning": {"effort": "medium", "summary": "auto"}},
+            {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "high"}},
+        ]
+        for (path, asked, _), wish, plain in zip(DOORS, beyond, usual, strict=True):
+            assert (await post(hive, key, path, {**asked, **wish})).headers["x-bombus-overridden"] in (
+                "reasoning_effort",
+                "reasoning.effort",
+                "thinking",
+            )
+            assert "x-bombus-overridden" not in (await post(hive, key, path, {**asked, **plain})).headers

@@ -78,10 +78,12 @@ class ChatTemplate:
 
         A gateway renders with each of them, so they are few, whatever a template looks up.
         """
+        return sorted(name for name in self.looked_up() if any(part in name for part in _SWITCHES))[:SWITCHES_MAX]
+
+    def looked_up(self) -> set[str]:
+        """Return the variables that the template looks up beside those that rendering gives; it may set some itself."""
         trees = (environment().parse(source) for source in self._sources)
-        looked_up = set().union(*map(find_undeclared_variables, trees))
-        free = looked_up - GIVEN - environment().globals.keys()
-        return sorted(name for name in free if any(part in name for part in _SWITCHES))[:SWITCHES_MAX]
+        return set().union(*map(find_undeclared_variables, trees)) - GIVEN - environment().globals.keys()
 
     def remakers(self) -> list[Callable[[str], str]]:
         """Return what the template may do to a text, other than to trim it, cut it, or change its case.
@@ -109,8 +111,13 @@ class ChatTemplate:
         """Return the texts that the template itself can write, with NUL between them."""
         trees = [environment().parse(source) for source in self._sources]
         texts = [node.data for tree in trees for node in tree.find_all(nodes.TemplateData)]
+        return "\0".join([*texts, *self.words()])
+
+    def words(self) -> list[str]:
+        """Return the texts in the template's expressions."""
+        trees = [environment().parse(source) for source in self._sources]
         constants = [node.value for tree in trees for node in tree.find_all(nodes.Const)]
-        return "\0".join([*texts, *(constant for constant in constants if isinstance(constant, str))])
+        return [constant for constant in constants if isinstance(constant, str)]
 
 
 def _steps_max(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:

@@ -2,14 +2,23 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
 from bombus.errors import Refused
 from bombus.hive.records import FinishReason, SamplingParams
-from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
+from bombus_gateway.atropos.vllm_generate import (
+    ScoredPrompt,
+    VllmRequest,
+    is_vllm,
+    read_vllm,
+    shown_text,
+    write_vllm,
+)
 from bombus_gateway.training.samples import SampledTokens
 from bombus_gateway.training.sampling import SampleRequest
+from tests.gateway.openai_hive import IM_END, TEXT, tokens_of
 from tests.gateway.training.wire import float32s, int32s
 
 PROMPT = ScoredPrompt("Hi")
@@ -57,7 +66,7 @@ def test_all_else_that_changes_a_sample_is_read() -> None:
         top_logprobs=2,
     )
     asked = SampleRequest(prompt=int32s(1, 2), sampling=sampling, ends_at_eos=False)
-    assert read_vllm(given) == VllmRequest(asked=asked, logprobs=True, streamed=True)
+    assert read_vllm(given) == VllmRequest(asked=asked, logprobs=True, streamed=True, with_specials=True)
 
 
 @pytest.mark.parametrize("prompt", ["Hello", {"prompt": "Hello"}])
@@ -159,6 +168,33 @@ def test_a_streamed_answer_is_a_line_of_prompt_and_text() -> None:
     line = write_vllm(request, [FIRST, SECOND], ["ab", "c"], PROMPT)
     assert line.endswith(b"}\n")
     assert json.loads(line) == {"text": ["Hiab", "Hic"]}
+
+
+ENDED = [*tokens_of("a fox", end=False), IM_END]
+STOPPED = tokens_of("a fox. b", end=False)
+
+
+@pytest.mark.parametrize(
+    ("how", "tokens", "shown"),
+    [
+        ({}, ENDED, "as it was read"),
+        ({"detokenize": False}, ENDED, ""),
+        ({"skip_special_tokens": False}, ENDED, "a fox"),
+        ({"include_stop_str_in_output": True}, ENDED, "a fox"),
+        ({"include_stop_str_in_output": True, "skip_special_tokens": False}, ENDED, "a fox<|im_end|>"),
+        ({"skip_special_tokens": False, "stop": "."}, STOPPED, "a fox"),
+        ({"include_stop_str_in_output": True, "stop": ["b", "."]}, STOPPED, "a fox."),
+        ({"stop": "<|im_end|>", "skip_special_tokens": False}, ENDED, "a fox"),
+    ],
+)  # fmt: skip
+def test_the_text_of_an_answer_is_written_as_vllm_writes_it(how: dict[str, Any], tokens: list[int], shown: str) -> None:
+    sample = SampledTokens(tokens=int32s(*tokens), logprobs=b"", finish=FinishReason.STOP)
+    assert shown_text(read_vllm(body(**TOKENS, **how)), sample, "as it was read", TEXT.tokenizer) == shown
+
+
+def test_stop_texts_need_a_text_as_in_vllm() -> None:
+    with pytest.raises(Refused, match="stop texts are looked for in text"):
+        read_vllm(body(**TOKENS, detokenize=False, stop="x"))
 
 
 def test_the_logprobs_of_a_prompt_begin_with_nothing() -> None:

@@ -1,7 +1,7 @@
 """The requests of Anthropic's Messages API: decoded, and turned into a neutral `CompletionRequest`. Pure.
 
-Clients of this API send much that does not change what is sampled: betas, metadata, thinking, marks for a cache. It may
-have any value. How tokens are drawn is a wish, about which the job decides. What nobody here can do, and what nobody
+Clients of this API send much that does not change what is sampled: betas, metadata, marks for a cache. It may have any
+value. How tokens are drawn is a wish, about which the job decides. What nobody here can do, and what nobody
 here knows, is listed as `unsupported`: the job says whether that is refused or left out.
 """
 
@@ -16,8 +16,10 @@ from msgspec import Meta
 from bombus.errors import Code
 from bombus_gateway import limits
 from bombus_gateway.anthropic.client_tools import CLIENT_TOOLS
+from bombus_gateway.anthropic.thinking import beyond_thinking, wish_for_thinking
 from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
 from bombus_gateway.decoding.json_body import (
+    STRICT,
     Asked,
     BadParameter,
     check_count_of_tools,
@@ -96,6 +98,9 @@ class _Tool(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     type: str | None = None
     defer_loading: bool | None = None
+    strict: bool | None = None
+    input_examples: list[Any] | None = None
+    allowed_callers: list[Any] | None = None
 
 
 class _Body(msgspec.Struct, kw_only=True):
@@ -115,13 +120,13 @@ class _Body(msgspec.Struct, kw_only=True):
     context_management: dict[str, Any] | None = None
     container: _Unused = None
     mcp_servers: list[_Unused] | None = None
-    thinking: _Unused = None
+    thinking: Any = None
     metadata: _Unused = None
     cache_control: _Unused = None
-    diagnostics: _Unused = None
-    service_tier: _Unused = None
-    speed: _Unused = None
-    inference_geo: _Unused = None
+    diagnostics: Any = None
+    service_tier: Any = None
+    speed: Any = None
+    inference_geo: Any = None
     betas: _Unused = None
 
 
@@ -174,6 +179,7 @@ def read_messages(body: bytes) -> MessagesRequest:
             top_k=max(found.top_k or 0, 0),
             max_tokens=found.max_tokens,
         ),
+        thinking=wish_for_thinking(found.thinking, found.output_config),
         demands=demands,
         one_call=_ONE_CALL if found.tool_choice and found.tool_choice.disable_parallel_tool_use else "",
         unsupported=(*unmet, *unsupported),
@@ -200,8 +206,15 @@ def _beyond_messages(found: _Body, last: _Message) -> list[Unsupported]:
         ("container", found.container is not None, "no code is run here"),
         ("mcp_servers", bool(found.mcp_servers), "tools are called by the client alone"),
         ("messages", last.role == "assistant", "an answer that the client began is not gone on with"),
+        ("diagnostics", found.diagnostics is not None, "nothing is said about a cache"),
+        ("service_tier", found.service_tier not in (None, "auto", "standard_only"), "there is only one"),
+        ("speed", found.speed not in (None, "standard"), "there is only one"),
+        ("inference_geo", found.inference_geo not in (None, "global"), "the model is where the hive is"),
     )
-    return [Unsupported(name, why) for name, is_asked, why in asked if is_asked]
+    return [
+        *(Unsupported(name, why) for name, is_asked, why in asked if is_asked),
+        *beyond_thinking(found.thinking, found.output_config),
+    ]
 
 
 _ONE_CALL = "tool_choice.disable_parallel_tool_use"
@@ -209,8 +222,10 @@ _ONE_CALL = "tool_choice.disable_parallel_tool_use"
 
 def _forced_call(choice: _ToolChoice | None, tools: Sequence[Mapping[str, Any]]) -> Asked | None:
     """Return what a choice of tools asks for; None where the model may answer as it likes."""
-    if choice is None or choice.type not in ("any", "tool"):
+    if choice is None or choice.type in ("auto", "none"):
         return None
+    if choice.type not in ("any", "tool"):
+        return Unsupported("tool_choice", "nobody here knows this choice of tools")
     return demand_of_calls("tool_choice", tools, [choice.name] if choice.type == "tool" else None)
 
 
@@ -267,7 +282,18 @@ def _tools(
             unsupported.append(Unsupported(f"tools.{index}.type", why))
         elif not tool.defer_loading or tool.name in referenced:
             tools.append(function)
+            unsupported += _beyond_function(tool)
     return tools
+
+
+def _beyond_function(tool: _Tool) -> Iterator[Unsupported]:
+    """Yield what is asked for with a tool that the model is not told."""
+    if tool.strict:
+        yield STRICT
+    if tool.input_examples:
+        yield Unsupported("tools.input_examples", "templates have no place for examples")
+    if tool.allowed_callers not in (None, [], ["direct"]):
+        yield Unsupported("tools.allowed_callers", "no code is run here")
 
 
 def _referenced(given: Sequence[_Alone]) -> set[str]:

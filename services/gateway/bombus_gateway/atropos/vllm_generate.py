@@ -8,7 +8,8 @@ from typing import TypeAlias
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus.hive.records import SamplingParams
+from bombus.hive.records import FinishReason, SamplingParams, unpack_tokens
+from bombus.text.tokenizer import Tokenizer
 from bombus_gateway import limits
 from bombus_gateway.atropos.json_body import decode_at
 from bombus_gateway.atropos.refusals import UnfitBody
@@ -27,7 +28,8 @@ class VllmRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be sampled. The prompt of `asked` is empty where it is given as a `text`.
 
     With `logprobs` the answer has tokens and their logprobs, and `asked.sampling.top_logprobs` alternatives to each;
-    without it the answer is text alone. One that is `streamed` is the same answer as a line.
+    without it the answer is text alone. One that is `streamed` is the same answer as a line. Where it is `decoded`,
+    its text has no names of special tokens unless `with_specials`, and ends with what stopped it if `with_stop`.
     """
 
     asked: SampleRequest
@@ -35,6 +37,9 @@ class VllmRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     prompt_logprobs: bool = False
     streamed: bool = False
+    decoded: bool = True
+    with_specials: bool = False
+    with_stop: bool = False
 
 
 class ScoredPrompt(msgspec.Struct, frozen=True):
@@ -78,8 +83,8 @@ class _Generate(msgspec.Struct, forbid_unknown_fields=True):
     # These change how an answer is written, and not what is sampled.
     detokenize: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    spaces_between_special_tokens: bool = True  # the decoders that are taken here write none either way
 
 
 _generates = msgspec.json.Decoder(_Generate)
@@ -96,6 +101,10 @@ def read_vllm(body: bytes) -> VllmRequest:
     given = decode_at(_generates, body)
     if given.min_tokens > 0:
         raise Refused(Code.UNSUPPORTED, "min_tokens is not offered here: leave it out.")
+    if given.stop and not given.detokenize:
+        raise UnfitBody(
+            "detokenize", "stop texts are looked for in text: leave out detokenize, or send stop_token_ids."
+        )
     prompt, text = _prompt_of(given.prompt)
     scored: int | None = None
     top_prompt = 0
@@ -119,7 +128,28 @@ def read_vllm(body: bytes) -> VllmRequest:
         logprobs=given.logprobs is not None,
         prompt_logprobs=given.prompt_logprobs is not None,
         streamed=given.stream,
+        decoded=given.detokenize,
+        with_specials=not given.skip_special_tokens,
+        with_stop=given.include_stop_str_in_output,
     )
+
+
+def shown_text(request: VllmRequest, sample: SampledTokens, text: str, tokenizer: Tokenizer) -> str:
+    """Return the text of a sample as the request wants it; `text` has no special tokens, and not what stopped it."""
+    if not request.decoded:
+        return ""
+    if not request.with_specials and not request.with_stop:
+        return text
+    tokens, names = unpack_tokens(sample.tokens), tokenizer.specials if request.with_specials else {}
+    pieces = [tokenizer.pieces[token] or names.get(token, "").encode() for token in tokens]
+    whole = b"".join(pieces).decode("utf-8", "replace")
+    stops = [(at, stop) for stop in request.asked.stops if (at := whole.find(stop)) >= 0]
+    if stops:
+        at, stop = min(stops)
+        return whole[: at + len(stop) if request.with_stop else at]
+    if request.with_stop or sample.finish != FinishReason.STOP:
+        return whole
+    return b"".join(pieces[:-1]).decode("utf-8", "replace")
 
 
 def write_vllm(

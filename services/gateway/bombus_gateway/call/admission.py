@@ -31,6 +31,9 @@ from bombus_gateway.text.words import strings
 
 EPISODE_NEWS_S = 2.0  # how long the event of a claim may take to arrive here when its key is already in use
 _CLAIM = "claim another one"
+_NO_VARIABLE = "the model's chat template has no such variable"
+_SET_BY_JOB = "the job's model.chat_template_kwargs says how much the model thinks"
+_SET_BY_REQUEST = "the request's own chat_template_kwargs say how much the model thinks"
 _LISTED = "this model writes several calls as one list, which cannot end after its first"
 
 
@@ -116,6 +119,28 @@ class Admitted:
         if wanted is not None and wanted < room.tokens:
             return Room(wanted, LengthLimit.REQUEST)
         return room
+
+    def with_thinking(self, request: CallRequest) -> CallRequest:
+        """Return the request with its wish for the model's thinking as variables of the chat template. Pure.
+
+        Variables that the request gives itself stay, and those of a job that lets no request give any. What has no
+        variable, or is against these, is unsupported.
+        """
+        completion = request.completion
+        if completion.thinking is None:
+            return request
+        variables, fields = self.model.renderer.thinking.given(completion.thinking)
+        own, is_free = completion.chat_template_kwargs, self.job.rollout.allow_chat_template_kwargs
+        fixed = own if is_free else self.job.model.chat_template_kwargs
+        unmet = [Unsupported(field, _NO_VARIABLE) for field in fields]
+        if any(fixed.get(name, value) != value for name, value in variables.items()):
+            unmet.append(Unsupported(completion.thinking.field, _SET_BY_REQUEST if is_free else _SET_BY_JOB))
+        free = {name: value for name, value in variables.items() if name not in fixed}
+        unsupported = (*completion.unsupported, *unmet)
+        settled = msgspec.structs.replace(
+            completion, chat_template_kwargs={**own, **free}, thinking=None, unsupported=unsupported
+        )
+        return msgspec.structs.replace(request, completion=settled)
 
     def constraint(
         self, request: CompletionRequest, prompt: bytes

@@ -133,7 +133,7 @@ class Calls:
             # Held until the call is closed: what it adds goes where the episode's next request looks for it.
             conversation = self.histories.conversation(request.claims)
             self._check_episode_bytes(conversation, request.claims.episode)
-            request = await self.earlier.continued(request)
+            request = await self.earlier.continued(admitted.with_thinking(request))
             plan = await self._planned(request, admitted, conversation)
             call = Call(self, request, plan, admitted.engine, attempt, admitted.sampler)
             async with self._kept_open(call):
@@ -172,7 +172,7 @@ class Calls:
     async def prompt_tokens(self, request: CallRequest) -> int:
         """Return how many tokens the prompt of a call would have. Nothing is sampled or recorded. Raises `Refused`."""
         admitted = await self.admission.admit(request)
-        prompt = await plan_prompt(request, admitted, self.histories, self.workers)
+        prompt = await plan_prompt(admitted.with_thinking(request), admitted, self.histories, self.workers)
         return prompt.count
 
     def _check_episode_bytes(self, conversation: Conversation, episode: str) -> None:

@@ -1,7 +1,9 @@
 """The plan of a call: the stored conversation that it continues, its prompt as tokens, and its sampling parameters."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -9,15 +11,17 @@ from bombus.errors import Code, Refused
 from bombus.hive.generation import Constraint
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus_gateway.call.admission import Admitted, Room
-from bombus_gateway.call.request import CallRequest, CompletionRequest
+from bombus_gateway.call.request import CallRequest
 from bombus_gateway.call.workers import Workers
 from bombus_gateway.history.conversation import Conversation, Node
 from bombus_gateway.history.echoes import Followed
 from bombus_gateway.history.histories import Histories
 from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.renderer import TemplateRenderer
 from bombus_gateway.text.rendering import TextModel
 
 TOKEN_BYTES = 4  # of its text, roughly
+TRIAL_BYTES = 1 << 20  # of a request that takes as long as a template's trial with variables that are new to it
 TRIED_MAX = 4  # answers that say the same: the template may be unable to go on from the first of them
 
 
@@ -97,14 +101,15 @@ async def plan_prompt(request: CallRequest, admitted: Admitted, histories: Histo
 async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories, workers: Workers) -> Prompt:
     followed = await histories.follow(request)
     node = followed.last
-    # A small request may name answers that were large.
-    work_bytes = max(request.body_bytes, TOKEN_BYTES * node.count if node is not None else 0)
-    rendered = partial(_rendered, request.completion, model, followed)
+    renderer = model.renderer.given(request.completion.chat_template_kwargs)
+    # A small request may name answers that were large, or be the first with variables that have to be tried.
+    large = TOKEN_BYTES * node.count if node is not None else 0
+    work_bytes = max(request.body_bytes, large, 0 if renderer.is_tried else TRIAL_BYTES)
+    rendered = partial(_rendered, request.completion.tools, renderer, followed)
     return await workers.run(request.claims.episode, work_bytes, rendered)
 
 
-def _rendered(completion: CompletionRequest, model: TextModel, followed: Followed[Node]) -> Prompt:
-    renderer, tools = model.renderer.given(completion.chat_template_kwargs), completion.tools
+def _rendered(tools: Sequence[Mapping[str, Any]], renderer: TemplateRenderer, followed: Followed[Node]) -> Prompt:
     messages, digest = renderer.adapted(followed.messages), followed.digests[-1]
     for node in followed.candidates[:TRIED_MAX]:
         history = node.tokens

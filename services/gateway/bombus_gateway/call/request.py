@@ -9,6 +9,7 @@ from bombus.errors import Code, Refused
 from bombus_gateway import limits
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.thinking import ThinkingWish
 
 TOP_P_MIN = 1e-6
 
@@ -80,7 +81,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     A prompt is text, in which special tokens are written by name, or token ids. `n` completions are sampled, and end
     at one of `stops`, or of `stop_token_ids` beside those of the model. `parse_tool_calls`: whether the answer is
     searched for calls of `tools`. `stream`: whether text is wanted as it comes. `chat_template_kwargs` are variables of
-    the model's chat template, which win over the job's.
+    the model's chat template, which win over the job's. `thinking` becomes such variables where the template has them.
     `continues` is the id of an earlier call of the episode, after whose conversation `messages` come. `answers` has ids
     of earlier calls too, by the places in `messages` where their answers belong.
     `demands` are met where an engine can hold answers to them. An answer ends after its first call where `one_call` has
@@ -102,6 +103,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     wish: SamplingWish = SamplingWish()
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    thinking: ThinkingWish | None = None
     continues: str = ""
     answers: dict[int, str] = {}
     demands: tuple[Demand, ...] = ()

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus_gateway import limits
 from bombus_gateway.call.request import Demand, Unsupported
+from bombus_gateway.text.thinking import NEAREST, NO_EFFORT, ThinkingWish
 
 Asked = Demand | Unsupported  # what a client asks for beyond tools, messages and how tokens are drawn
 ANY_OBJECT: dict[str, Any] = {"type": "object"}  # the JSON Schema of it
@@ -23,8 +24,10 @@ _escapes = re.compile(
     r"(?:\\\\)++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
 _place = re.compile(r" - at `\$\.?([^`]*)`$")
+_NOTHING = (b"null", b"false", b"0", b'""', b"[]", b"{}")  # values with which a field asks for nothing
 _NULL = msgspec.Raw(b"null")  # a Raw never equals bytes
 FREE_TEXT = "input"  # the argument that has the text of a custom tool
+STRICT = Unsupported("tools.strict", "nothing holds the arguments of a call to their schema")
 UNKNOWN = "nobody here knows this field"
 
 
@@ -69,6 +72,31 @@ def unknown_fields(body: bytes, known: set[str]) -> list[Unsupported]:
     if len(given) > limits.FIELDS:
         raise Refused(Code.TOO_LARGE, f"The body has {len(given)} fields, and the limit is {limits.FIELDS}.")
     return [Unsupported(name, UNKNOWN) for name, raw in given.items() if name not in known and raw != _NULL]
+
+
+def refuse_unknown(body: bytes, known: Collection[str]) -> None:
+    """Raise `Refused` UNSUPPORTED for a field of an object that is not among the known ones and asks for something."""
+    for name, raw in decode_body(raw_fields, body).items():
+        if name not in known and bytes(raw) not in _NOTHING:
+            raise Refused(Code.UNSUPPORTED, f"{name[:40]} is not offered here: leave it out.")
+
+
+def unknown_parts(field: str, given: Any, known: Collection[str]) -> list[Unsupported]:
+    """Return the parts of a field's object that are not among the known ones and not null; all of what is no object."""
+    if not isinstance(given, dict):
+        return [] if given is None else [Unsupported(field, "it is an object")]
+    return [Unsupported(f"{field}.{name}", UNKNOWN) for name in given if name not in known and given[name] is not None]
+
+
+def wish_of_effort(field: str, effort: Any) -> tuple[ThinkingWish | None, list[Unsupported]]:
+    """Return what an effort of OpenAI's APIs says about the model's thinking."""
+    if effort is None:
+        return None, []
+    if effort == NO_EFFORT:
+        return ThinkingWish(on=False, on_field=field), []
+    if not isinstance(effort, str) or effort not in NEAREST:
+        return None, [Unsupported(field, f"efforts are {NO_EFFORT}, {', '.join(NEAREST)}")]
+    return ThinkingWish(on=True, effort=effort, effort_field=field), []
 
 
 def field_names(kind: type[msgspec.Struct]) -> set[str]:

@@ -11,7 +11,14 @@ from bombus.errors import Code, Refused
 from bombus.hive.records import FinishReason
 from bombus_gateway.access import HeaderMap, HeaderPair
 from bombus_gateway.atropos.refusals import write_refusal
-from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
+from bombus_gateway.atropos.vllm_generate import (
+    ScoredPrompt,
+    VllmRequest,
+    is_vllm,
+    read_vllm,
+    shown_text,
+    write_vllm,
+)
 from bombus_gateway.call.calls import AnswerHead
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.door import ParsedRequest
@@ -113,9 +120,11 @@ class VllmEncoder(GenerateEncoder):
     def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes:
         asked = msgspec.structs.replace(self._request.asked, prompt=self._head.prompt)
         request = msgspec.structs.replace(self._request, asked=asked)
-        text = request.text or self._head.tokenizer.decode(array("i", asked.prompt).tolist())
+        tokenizer = self._head.tokenizer
+        text = request.text or tokenizer.decode(array("i", asked.prompt).tolist())
         samples = [_sampled(each) for each in completions]
-        return write_vllm(request, samples, [each.text() for each in completions], ScoredPrompt(text))
+        texts = [shown_text(request, sample, each.text(), tokenizer) for sample, each in zip(samples, completions)]
+        return write_vllm(request, samples, texts, ScoredPrompt(text))
 
 
 class SglangEncoder(GenerateEncoder):

@@ -17,6 +17,7 @@ from bombus_gateway.schemas import (
     one_of,
     or_null,
 )
+from bombus_gateway.text.thinking import NEAREST, NO_EFFORT
 
 # ---- requests -----------------------------------------------------------------------------------------------------
 
@@ -90,6 +91,10 @@ _CHAT: dict[str, Any] = {
             "description": "variables of the chat template, which win over the job's; where the job allows them",
             "additionalProperties": {"anyOf": [BOOLEAN, NUMBER, STRING]},
             "maxProperties": VARIABLES_MAX,
+        },
+        "reasoning_effort": {
+            **one_of(NO_EFFORT, *NEAREST),
+            "description": "given to the chat template, by the names that it reads",
         },
         **_SAMPLING,
     },

@@ -16,6 +16,7 @@ from bombus_gateway import limits
 from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
 from bombus_gateway.decoding.json_body import (
     ANY_OBJECT,
+    STRICT,
     Asked,
     BadParameter,
     arguments_of_text,
@@ -30,6 +31,7 @@ from bombus_gateway.decoding.json_body import (
     stop_strings,
     stop_tokens,
     unknown_fields,
+    wish_of_effort,
 )
 from bombus_gateway.decoding.json_parts import RememberedItems, RememberedParts
 from bombus_gateway.text.message import ChatMessage
@@ -126,7 +128,7 @@ class _ChatBody(_Common, kw_only=True):
     modalities: list[str] | None = None
     prediction: Unused = None
     response_format: dict[str, Any] | None = None
-    reasoning_effort: Unused = None
+    reasoning_effort: Any = None
     web_search_options: Unused = None
     metadata: Unused = None
     parallel_tool_calls: bool | None = None
@@ -174,6 +176,7 @@ def read_chat(body: bytes) -> OpenAIRequest:
             Code.MALFORMED, "max_tokens", "max_tokens and max_completion_tokens differ: give only one of them."
         )
     messages, left_out = _messages(found.messages)
+    thinking, unthought = wish_of_effort("reasoning_effort", found.reasoning_effort)
     demands, unmet = split_asked(
         [_forced_call(found.tool_choice, tools.functions), _form_of_answer(found.response_format)]
     )
@@ -181,6 +184,7 @@ def read_chat(body: bytes) -> OpenAIRequest:
         *tools.unsupported,
         *left_out,
         *unmet,
+        *unthought,
         *_beyond_chat(found),
         *unknown_fields(body, _CHAT_FIELDS),
     ]
@@ -193,6 +197,7 @@ def read_chat(body: bytes) -> OpenAIRequest:
         top_logprobs=found.top_logprobs or 0,
         wish=_wish(found, found.max_completion_tokens or found.max_tokens),
         chat_template_kwargs=found.chat_template_kwargs or {},
+        thinking=thinking,
         demands=demands,
         one_call="parallel_tool_calls" if found.parallel_tool_calls is False else "",
         unsupported=tuple(unsupported),
@@ -422,6 +427,7 @@ def _read_tools(given: bytes) -> _ReadTools:
         function = tool.get("function")
         if tool.get("type", "function") == "function" and isinstance(function, dict):
             tools.append(function_tool(function, f"{place}.function"))
+            others += [STRICT] if function.get("strict") else []
         else:
             others.append(Unsupported(f"{place}.type", "only functions can be called"))
     return _ReadTools(tuple(tools), tuple(others))

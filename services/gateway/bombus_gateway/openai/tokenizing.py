@@ -48,7 +48,9 @@ class TokenRoutes:
 
     async def _answer_tokenize(self, headers: HeaderMap, receive: Receive, response: Responder) -> None:
         (found, completion), request = await self._received(headers, receive, read_tokenize)
-        admitted = await self._calls.admission.admit(msgspec.structs.replace(request, completion=completion))
+        request = msgspec.structs.replace(request, completion=completion)
+        admitted = await self._calls.admission.admit(request)
+        completion = admitted.with_thinking(request).completion
         work = partial(_tokenized, admitted, found, completion, request.body_bytes)
         tokens, strings = await self._calls.workers.run(request.claims.episode, request.body_bytes, work)
         answer = {

@@ -23,6 +23,8 @@ from bombus_gateway.decoding.json_body import (
     field_names,
     split_asked,
     unknown_fields,
+    unknown_parts,
+    wish_of_effort,
 )
 from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.responses.items import InputItem, InputReader
@@ -32,6 +34,18 @@ from bombus_gateway.text.message import ChatMessage
 RESPONSE_ID = "resp_"  # and the id of the call
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
+# What responses may include: reasoning that is sent back, and parts of items that only tools of the server make.
+_OF_ITEMS = frozenset(
+    {
+        ENCRYPTED,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 Ignored = Any  # a known name whose value does not change what is sampled
 _Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
@@ -73,7 +87,7 @@ class _ResponsesBody(msgspec.Struct, kw_only=True):
     conversation: Ignored = None
     prompt: Ignored = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    reasoning: Ignored = None
+    reasoning: Any = None
     store: Ignored = None
     metadata: Ignored = None
     client_metadata: Ignored = None
@@ -81,7 +95,7 @@ class _ResponsesBody(msgspec.Struct, kw_only=True):
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
     safety_identifier: Ignored = None
-    service_tier: Ignored = None
+    service_tier: Any = None
     user: Ignored = None
     max_tool_calls: Ignored = None  # of tools that run at the server
 
@@ -169,6 +183,7 @@ def _completion(
     instructions: list[ChatMessage] = []
     form = (found.text or {}).get("format")
     demands, unmet = split_asked([_forced_call(found.tool_choice, tools), _form_of_answer(form)])
+    thinking, unthought = wish_of_effort("reasoning.effort", _effort(found.reasoning))
     if found.instructions:
         instructions.append({"role": "system", "content": found.instructions})
     return CompletionRequest(
@@ -183,11 +198,12 @@ def _completion(
             max_tokens=found.max_output_tokens,
         ),
         chat_template_kwargs=found.chat_template_kwargs or {},
+        thinking=thinking,
         continues=call_of(found.previous_response_id) if found.previous_response_id else "",
         answers={len(instructions) + at: call for at, call in reader.answers.items()},
         demands=demands,
         one_call="parallel_tool_calls" if found.parallel_tool_calls is False else "",
-        unsupported=(*unmet, *unsupported),
+        unsupported=(*unmet, *unthought, *unsupported),
         length_field="max_output_tokens",
     )
 
@@ -206,12 +222,25 @@ def _check_form(found: _ResponsesBody) -> None:
 
 def _beyond(found: _ResponsesBody) -> list[Unsupported]:
     """Return what is asked for that would change the answer, in ways that nobody here can."""
-    logprobs = bool(found.top_logprobs) or LOGPROBS in (found.include or ())
+    included, verbosity = found.include or (), (found.text or {}).get("verbosity")
+    logprobs = bool(found.top_logprobs) or LOGPROBS in included
+    others = any(each != LOGPROBS and each not in _OF_ITEMS for each in included)
     asked = (
         ("truncation", found.truncation not in (None, "disabled"), "nothing is left out of the input"),
         ("top_logprobs", logprobs, "chat completions have logprobs"),
+        ("include", others, "nobody here knows that"),
+        ("service_tier", found.service_tier not in (None, "auto", "default"), "there is only one"),
+        ("text.verbosity", verbosity not in (None, "medium"), "the model has no such setting"),
     )
-    return [Unsupported(name, why) for name, is_asked, why in asked if is_asked]
+    return [
+        *(Unsupported(name, why) for name, is_asked, why in asked if is_asked),
+        *unknown_parts("reasoning", found.reasoning, ("effort", "summary", "generate_summary")),
+        *unknown_parts("text", found.text, ("format", "verbosity")),
+    ]
+
+
+def _effort(reasoning: Any) -> Any:
+    return reasoning.get("effort") if isinstance(reasoning, dict) else None
 
 
 def _forced_call(choice: str | dict[str, Any] | None, tools: RequestTools) -> Asked | None:

@@ -11,14 +11,14 @@ import msgspec
 
 from bombus.errors import Code
 from bombus_gateway.call.request import Unsupported
-from bombus_gateway.decoding.json_body import FREE_TEXT, BadParameter, check_count_of_tools, function_tool
+from bombus_gateway.decoding.json_body import FREE_TEXT, STRICT, BadParameter, check_count_of_tools, function_tool
 
 FREE_TEXT_PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {FREE_TEXT: {"type": "string", "description": "The whole input of the tool, as plain text."}},
     "required": [FREE_TEXT],
 }
-_SHOWN = ("name", "description", "parameters")  # `strict` and the like say nothing to the model
+_SHOWN = ("name", "description", "parameters")
 _SERVER_TOOL = "a tool of type {!r} runs at the server, which has no tools"
 
 
@@ -83,6 +83,8 @@ def _add(tools: RequestTools, tool: Mapping[str, Any], place: str, namespace: st
     if kind not in ("function", "custom"):
         tools.unsupported.append(Unsupported(f"{place}.type", _SERVER_TOOL.format(str(kind)[:40])))
         return
+    if tool.get("strict"):
+        tools.unsupported.append(STRICT)
     is_custom = kind == "custom"
     shown = {key: tool.get(key) for key in _SHOWN} | (_as_function(tool) if is_custom else {})
     name = tool.get("name")

@@ -15,7 +15,7 @@ from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.control import ControlTokens
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
-from bombus_gateway.text.forms import SAMPLES, TOOL, WORD, find_form
+from bombus_gateway.text.forms import SAMPLES, TOOL, WORD, find_form, user
 from bombus_gateway.text.guarding import Rendered, TextGuard
 from bombus_gateway.text.losses import LossCheck, NotRendered
 from bombus_gateway.text.message import ChatMessage
@@ -24,6 +24,7 @@ from bombus_gateway.text.reading.finding import RenderText, find_reading
 from bombus_gateway.text.reading.syntax import Thinking
 from bombus_gateway.text.shortening import Dialogue, Keep, short, trials
 from bombus_gateway.text.stops import find_stops
+from bombus_gateway.text.thinking import ThinkingVariables, find_thinking
 from bombus_gateway.text.words import free_word, strings
 
 log = logging.getLogger(__name__)
@@ -279,10 +280,18 @@ class TemplateRenderer:
 
         None where the template goes on otherwise without the middle of a conversation.
         """
-        given = repr(sorted(self._template.variables.items()))
-        if given not in self._kept and len(self._kept) < KEPT_MAX:
-            self._kept[given] = next((keep for keep in Keep if self._goes_on_as_whole(keep)), None)
-        return self._kept.get(given)
+        if not self.is_tried:
+            self._kept[self._given] = next((keep for keep in Keep if self._goes_on_as_whole(keep)), None)
+        return self._kept.get(self._given)
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether `kept` is known: finding it out takes up to a second."""
+        return self._given in self._kept or len(self._kept) >= KEPT_MAX
+
+    @property
+    def _given(self) -> str:
+        return repr(sorted(self._template.variables.items()))
 
     def _goes_on_as_whole(self, keep: Keep) -> bool:
         """Whether every trial goes on as it does without its middle; those that the template refuses do not count."""
@@ -409,6 +418,19 @@ class TemplateRenderer:
     def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]]) -> DeltaReader:
         """Return a reader of the completion of a prompt (int32)."""
         return self.reading.reader(self._end_of(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])), tools)
+
+    @cached_property
+    def thinking(self) -> ThinkingVariables:
+        """The variables of the template that say how much the model thinks."""
+
+        def beginning(variables: Mapping[str, Any]) -> str | None:
+            try:
+                return self._with(variables)._text([user(WORD)], [], True)
+            except TemplateRefused:
+                return None
+
+        template = self._template
+        return find_thinking(beginning, template.looked_up(), template.words(), bool(self.reading.reasoning))
 
     @cached_property
     def call_text(self) -> CallText | None:

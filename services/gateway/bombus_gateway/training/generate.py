@@ -9,7 +9,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive.records import SamplingParams
 from bombus_gateway import limits
-from bombus_gateway.decoding.json_body import decode_body
+from bombus_gateway.decoding.json_body import decode_body, field_names, refuse_unknown
 from bombus_gateway.training.data.json_numbers import numbers_in
 from bombus_gateway.training.data.tensors import INT32_MAX, NumberRoom, as_tokens, whole
 from bombus_gateway.training.samples import SampledTokens, checked_finish
@@ -68,9 +68,13 @@ class _Generate(msgspec.Struct):
     image_data: Any = None
     video_data: Any = None
     audio_data: Any = None
+    logprob_start_len: int = -1
+    rid: Any = None  # a client's own name of the request
+    model: Any = None  # and of the model, of which there is one
 
 
 _generates = msgspec.json.Decoder(_Generate)
+_FIELDS = field_names(_Generate)
 
 
 def read_generate(body: bytes) -> GenerateRequest:
@@ -80,6 +84,7 @@ def read_generate(body: bytes) -> GenerateRequest:
     for name, is_wanted in (
         ("stream", given.stream),
         ("top_logprobs_num", given.top_logprobs_num > 0),
+        ("logprob_start_len", given.logprob_start_len >= 0),
         ("image_data", bool(given.image_data)),
         ("video_data", bool(given.video_data)),
         ("audio_data", bool(given.audio_data)),
@@ -87,6 +92,7 @@ def read_generate(body: bytes) -> GenerateRequest:
     ):
         if is_wanted:
             raise Refused(Code.UNSUPPORTED, f"{name} is not offered here: leave it out.")
+    refuse_unknown(body, _FIELDS)
     if is_given(given.input_ids) == bool(given.text):
         raise Refused(Code.MALFORMED, "The prompt is missing or given twice: send either input_ids or a text.")
     asked = SampleRequest(

@@ -8,7 +8,14 @@ from bombus.errors import Code, Refused
 from bombus.hive.records import SamplingParams
 from bombus.operations import Failed
 from bombus_gateway import limits
-from bombus_gateway.decoding.json_body import decode_body, stop_strings, stop_tokens
+from bombus_gateway.decoding.json_body import (
+    decode_body,
+    field_names,
+    raw_fields,
+    refuse_unknown,
+    stop_strings,
+    stop_tokens,
+)
 from bombus_gateway.training.data.json_numbers import numbers_in
 from bombus_gateway.training.data.tensors import INT32_MAX, NumberRoom, as_tokens, whole
 from bombus_gateway.training.dialects import TrainingDialect, sampling_session
@@ -74,6 +81,8 @@ class _Prompt(msgspec.Struct):
 
 
 class _Sample(msgspec.Struct):
+    """A body of an `asample`, with its `_SampleAddress` and the `type` that all of Tinker's bodies have."""
+
     prompt: _Prompt
     sampling_params: _Params
     num_samples: int = 1
@@ -100,6 +109,8 @@ class _Session(msgspec.Struct):
 
 
 _samples = msgspec.json.Decoder(_Sample)
+_SAMPLE_FIELDS = {*field_names(_Sample), *field_names(_SampleAddress), "type"}
+_PARAMS_FIELDS = field_names(_Params)
 _addresses = msgspec.json.Decoder(_SampleAddress)
 _sessions = msgspec.json.Decoder(_Session)
 
@@ -145,6 +156,8 @@ def sample_accepted(submission: SampleSubmission) -> dict[str, object]:
 def _asked(body: bytes) -> SampleRequest:
     given = decode_body(_samples, body)
     _refuse_the_rest(given)
+    refuse_unknown(body, _SAMPLE_FIELDS)
+    refuse_unknown(bytes(decode_body(raw_fields, body)["sampling_params"]), _PARAMS_FIELDS)
     prompt = _prompt(given.prompt)
     params = given.sampling_params
     stops, stop_ids = stops_of(params.stop)

@@ -13,7 +13,14 @@ from bombus.hive.tenants.owners import seen_session
 from bombus.hive.tenants.state import Tenants
 from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.access import Access, Guard, KeyHolder
-from bombus_gateway.atropos.vllm_generate import ScoredPrompt, VllmRequest, is_vllm, read_vllm, write_vllm
+from bombus_gateway.atropos.vllm_generate import (
+    ScoredPrompt,
+    VllmRequest,
+    is_vllm,
+    read_vllm,
+    shown_text,
+    write_vllm,
+)
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.workers import CLIENTS
 from bombus_gateway.plain_routes import PlainRoute
@@ -147,7 +154,8 @@ def _read_sample(body: bytes) -> tuple[SampleSubmission, bytes]:
 def _written_as_vllm(given: VllmRequest, drawn: DrawnSamples, tokenizer: Tokenizer) -> bytes:
     text = given.text or tokenizer.decode(unpack_tokens(given.asked.prompt))
     prompt = ScoredPrompt(text, drawn.prompt_logprobs, drawn.top_prompt)
-    return write_vllm(given, drawn.samples, drawn.texts, prompt)
+    texts = [shown_text(given, *each, tokenizer) for each in zip(drawn.samples, drawn.texts, strict=True)]
+    return write_vllm(given, drawn.samples, texts, prompt)
 
 
 def _open_session(tenants: Tenants, sampling_session: str, holder: str) -> str:

@@ -1,0 +1,49 @@
+"""What a request of Anthropic's Messages API says about the model's thinking. Pure."""
+
+from typing import Any
+
+from bombus_gateway.call.request import Unsupported
+from bombus_gateway.decoding.json_body import unknown_parts
+from bombus_gateway.text.thinking import NEAREST, ThinkingWish
+
+_TYPES = {"enabled": True, "disabled": False, "adaptive": None}  # whether the model is to think; None: it decides
+_USUAL_EFFORT = "high"
+
+
+def wish_for_thinking(thinking: Any, output: Any) -> ThinkingWish | None:
+    """Return what is asked of the model's thinking by `thinking` and by the effort of `output_config`.
+
+    Where thinking is disabled, an effort is no wish for it. `display` is about the answer, which has the thinking.
+    """
+    thinking, effort = thinking if isinstance(thinking, dict) else {}, _effort(output)
+    kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+    on = _TYPES.get(kind) if isinstance(kind, str) else None
+    known = effort if isinstance(effort, str) and effort in NEAREST else ""
+    if on is None and not known:
+        return None
+    return ThinkingWish(
+        on=on is not False,
+        effort=known,
+        budget=budget if on and type(budget) is int and budget > 0 else 0,
+        usual=_USUAL_EFFORT,
+        on_field="" if on is None else "thinking",
+        effort_field="output_config.effort",
+        budget_field="thinking.budget_tokens",
+    )
+
+
+def beyond_thinking(thinking: Any, output: Any) -> list[Unsupported]:
+    """Return what is said in these two fields that nobody here knows."""
+    found = [
+        *unknown_parts("thinking", thinking, ("type", "budget_tokens", "display")),
+        *unknown_parts("output_config", output, ("effort", "format")),
+    ]
+    if isinstance(thinking, dict) and thinking.get("type") not in tuple(_TYPES):
+        found.append(Unsupported("thinking.type", f"types are {', '.join(_TYPES)}"))
+    if _effort(output) not in (None, *NEAREST):
+        found.append(Unsupported("output_config.effort", f"efforts are {', '.join(NEAREST)}"))
+    return found
+
+
+def _effort(output: Any) -> Any:
+    return output.get("effort") if isinstance(output, dict) else None

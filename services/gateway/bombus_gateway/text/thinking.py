@@ -1,0 +1,126 @@
+"""How much a model is to think: a client's wish becomes variables of the model's chat template.
+
+Templates have several names for it. Which of them a template reads is found by rendering: a name that changes nothing
+is one that the template sets itself.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+Variables = dict[str, bool | int | float | str]
+
+NO_EFFORT = "none"
+# Each effort, and those that come nearest to it where the template does not take it.
+NEAREST = {
+    "minimal": ("minimal", "low", "medium", "high"),
+    "low": ("low", "minimal", "medium", "high"),
+    "medium": ("medium", "high", "low"),
+    "high": ("high", "max", "xhigh", "medium"),
+    "xhigh": ("xhigh", "max", "high"),
+    "max": ("max", "xhigh", "high"),
+}
+_COMMON = ("low", "medium", "high")  # any template may take them; of the others, it has the word
+_BUDGET = "thinking_budget"  # in tokens
+# The variables that turn thinking on and off, and what they are then.
+_SWITCHES: dict[str, tuple[bool | int | str, bool | int | str]] = {
+    "enable_thinking": (True, False),
+    "thinking": (True, False),
+    "thinking_mode": ("enabled", "disabled"),
+    _BUDGET: (-1, 0),
+}
+_EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength")
+_OFF = (NO_EFFORT, "no_think")  # efforts that are none
+
+
+class ThinkingWish(NamedTuple):
+    """How much a client wants the model to think, with the names that its wire has for each part.
+
+    `on`: whether it is to think at all; None: as it does by itself. `effort` is a key of `NEAREST`, and `usual` the one
+    that goes without saying. `budget` is in tokens. An empty effort, or a budget of 0, is none. A part without a name
+    is left out silently where the template has nothing for it.
+    """
+
+    on: bool | None = None
+    effort: str = ""
+    budget: int = 0
+    usual: str = "medium"
+    on_field: str = ""
+    effort_field: str = ""
+    budget_field: str = ""
+
+    @property
+    def field(self) -> str:
+        """The name of its first part that has one."""
+        return self.on_field or self.effort_field or self.budget_field
+
+
+class ThinkingVariables(msgspec.Struct, frozen=True):
+    """The variables of a chat template for a model's thinking.
+
+    `switches` has their values for on and off, and `efforts` those that each takes; `off` is one of these that is none.
+    `thinks`: whether the model thinks, at least where nothing turns that off.
+    """
+
+    switches: dict[str, tuple[bool | int | str, bool | int | str]] = {}
+    efforts: dict[str, tuple[str, ...]] = {}
+    off: Variables = {}
+    thinks: bool = False
+
+    def given(self, wish: ThinkingWish) -> tuple[Variables, list[str]]:
+        """Return the variables for a wish, and the fields of what the template has no variable for."""
+        variables: Variables = {}
+        if wish.on is not None:
+            variables = {name: values[not wish.on] for name, values in self.switches.items()}
+        if wish.on is False and not variables:
+            variables = dict(self.off)
+        is_switched = bool(variables) or bool(self.off) or wish.on in (None, self.thinks)
+        left_out = [] if is_switched else [wish.on_field]
+        if wish.on is False:
+            left_out += [wish.effort_field] if wish.effort not in ("", wish.usual) else []
+            return variables, [field for field in left_out if field]
+        efforts = self._nearest(wish.effort or (wish.usual if wish.on and self.off else ""))
+        is_exact = all(value == wish.effort for value in efforts.values()) if efforts else wish.effort == wish.usual
+        left_out += [wish.effort_field] if wish.effort and not is_exact else []
+        budget: Variables = {_BUDGET: wish.budget} if wish.budget and _BUDGET in self.switches else {}
+        left_out += [wish.budget_field] if wish.budget and not budget else []
+        return variables | efforts | budget, [field for field in left_out if field]
+
+    def _nearest(self, effort: str) -> Variables:
+        return {
+            name: next(value for value in NEAREST[effort] if value in taken)
+            for name, taken in self.efforts.items()
+            if effort and any(value in taken for value in NEAREST[effort])
+        }
+
+
+def find_thinking(
+    render: Callable[[Mapping[str, Any]], str | None], names: Collection[str], words: Collection[str], thinks: bool
+) -> ThinkingVariables:
+    """Find the variables of a template that looks up `names`, and whose source has the texts `words`.
+
+    `render` returns the beginning of a conversation with further variables, None where the template refuses it.
+    """
+    switches = {
+        name: values
+        for name, values in _SWITCHES.items()
+        if name in names and None not in (shown := {render({name: value}) for value in values}) and len(shown) > 1
+    }
+    on = {name: values[0] for name, values in switches.items()}
+    efforts: dict[str, tuple[str, ...]] = {}
+    off: Variables = {}
+    for name in (each for each in _EFFORTS if each in names):
+        tried = {effort: render({**on, name: effort}) for effort in NEAREST if effort in (*_COMMON, *words)}
+        taken = {effort: text for effort, text in tried.items() if text is not None}
+        none = next((word for word in _OFF if word in words and _is_another(render({name: word}), taken)), "")
+        if none:
+            off[name] = none
+        if none or len({render(on), *taken.values()}) > 1:
+            efforts[name] = tuple(taken)
+    return ThinkingVariables(switches, efforts, off, thinks)
+
+
+def _is_another(text: str | None, taken: Mapping[str, str]) -> bool:
+    """Whether a text is there, and no effort has the same."""
+    return text is not None and text not in taken.values()
