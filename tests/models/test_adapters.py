@@ -56,7 +56,7 @@ def test_an_adapter_on_all_layers_that_take_one_gives_what_the_merged_model_give
         assert not layers
         return
     engine = Engine(model, SETTINGS, run=1, version=0)
-    engine.add_adapter(ADDRESS, LoadedAdapter(layers, 1.0))
+    engine.add_adapter(ADDRESS, LoadedAdapter(layers, dict.fromkeys(layers, 1.0)))
     plain, adapted = scores(engine, ""), scores(engine, ADDRESS)
     merged = load_policy(tmp_path, SETTINGS)
     with torch.no_grad():

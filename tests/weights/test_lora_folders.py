@@ -60,6 +60,38 @@ def test_an_adapter_of_peft_is_the_model_that_peft_computes(
     assert resolve_model(str(folder), cache=tmp_path / "cache", dtype="float32") == found, "it is made once"
 
 
+PATTERNS: dict[str, Any] = {
+    # A last part, a whole name, the first of two that match, a part of a part, which does not, and an expression.
+    "rank_pattern": {"layers.0.self_attn.q_proj": 2, "q_proj": 3, "proj": 7},
+    "alpha_pattern": {"model.layers.1.mlp.down_proj": 16, r".*\.0\.mlp\.down_proj": 2.5},
+}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_ranks_and_alphas_of_layers_are_those_that_peft_finds(base: Path, tmp_path: Path, rslora: bool) -> None:
+    folder = adapter(base, tmp_path / "adapter", use_rslora=rslora, **PATTERNS)
+    config = peft_config(folder)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
+    layers = {name: each for name, each in theirs.get_base_model().named_modules() if hasattr(each, "lora_A")}
+    assert {name: (config.rank_of(name), config.scale_of(name)) for name in layers} == {
+        name: (each.r["default"], each.scaling["default"]) for name, each in layers.items()
+    }
+    assert len({config.scale_of(name) for name in layers}) > 2
+    found = resolve_model(str(folder), cache=tmp_path / "cache", dtype="float32")
+    with torch.no_grad():
+        logits = load_model(found)(TOKENS).logits
+    torch.testing.assert_close(logits, as_peft_computes(base, folder), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"), [({"rank_pattern": {"q": 0}}, "r 0"), ({"alpha_pattern": {"(": 1}}, "not a regular expression")]
+)
+def test_patterns_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any], why: str) -> None:
+    tmp_path.joinpath(ADAPTER_CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 8, **wrong}))
+    with pytest.raises(EngineFault, match=why):
+        peft_config(tmp_path)
+
+
 def test_a_merged_model_keeps_the_precision_of_its_base_unless_float32_is_wanted(tmp_path: Path) -> None:
     folder = adapter(tiny_model_folder(tmp_path / "half", dtype=torch.bfloat16), tmp_path / "adapter")
     for dtype in ("bfloat16", "float32"):
@@ -98,7 +130,7 @@ def test_an_adapter_whose_first_values_come_from_elsewhere_is_taken(tmp_path: Pa
     for method in (True, False, "gaussian", "eva", "orthogonal", "mica"):
         text = json.dumps({"r": 4, "lora_alpha": 8, "init_lora_weights": method})
         tmp_path.joinpath(ADAPTER_CONFIG).write_text(text)
-        assert peft_config(tmp_path).scale == 2
+        assert peft_config(tmp_path).scale_of("model.layers.0.q_proj") == 2
 
 
 def test_an_adapter_whose_base_is_not_known_or_not_there_is_refused(base: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """LoRA adapters as files that peft and vLLM read: what a policy version adds to a model that does not change (R15)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max-lora-rank that vLLM 0.32 takes
+ScaleOf = Callable[[str], float]  # what the product B A of a layer is multiplied by, by the layer's name
 LOW_A, LOW_B = ".lora_A.weight", ".lora_B.weight"
 
 

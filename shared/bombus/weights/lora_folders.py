@@ -7,15 +7,16 @@ a run with its versions.
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from bombus.errors import EngineFault
-from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Rounding
+from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Rounding, ScaleOf
 from bombus.weights.deltas import DELTA_FILE, FULL_FILE, Bits, TensorFile, file_sha256, patched
 from bombus.weights.shards import TensorHead, write_model
 
@@ -26,6 +27,7 @@ FLOATS = ("BF16", "F16", "F32", "F64")
 _VERSION = re.compile(r"^version-(\d+)-epoch-(\d+)$")
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of peft's init_lora_weights
 LOST_MAX = 0.5  # the share of an adapter, as a norm, that may be rounded away when it is merged
+_NumberT = TypeVar("_NumberT", int, float)
 EXPORT = "write it as a folder with `bombus export`, and name that"
 
 
@@ -51,15 +53,30 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.init_lora_weights).lower().startswith(CHANGE_BASE)
 
     @property
-    def scale(self) -> float:
-        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+    def has_patterns(self) -> bool:
+        """Whether some layers have a rank or an alpha of their own."""
+        return bool(self.rank_pattern or self.alpha_pattern)
+
+    def rank_of(self, layer: str) -> int:
+        return _matching(self.rank_pattern, layer, self.r)
+
+    def scale_of(self, layer: str) -> float:
+        """Return what the product B A of a layer is multiplied by."""
+        rank, alpha = self.rank_of(layer), _matching(self.alpha_pattern, layer, self.lora_alpha)
+        return alpha / (rank**0.5 if self.use_rslora else rank)
 
     @property
     def obstacles(self) -> list[str]:
         """Return what this adapter has that is not merged here."""
         plain = PeftConfig(r=self.r, lora_alpha=self.lora_alpha)
-        names = ("peft_type", "bias", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
+        names = ("peft_type", "bias", "use_dora", "fan_in_fan_out", "modules_to_save")
         return [name for name in names if (getattr(self, name) or None) != (getattr(plain, name) or None)]
+
+
+def _matching(patterns: Mapping[str, _NumberT] | None, layer: str, otherwise: _NumberT) -> _NumberT:
+    """Return what the first pattern says that matches a layer's name, or its last parts, whole: peft's rule."""
+    found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", layer))
+    return next(found, otherwise)
 
 
 def of_a_run(folder: Path) -> Path:
@@ -101,7 +118,7 @@ def merged_model(
     config = peft_config(folder)
     _check_base(folder)
     base = _base_beside(folder) or _base_named(folder, config, base_named)
-    return made(_name(folder, base, dtype), lambda draft: _merge(base, folder, config.scale, dtype, draft))
+    return made(_name(folder, base, dtype), lambda draft: _merge(base, folder, config.scale_of, dtype, draft))
 
 
 def peft_config(folder: Path) -> PeftConfig:
@@ -113,8 +130,11 @@ def peft_config(folder: Path) -> PeftConfig:
         config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=PeftConfig)
     except (OSError, msgspec.MsgspecError) as error:
         raise EngineFault(f"{folder / ADAPTER_CONFIG} does not describe the adapter beside it: {error}") from error
-    if config.r < 1:
-        raise EngineFault(f"{folder / ADAPTER_CONFIG} has r {config.r}, which is not a rank")
+    ranks = [config.r, *(config.rank_pattern or {}).values()]
+    if min(ranks) < 1:
+        raise EngineFault(f"{folder / ADAPTER_CONFIG} has r {min(ranks)}, which is not a rank")
+    for pattern in [*(config.rank_pattern or {}), *(config.alpha_pattern or {})]:
+        _check_pattern(folder, pattern)
     if config.changes_base:
         raise EngineFault(
             f"the adapter in {folder} was trained with init_lora_weights {config.init_lora_weights!r}, which changes "
@@ -127,6 +147,14 @@ def peft_config(folder: Path) -> PeftConfig:
             "here: merge it with peft, and name the model's folder"
         )
     return config
+
+
+def _check_pattern(folder: Path, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        why = f"has {pattern!r} as the pattern of a layer's name, which is not a regular expression: {error}"
+        raise EngineFault(f"{folder / ADAPTER_CONFIG} {why}") from error
 
 
 def _check_base(folder: Path) -> None:
@@ -176,7 +204,7 @@ def _name(folder: Path, base: Path, dtype: str) -> str:
     return f"lora-{sha256(repr(parts).encode()).hexdigest()[:16]}"
 
 
-def _merge(base: Path, folder: Path, scale: float, dtype: str, draft: Path) -> None:
+def _merge(base: Path, folder: Path, scale_of: ScaleOf, dtype: str, draft: Path) -> None:
     from bombus.weights.merging import Adapter, merge_each
 
     files = _tensor_files(base)
@@ -188,7 +216,7 @@ def _merge(base: Path, folder: Path, scale: float, dtype: str, draft: Path) -> N
     if wanted:
         config = msgspec.json.decode((draft / CONFIG).read_bytes(), type=dict[str, object])
         (draft / CONFIG).write_bytes(msgspec.json.encode(config | {"dtype": "float32"}))
-    adapter, rounding = Adapter(folder, scale), Rounding()
+    adapter, rounding = Adapter(folder, scale_of), Rounding()
 
     def tensors(opened: list[TensorFile]) -> Iterator[tuple[str, Bits]]:
         for source in opened:

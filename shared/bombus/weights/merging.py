@@ -10,7 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bombus.errors import EngineFault
-from bombus.weights.adapters import ADAPTER_FILE, LOW_A, PREFIX, Rounding, adapter_names, merged, read_adapter_config
+from bombus.weights.adapters import (
+    ADAPTER_FILE,
+    LOW_A,
+    PREFIX,
+    Rounding,
+    ScaleOf,
+    adapter_names,
+    merged,
+    read_adapter_config,
+)
 from bombus.weights.deltas import FULL_FILE, UNSIGNED, Bits, TensorFile, copy_companions, patched
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -21,9 +30,9 @@ CONFIG = "config.json"
 class Adapter:
     """The adapter in a folder, for merging into the tensors of one model, one after the other."""
 
-    def __init__(self, folder: Path, scale: float | None = None) -> None:
-        """Read the adapter; its scale from its own configuration if none is given. Raises `EngineFault`."""
-        self._scale = read_adapter_config(folder).scale if scale is None else scale
+    def __init__(self, folder: Path, scale_of: ScaleOf | None = None) -> None:
+        """Read the adapter; the scale of its layers from its configuration if none is given. Raises `EngineFault`."""
+        self._scale_of = scale_of or _one_scale(read_adapter_config(folder).scale)
         try:
             self._factors = load_file(folder / ADAPTER_FILE)
         except (OSError, SafetensorError) as error:
@@ -38,12 +47,13 @@ class Adapter:
         """Return the merged weight, in float32 where the adapter changes it. Raises `EngineFault` for other shapes."""
         if not self.changes(name):
             return weight
-        names = adapter_names(name.removesuffix(WEIGHT))
+        layer = name.removesuffix(WEIGHT)
+        names = adapter_names(layer)
         low_a, low_b = (self._factors.get(each, torch.empty(0, 0)).to(weight.device) for each in names)
         if weight.shape != (len(low_b), low_a.shape[-1]) or low_b.shape[-1] != len(low_a):
             raise EngineFault(f"the adapter's {names[0]} does not fit this model's {name}")
         self._left.difference_update(names)
-        return merged(weight, low_a, low_b, self._scale)
+        return merged(weight, low_a, low_b, self._scale_of(layer))
 
     def layers(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield each layer's name, A [rank, in], and B [out, rank] times the adapter's scale.
@@ -55,13 +65,17 @@ class Adapter:
             names = adapter_names(layer)
             if name == names[0] and names[1] in self._factors:
                 self._left.difference_update(names)
-                yield layer, low_a, self._scale * self._factors[names[1]].float()
+                yield layer, low_a, self._scale_of(layer) * self._factors[names[1]].float()
         self.check_all_merged()
 
     def check_all_merged(self) -> None:
         """Raise `EngineFault` unless the whole adapter has been merged."""
         if self._left:
             raise EngineFault(f"the adapter has {sorted(self._left)[0]}, and this model has no such layer")
+
+
+def _one_scale(scale: float) -> ScaleOf:
+    return lambda layer: scale
 
 
 def save_merged(base: Path, adapter: Path, into: Path) -> None:

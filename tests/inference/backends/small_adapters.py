@@ -1,12 +1,13 @@
 """Helpers for tests of adapters: random ones for the small models, as folders, loaded, and merged into a model."""
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -40,7 +41,7 @@ def random_adapter(
 
 def loaded(factors: dict[str, tuple[Tensor, Tensor]], dtype: torch.dtype = torch.float32) -> LoadedAdapter:
     layers = {name: LowRank(low_a.to(dtype), (SCALE * low_b).to(dtype)) for name, (low_a, low_b) in factors.items()}
-    return LoadedAdapter(layers, SCALE)
+    return LoadedAdapter(layers, dict.fromkeys(layers, SCALE))
 
 
 def with_merged(model: PreTrainedModel, factors: dict[str, tuple[Tensor, Tensor]]) -> PreTrainedModel:
@@ -66,3 +67,17 @@ def write_adapter(folder: Path, factors: dict[str, tuple[Tensor, Tensor]], scale
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt", ADAPTER_CONFIG: config})
     (folder / ADAPTER_CONFIG).write_text(config)
     return sha256((folder / ADAPTER_FILE).read_bytes()).hexdigest()
+
+
+def write_with_patterns(folder: Path, model: PreTrainedModel) -> tuple[str, dict[str, tuple[Tensor, Tensor]], str]:
+    """Write an adapter of rank 4 as peft does, of rank 2 and scale 6 in one layer: (address, with B scaled, which)."""
+    factors = random_adapter(model, 1, rank=4)
+    first = next(iter(factors))
+    factors[first] = random_adapter(model, 2, rank=2)[first]
+    write_adapter(folder, factors)
+    save_file(load_file(folder / ADAPTER_FILE), folder / ADAPTER_FILE)  # without a configuration in its metadata
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": SCALE * 4}
+    config |= {"rank_pattern": {first: 2}, "alpha_pattern": {first: 12}}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config))
+    scaled = {name: (a, (6 if name == first else SCALE) * b) for name, (a, b) in factors.items()}
+    return sha256((folder / ADAPTER_FILE).read_bytes()).hexdigest(), scaled, first

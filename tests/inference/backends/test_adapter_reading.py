@@ -14,7 +14,7 @@ from bombus.errors import Code, Refused
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from bombus_inference.backends.torch.adapters.reading import read_loaded
 from bombus_inference.settings import ComputeSettings
-from tests.inference.backends.small_adapters import SCALE, random_adapter, write_adapter
+from tests.inference.backends.small_adapters import SCALE, random_adapter, write_adapter, write_with_patterns
 from tests.inference.backends.small_engines import llama
 
 SETTINGS = ComputeSettings()
@@ -42,7 +42,15 @@ def test_an_adapter_of_pefts_without_metadata_is_read_too(tmp_path: Path) -> Non
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "use_rslora": True, "base_model_name_or_path": "x"}
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
     made = read_loaded(rewritten(tmp_path, lambda _: None), tmp_path, SETTINGS)
-    assert made.scale == 3.0  # alpha over the root of the rank
+    assert set(made.scales.values()) == {3.0}  # alpha over the root of the rank
+
+
+def test_a_layer_with_a_rank_and_an_alpha_of_its_own_is_read_with_these(tmp_path: Path) -> None:
+    address, scaled, first = write_with_patterns(tmp_path, llama())
+    made = read_loaded(address, tmp_path, SETTINGS)
+    assert (made.rank, len(made.layers[first].low_a), made.scales[first]) == (4, 2, 6.0)
+    for name, (_, low_b) in scaled.items():
+        torch.testing.assert_close(made.layers[name].low_b, low_b)
 
 
 def refusal(address: str, folder: Path, settings: ComputeSettings = SETTINGS) -> Refused:

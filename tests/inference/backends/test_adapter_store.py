@@ -12,7 +12,7 @@ BYTES = 4 * (2 * 8 + 8 * 2)  # of an adapter of rank 2 on one layer of 8 by 8
 
 
 def adapter(scale: float = 1.0) -> LoadedAdapter:
-    return LoadedAdapter({"layer": LowRank(torch.zeros(2, 8), torch.zeros(8, 2))}, scale)
+    return LoadedAdapter({"layer": LowRank(torch.zeros(2, 8), torch.zeros(8, 2))}, {"layer": scale})
 
 
 def store_of(*addresses: str, room: int) -> AdapterStore[LoadedAdapter]:
@@ -81,7 +81,7 @@ def test_one_that_is_not_there_can_neither_be_used_nor_removed() -> None:
 
 def test_the_same_tensors_with_another_scale_are_refused() -> None:
     store = store_of("a", room=1)
-    with pytest.raises(Refused, match=r"scale of 1, .* with 2"):
+    with pytest.raises(Refused, match=r"scale of 1 for layer, .* with 2"):
         store.put("a", adapter(scale=2.0))
 
 
@@ -90,5 +90,5 @@ def test_an_adapter_counts_the_bytes_of_its_tensors_and_its_greatest_rank() -> N
         "one": LowRank(torch.zeros(2, 8), torch.zeros(8, 2)),
         "two": LowRank(torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(4, 3, dtype=torch.bfloat16)),
     }
-    made = LoadedAdapter(layers, 1.0)
+    made = LoadedAdapter(layers, dict.fromkeys(layers, 1.0))
     assert (made.bytes, made.rank) == (BYTES + 2 * (3 * 8 + 4 * 3), 3)

@@ -14,10 +14,17 @@ from transformers import LlamaForCausalLM
 from bombus.errors import Code, EngineFault, Refused
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from bombus.weights.deltas import FULL_FILE, file_sha256
+from bombus.weights.lora_folders import peft_config
 from bombus_inference.backends.vllm.adapter_files import AdapterRules, copy_adapter, write_zeros
 from bombus_inference.backends.vllm.adapters import LOAD, UNLOAD, VllmAdapters
 from bombus_inference.model_files import Shapes, read_shapes
-from tests.inference.backends.small_adapters import address_of, random_adapter, write_adapter
+from tests.inference.backends.small_adapters import (
+    SCALE,
+    address_of,
+    random_adapter,
+    write_adapter,
+    write_with_patterns,
+)
 from tests.inference.backends.small_engines import llama, save
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -44,7 +51,7 @@ def test_a_copy_has_the_tensors_and_a_configuration_that_says_the_same(
     address = write_adapter(tmp_path / "given", random_adapter(model, 1, rank=4), scale=0.5)
     given = json.loads((tmp_path / "given" / ADAPTER_CONFIG).read_text())
     copied = copy_adapter(address, tmp_path / "given", tmp_path / "copy", rules(shapes))
-    assert (copied.scale, copied.bytes) == (0.5, (tmp_path / "given" / ADAPTER_FILE).stat().st_size)
+    assert ({*copied.scales.values()}, copied.bytes) == ({0.5}, (tmp_path / "given" / ADAPTER_FILE).stat().st_size)
     assert file_sha256(tmp_path / "copy" / ADAPTER_FILE) == address
     assert json.loads((tmp_path / "copy" / ADAPTER_CONFIG).read_text()) == given
 
@@ -59,9 +66,25 @@ def test_a_rank_stabilised_scale_is_written_as_an_ordinary_one(
     (tmp_path / "given" / ADAPTER_CONFIG).write_text(json.dumps(config))
     address = file_sha256(tmp_path / "given" / ADAPTER_FILE)
     copied = copy_adapter(address, tmp_path / "given", tmp_path / "copy", rules(shapes))
-    assert copied.scale == 3.0  # 6 / sqrt(4)
+    assert set(copied.scales.values()) == {3.0}  # 6 / sqrt(4)
     written = json.loads((tmp_path / "copy" / ADAPTER_CONFIG).read_text())
     assert (written["r"], written["lora_alpha"], "q_proj" in written["target_modules"]) == (4, 12.0, True)
+
+
+def test_the_rank_and_the_alpha_of_each_layer_are_written_where_they_differ(
+    model: LlamaForCausalLM, shapes: Shapes, tmp_path: Path
+) -> None:
+    """vLLM 0.32 and 0.33 match patterns as peft does, by the names of layers in the file."""
+    address, scaled, first = write_with_patterns(tmp_path / "given", model)
+    copied = copy_adapter(address, tmp_path / "given", tmp_path / "copy", rules(shapes))
+    assert file_sha256(tmp_path / "copy" / ADAPTER_FILE) == address
+    assert (copied.scales[first], len(set(copied.scales.values()))) == (6.0, 2)
+    written = peft_config(tmp_path / "copy")
+    assert {layer: (written.rank_of(layer), written.scale_of(layer)) for layer in scaled} == {
+        layer: (2, 6.0) if layer == first else (4, SCALE) for layer in scaled
+    }
+    with pytest.raises(Refused, match="has rank 4, and this replica serves ranks up to 3"):
+        copy_adapter(address, tmp_path / "given", tmp_path / "again", rules(shapes, rank_max=3))
 
 
 Tensors = dict[str, Tensor]

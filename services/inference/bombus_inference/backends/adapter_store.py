@@ -1,6 +1,7 @@
 """Keeps track of which adapters are loaded, how much room they take, and which of them to drop. Pure accounting."""
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
 from bombus.errors import Code, Refused
@@ -12,7 +13,7 @@ class AdapterEntry(Protocol):
     uses: int
 
     @property
-    def scale(self) -> float: ...
+    def scales(self) -> Mapping[str, float]: ...
 
     @property
     def bytes(self) -> int: ...
@@ -47,11 +48,12 @@ class AdapterStore(Generic[E]):
         """
         present = self._loaded.get(address)
         if present is not None:
-            if present.scale != adapter.scale:
+            if present.scales != adapter.scales:
+                layer, scale = next(each for each in adapter.scales.items() if present.scales.get(each[0]) != each[1])
                 why = (
-                    f"adapter {address} is loaded with a scale of {present.scale:g}, and this folder has its tensors "
-                    f"with {adapter.scale:g}: write the configuration into the metadata of its file, so that two such "
-                    "adapters have two addresses"
+                    f"adapter {address} is loaded with a scale of {present.scales[layer]:g} for {layer}, and this "
+                    f"folder has its tensors with {scale:g}: write the configuration into the metadata of its file, so "
+                    "that two such adapters have two addresses"
                 )
                 raise Refused(Code.MALFORMED, why)
             self._loaded.move_to_end(address)

@@ -6,9 +6,11 @@ the model does not have: both are refused here.
 
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
@@ -37,7 +39,7 @@ class CopiedAdapter:
     """An adapter in a folder of ours. `uses` is the number of open requests that are answered with it."""
 
     folder: Path
-    scale: float
+    scales: Mapping[str, float]
     bytes: int
     uses: int = 0
 
@@ -103,20 +105,34 @@ def _copied(address: str, source: Path, folder: Path, rules: AdapterRules) -> Co
     check_size(file, rules.bytes_max)
     check_content(file, address)
     config = adapter_config(folder)
-    if config.r > rules.rank_max:
+    layers = _checked_layers(folder, config, rules)
+    scales = {layer: config.scale_of(layer) for layer in layers}
+    rank = max(map(config.rank_of, layers))
+    if rank > rules.rank_max:
         raise Refused(
             Code.UNSUPPORTED,
-            f"the adapter in {source} has rank {config.r}, and this replica serves ranks up to {rules.rank_max}: start "
+            f"the adapter in {source} has rank {rank}, and this replica serves ranks up to {rules.rank_max}: start "
             "it with a higher --vllm-max-lora-rank",
         )
-    targets = _checked_layers(folder, config, rules)
-    written = AdapterConfig(r=config.r, lora_alpha=config.scale * config.r, target_modules=targets)
-    (folder / ADAPTER_CONFIG).write_text(written.to_json())
-    return CopiedAdapter(folder, config.scale, file.stat().st_size)
+    (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.encode(_written(layers, config)))
+    return CopiedAdapter(folder, scales, file.stat().st_size)
+
+
+def _written(layers: Sequence[str], config: PeftConfig) -> dict[str, object]:
+    """Return a configuration with the names of these layers, and the rank and alpha of each where they differ."""
+    alphas = {layer: config.scale_of(layer) * config.rank_of(layer) for layer in layers}
+    targets = sorted({layer.rpartition(".")[2] for layer in layers})
+    rank = max(map(config.rank_of, layers))
+    plain = AdapterConfig(r=rank, lora_alpha=alphas[layers[0]], target_modules=targets)
+    written: dict[str, object] = msgspec.structs.asdict(plain)
+    if config.has_patterns:
+        written["rank_pattern"] = {re.escape(layer): config.rank_of(layer) for layer in layers}
+        written["alpha_pattern"] = {re.escape(layer): alpha for layer, alpha in alphas.items()}
+    return written
 
 
 def _checked_layers(folder: Path, config: PeftConfig, rules: AdapterRules) -> list[str]:
-    """Return the last parts of the names of an adapter's layers. Raises `Refused` or `EngineFault`."""
+    """Return the names of an adapter's layers. Raises `EngineFault`."""
     with TensorFile(folder / ADAPTER_FILE) as file:
         layers = [name.removeprefix(PREFIX).removesuffix(LOW_A) for name in file.names if name.endswith(LOW_A)]
         named = {name for layer in layers for name in adapter_names(layer)}
@@ -126,8 +142,8 @@ def _checked_layers(folder: Path, config: PeftConfig, rules: AdapterRules) -> li
         if not layers:
             raise EngineFault("it has no layers")
         for layer in layers:
-            _check_layer(file, layer, config.r, rules)
-    return sorted({layer.rpartition(".")[2] for layer in layers})
+            _check_layer(file, layer, config.rank_of(layer), rules)
+    return layers
 
 
 def _check_layer(file: TensorFile, layer: str, rank: int, rules: AdapterRules) -> None:

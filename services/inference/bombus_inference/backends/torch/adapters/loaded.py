@@ -8,13 +8,13 @@ from bombus_inference.backends.torch.adapters.own import LowRank
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter by the names of its layers. `rank` is the greatest of theirs.
+    """An adapter by the names of its layers, with the scales that are in them. `rank` is the greatest of theirs.
 
     `uses` is the number of open requests that are answered with it.
     """
 
     layers: Mapping[str, LowRank]
-    scale: float
+    scales: Mapping[str, float]
     rank: int = field(init=False)
     bytes: int = field(init=False)
     uses: int = 0

@@ -27,14 +27,14 @@ def read_loaded(address: str, folder: Path, settings: ComputeSettings) -> Loaded
         check_size(file, 2 * settings.adapters_bytes)  # it may be in float32, and the engine in half precision
         check_content(file, address)
         config = adapter_config(folder)
-        adapter = Adapter(folder, config.scale)
+        adapter = Adapter(folder, config.scale_of)
         device, dtype = settings.device, getattr(torch, settings.precision)
         layers = {name: LowRank(a.to(device, dtype), b.to(device, dtype)) for name, a, b in adapter.layers()}
     except (EngineFault, OSError) as error:
         why = str(error) if isinstance(error, EngineFault) else in_one_line(error)
         raise Refused(Code.MALFORMED, f"the adapter in {folder} cannot be served: {why}") from error
     _check_layers(folder, layers)
-    return LoadedAdapter(layers, config.scale)
+    return LoadedAdapter(layers, {name: config.scale_of(name) for name in layers})
 
 
 def _check_layers(folder: Path, layers: dict[str, LowRank]) -> None:
