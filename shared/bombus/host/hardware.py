@@ -11,6 +11,7 @@ import msgspec
 from bombus.errors import Code, Refused
 
 NVIDIA_SMI_S = 15.0
+CGROUP = Path("/sys/fs/cgroup")
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -53,15 +54,24 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def memory_bytes() -> tuple[int, int]:
+def memory_bytes(cgroup: Path = CGROUP) -> tuple[int, int]:
     """Return all memory, and how much of it is free now; in a container with a limit, the container's."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = _available(default=total)
-    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    limit, used = (_number(cgroup / name) for name in ("memory.max", "memory.current"))
     if limit is not None and limit < total:
-        return limit, min(free, max(limit - (used or 0), 0))
+        return limit, min(free, max(limit - (used or 0) + _cached(cgroup), 0))
     return total, free
+
+
+def _cached(cgroup: Path) -> int:
+    """Return how much of a container's memory holds files that were read, which goes when it is needed."""
+    try:
+        fields = (line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return sum(int(size) for name, size in fields if name in ("active_file", "inactive_file"))
+    except (OSError, ValueError):
+        return 0
 
 
 def _available(default: int) -> int:

@@ -1,6 +1,6 @@
 """What the tests of operations share: an executor with a tiny base, and data for it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,7 @@ from bombus.operations import (
     StepTaken,
 )
 from bombus_trainer.tenants.executor import OperationExecutor
+from bombus_trainer.tenants.room import free_bytes
 from bombus_trainer.tenants.settings import TenantSettings
 from tests.trainer.small_batches import tiny_settings
 
@@ -32,16 +33,24 @@ SPEC = AdapterSpec(rank=4, alpha=8.0, seed=1)
 CROSS_ENTROPY = LossSpec("cross_entropy")
 
 
-def executor(folder: Path, root: Path, changes: Mapping[str, object] = {}, **options: int) -> OperationExecutor:
+def executor(
+    folder: Path,
+    root: Path,
+    changes: Mapping[str, object] = {},
+    free: Callable[[torch.device], int] = free_bytes,
+    **options: int,
+) -> OperationExecutor:
     """Make an executor on the model in `folder`, which callers name `BASE`. It writes below `root`.
 
-    `changes` are fields of its `tiny_settings`, and `options` of its `TenantSettings`.
+    `changes` are fields of its `tiny_settings`, `free` says what memory is free, and `options` are of its
+    `TenantSettings`.
     """
     settings = tiny_settings(**{"model": {"path": BASE}, **changes})
     return OperationExecutor(
         folder,
         settings,
         TenantSettings(checkpoints=root / "checkpoints", covers=root / "covers", scratch=root / "scratch", **options),
+        free,
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bombus.figures import byte_size
 from bombus.operations import (
     AbortEpoch,
     AdapterPart,
@@ -362,6 +363,44 @@ def test_what_is_asked_of_no_model_is_refused(base: Path, tmp_path: Path) -> Non
     created(made, "a")
     assert "there is a model a already" in failed(made, "a", CreateModel(base=BASE, adapter=SPEC)).error
     assert "there are 1 models here, as many as may be" in failed(made, "b", CreateModel(base=BASE, adapter=SPEC)).error
+
+
+def test_a_model_is_refused_where_the_memory_that_it_and_the_others_may_take_is_not_free(
+    base: Path, tmp_path: Path
+) -> None:
+    """With many models on one engine the system ended the trainer at the first steps."""
+    left = [0]
+    made = executor(base, tmp_path, free=lambda device: left[0])
+    create = CreateModel(base=BASE, adapter=SPEC)
+    assert "there is no room for this model" in failed(made, "a", create).error
+    whole = failed(made, "a", CreateModel(base=BASE)).error
+    assert "no room for this model" in whole
+    left = [1 << 40]
+    numbers = created(made, "a").parameters
+    tensors = len(made._tenant("a").parameters)
+    unborn = 12 * numbers + 4 * tensors  # the gradient of `a`, both moments, and their counters
+    for taken, scores in ((unborn, False), (4 * numbers, True)):
+        if scores:
+            scored(made, "a", forward_backward(*random_data(1, 2)))
+            stepped(made, "a", optim_step())
+        left[0] = 16 * numbers + taken - 1
+        why = failed(made, "b", create).error
+        assert f"its {numbers:,} numbers take {byte_size(16 * numbers)} with their gradient and optimizer" in why
+        assert (
+            f"the 1 model here may still take {byte_size(taken)}, while {byte_size(left[0])} of memory are free" in why
+        )
+        assert "End a model, ask for a lower rank or for fewer layers" in why
+        left[0] += 1
+        created(made, "b")
+        made.execute("b", EndModel())
+
+
+def test_optimizers_that_wait_in_files_take_no_memory(base: Path, tmp_path: Path) -> None:
+    left = [1 << 40]
+    made = executor(base, tmp_path, free=lambda device: left[0], optimizer_bytes_max=0)
+    numbers = created(made, "a").parameters
+    left[0] = (8 + 8 + 4) * numbers + 4 * len(made._tenant("a").parameters)  # one optimizer at a time
+    created(made, "b")
 
 
 # ---- tenants --------------------------------------------------------------------------------------------------------

@@ -41,6 +41,13 @@ class TenantBase:
         generator = torch.Generator().manual_seed(spec.seed)
         return {name: LoraLinear(layer, spec.rank, spec.alpha, generator) for name, layer in self._layers(spec).items()}
 
+    def numbers(self, spec: AdapterSpec | None, rank_max: int) -> int:
+        """Return how many numbers an adapter trains, or a model of all weights. Raises `Refused` as `adapters` does."""
+        if spec is None:
+            return sum(parameter.numel() for parameter in self.network.parameters())
+        _check_spec(spec, rank_max)
+        return sum(spec.rank * (each.in_features + each.out_features) for each in self._layers(spec).values())
+
     def _layers(self, spec: AdapterSpec) -> dict[str, nn.Linear]:
         every = not spec.targets and AdapterPart.MLP in spec.parts
         try:

@@ -1,6 +1,7 @@
 """Execute training operations: here models, their optimizers and their checkpoints meet. It does not know the bus."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -12,6 +13,7 @@ import torch
 from bombus.errors import Code, EngineFault, Refused, in_one_line
 from bombus.operations import (
     AbortEpoch,
+    AdapterSpec,
     Category,
     CheckpointKind,
     CheckpointLoaded,
@@ -35,12 +37,14 @@ from bombus.operations import (
 from bombus.weights.models import hub_name, load_tokenizer_files
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.publish.checkpoint import Seal
+from bombus_trainer.serving.memory import give_back
 from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.tenants.adam import TenantOptimizer
 from bombus_trainer.tenants.base import TenantBase
 from bombus_trainer.tenants.batches import DataLimits, read_batch
 from bombus_trainer.tenants.checkpoints import CheckpointFolder, CheckpointName, TenantFacts, TenantMarks
 from bombus_trainer.tenants.client_losses import read_loss
+from bombus_trainer.tenants.room import check_room, free_bytes, need_of
 from bombus_trainer.tenants.saving import Contents, check_origin, load_tenant, weights_file, write_tenant
 from bombus_trainer.tenants.settings import TenantSettings
 from bombus_trainer.tenants.shelf import OptimizerShelf
@@ -55,8 +59,18 @@ class OperationExecutor:
     It executes one operation at a time. Everything that a model is lies in memory and in its checkpoints.
     """
 
-    def __init__(self, folder: Path, settings: TrainerSettings, options: TenantSettings) -> None:
-        """Load the base in `folder`, which callers name as the job does (`model.path`). Raises `EngineFault`."""
+    def __init__(
+        self,
+        folder: Path,
+        settings: TrainerSettings,
+        options: TenantSettings,
+        free: Callable[[torch.device], int] = free_bytes,
+    ) -> None:
+        """Load the base in `folder`, which callers name as the job does (`model.path`). Raises `EngineFault`.
+
+        `free` says how many bytes of a device's memory are free.
+        """
+        self._free = free
         self._folder, self._settings, self._options = folder, settings, options
         self._base: TenantBase | None = TenantBase(folder, settings, all_weights=False)
         self._tenants: dict[str, TrainedTenant] = {}
@@ -234,12 +248,25 @@ class OperationExecutor:
         if operation.checkpoint:
             name = CheckpointName.read(operation.checkpoint)
             facts = self._checkpoints.facts(name)
+            self._check_room(facts.adapter)
             tenant = self._new_from(self._checkpoints, name, facts, operation.with_optimizer)
             loaded = facts.content(operation.with_optimizer)
         else:
+            self._check_room(operation.adapter)
             tenant, loaded = self._new(operation), ""
         self._take(model, tenant)
         return ModelReady(adapter=tenant.spec, parameters=tenant.size, loaded=loaded)
+
+    def _check_room(self, spec: AdapterSpec | None) -> None:
+        """Raise `Refused` where there is no memory for one more model; the system would end this process."""
+        base, tenants = self._need_base(None), self._tenants.values()
+        device = base.policy.device
+        need = need_of(base.numbers(spec, self._options.rank_max), tenants, self._options.optimizer_bytes_max)
+        if need.own + need.others > self._free(device):
+            give_back()  # what ended models had may still be kept by this process
+        # A model of all weights is loaded in the place of the base.
+        freed = sum(each.nbytes for each in base.network.parameters()) if spec is None else 0
+        check_room(need, self._free(device) + freed, device, len(tenants))
 
     def _take(self, model: str, tenant: TrainedTenant) -> None:
         self._tenants[model] = tenant
