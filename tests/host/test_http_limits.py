@@ -232,6 +232,16 @@ async def test_half_sent_requests_make_room_for_whole_ones() -> None:
         assert await asyncio.wait_for(served.get(), PATIENCE_S) == "4"
 
 
+async def test_connections_that_are_only_kept_make_room_for_those_with_requests() -> None:
+    async with serving(HttpLimits(connections=3)) as served:
+        kept = [await served.connect() for _ in range(3)]
+        for wire in kept:
+            await wire.send(HEAD + b"content-length: 0\r\n\r\n")
+            assert (await wire.answer())[0] == 200
+        assert await asyncio.wait_for(served.get(), PATIENCE_S) == "4"
+        await kept[0].closed()
+
+
 async def test_a_connection_over_the_limit_is_a_503_while_all_others_are_at_work() -> None:
     async with serving(HttpLimits(connections=3)) as served:
         busy = [await served.connect() for _ in range(3)]

@@ -1,6 +1,7 @@
 """The gateway's ASGI application, with all of its doors: `create_app(gateway)`."""
 
 import logging
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,12 +13,12 @@ from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
 from bombus_gateway.access import PATH_KEY, EpisodeGuard, without_path_key
 from bombus_gateway.anthropic.docs import add_anthropic_paths
 from bombus_gateway.anthropic.routes import AnthropicDoor
-from bombus_gateway.bodies import BodyMemory
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.docs_page import HEADERS, docs_page
 from bombus_gateway.generate.routes import GenerateDoor
 from bombus_gateway.limits import in_short
+from bombus_gateway.open_requests import OpenRequests, places_of, share_by_key
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
 from bombus_gateway.plain_routes import add_plain, below
@@ -36,11 +37,13 @@ class GatewayApp(FastAPI):
     """FastAPI, with a table of paths (`hot`) that are answered before its middleware and routing.
 
     A model call costs less than FastAPI's own work around it. `below` has what answers the other paths that begin with
-    a prefix; the first that fits counts. All other routes are ordinary FastAPI.
+    a prefix; the first that fits counts. All other routes are ordinary FastAPI. Requests to `uncounted` paths take no
+    place among the open ones.
     """
 
     calls: Calls
-    bodies: BodyMemory
+    requests: OpenRequests
+    uncounted: set[str]
     hot: dict[str, ASGIApp]
     below: list[tuple[str, ASGIApp]]
     prefixes: list[str]
@@ -49,13 +52,22 @@ class GatewayApp(FastAPI):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        with self.bodies.counted(receive) as counting:
-            await self._answer(scope, counting, send)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"].startswith(PATH_KEY):
             scope = without_path_key(scope)
-        await (self._door(scope["path"]) or self.routed)(scope, receive, send)
+        path = scope["path"]
+        if path in self.uncounted:
+            await self.routed(scope, receive, send)
+            return
+        try:
+            request = self.requests.enter(scope["headers"])
+        except Refused as refusal:
+            await _detail(refusal.code, refusal.why)(scope, receive, send)
+            return
+        try:
+            counting = partial(self.requests.received, request, receive)
+            await (self._door(path) or self.routed)(scope, counting, send)
+        finally:
+            self.requests.leave(request)
 
     async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer by FastAPI's own routes."""
@@ -84,7 +96,10 @@ def create_app(gateway: Gateway) -> GatewayApp:
         redoc_url=None,
     )
     app.calls = calls = Calls(gateway)
-    app.bodies = BodyMemory(gateway.settings.bodies_mb_max << 20)
+    app.requests = OpenRequests(
+        places_of(gateway.settings), gateway.settings.bodies_mb_max << 20, share_by_key(gateway)
+    )
+    app.uncounted = set()
     app.hot = {}
     app.below = []
     app.prefixes = []
@@ -119,6 +134,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         ]
         app.prefixes.append(prefix)
         app.include_router(health_router(gateway, engine), prefix=prefix)
+        app.uncounted |= {f"{prefix}/health", f"{prefix}/ready"}
         app.include_router(swarm_router(gateway, engine), prefix=prefix)
         scored, direct = scored_routes(gateway, engine, app.routed)
         add_plain(app, below(prefix, [*training_routes(gateway, calls, engine), *scored]))

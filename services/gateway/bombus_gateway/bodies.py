@@ -3,14 +3,13 @@
 Every door reads its bodies here, after it has checked the key, and says with `BodyLimits` what its routes take.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from bombus.errors import Code, Refused
 from bombus_gateway import limits
@@ -145,35 +144,3 @@ async def received(headers: HeaderMap, receive: Receive, bounds: BodyLimits) -> 
         bounds.check_size(size)
         more = message.get("more_body", False)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-class BodyMemory:
-    """Counts the bytes of the bodies of the requests that are being read or answered."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._held = 0
-
-    @contextmanager
-    def counted(self, receive: Receive) -> Iterator[Receive]:
-        """Give a `receive` that counts the body of one request until the block ends.
-
-        Instead of a part of a body for which there is no memory left it raises `Refused` OVERLOADED.
-        """
-        held = 0
-
-        async def counting() -> Message:
-            nonlocal held
-            message = await receive()
-            size = len(message.get("body", b""))
-            if self._held + size > self._bytes_max:
-                why = f"The requests in progress hold {self._bytes_max >> 20} MiB, the limit; try again in a moment."
-                raise Refused(Code.OVERLOADED, why)
-            held += size
-            self._held += size
-            return message
-
-        try:
-            yield counting
-        finally:
-            self._held -= held

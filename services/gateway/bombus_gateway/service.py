@@ -19,12 +19,12 @@ from bombus_gateway.app import GatewayApp, create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.formats import FormatReports
 from bombus_gateway.keys import Keys
+from bombus_gateway.open_requests import connections_of
 from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
 CATCH_UP_S = 600.0
-CONNECTIONS_FOR_A_CALL = 2  # a client keeps some open without a call
 
 
 async def run(settings: GatewaySettings) -> None:
@@ -46,7 +46,7 @@ async def run(settings: GatewaySettings) -> None:
 def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:
     """Serve the app while the block runs; calls that are open `drain_s` seconds after it are recorded as cut off."""
     settings = app.calls.settings
-    limits = HttpLimits(connections=CONNECTIONS_FOR_A_CALL * settings.open_calls_max)
+    limits = HttpLimits(connections=connections_of(settings))
     named = (settings.host, host_of(settings.public_url), *settings.host_names)
     checked = app if settings.keys.for_clients else OwnHostsOnly(app, bound, named)
     return http_server(checked, bound, settings.drain_s, app.calls.hang_up, limits)

@@ -96,7 +96,8 @@ class GatewaySettings(BaseModel):
         default=1024,
         ge=1,
         le=1 << 20,
-        description="memory for the bodies of all requests in progress, in MiB; more are answered 503",
+        description="memory for the bodies of all requests in progress, in MiB; once it is taken, each key still gets "
+        "its share, and more is answered 503",
     )
     episode_mb_max: Annotated[int, Flag(name="--episode-mb", metavar="MB")] = Field(
         default=256, ge=1, le=1 << 20, description="what the calls of one episode may take in the log, in MiB"

@@ -36,7 +36,7 @@ DEFAULTS = HttpLimits()
 
 
 class Awaited(Enum):
-    """What a connection waits for its client to send."""
+    """What a connection waits for its client to send. One that waits for nothing may still be kept for a request."""
 
     NOTHING = auto()
     HEAD = auto()
@@ -146,6 +146,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._patience.end(self)
         super().on_message_complete()
 
+    # ---- called when an answer is complete ----
+
+    def on_response_complete(self) -> None:
+        """Let a connection without a request wait too: uvicorn closes it after a while, and it makes room before."""
+        super().on_response_complete()
+        if self._awaited is Awaited.NOTHING and self.timeout_keep_alive_task is not None:
+            self._patience.begin(self, self.timeout_keep_alive)
+
     # ---- called by `Patience` ----
 
     def time_is_up(self) -> None:
@@ -158,6 +166,8 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._awaited is Awaited.END:
             self._patience.end(self)
             self.transport.abort()
+        elif self._awaited is Awaited.NOTHING:
+            self._patience.end(self)
         else:
             part, limit_s = (
                 ("body", self._limits.body_s) if self._awaited is Awaited.BODY else ("head", self._limits.head_s)

@@ -6,7 +6,6 @@ import json
 import logging
 import resource
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -82,7 +81,7 @@ async def http_server(
     given the task that serves, which ends early only when the server breaks. Of connections there are never more than
     the process may have files open.
     """
-    patience = Patience(replace(limits, connections=min(limits.connections, _connections_max())))
+    patience = Patience(replace(limits, connections=connections_max(limits.connections)))
     config = uvicorn.Config(
         CutOff(app),
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, patience)),
@@ -111,7 +110,7 @@ async def http_server(
         waiting.cancel()
 
 
-def _connections_max() -> int:
-    """Return for how many connections this process may have files open."""
+def connections_max(wanted: int) -> int:
+    """Return how many connections there may be of those that are wanted: each takes an open file of this process."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if files == resource.RLIM_INFINITY else max(1, files - FILES_KEPT)
+    return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files - FILES_KEPT))

@@ -1,0 +1,122 @@
+"""The open requests of a gateway: their places, and memory for their bodies. Both are shared by keys."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from starlette.types import Message, Receive
+
+from bombus.errors import Code, Refused
+from bombus.hive.shares import has_share
+from bombus.host.http_server import connections_max
+from bombus_gateway.access import Access, Guard, RawHeaders, episode_key
+from bombus_gateway.context import Gateway
+from bombus_gateway.settings import GatewaySettings
+
+CONNECTIONS_FOR_A_CALL = 2  # a client keeps some open without a call
+
+
+def connections_of(settings: GatewaySettings) -> int:
+    """Return how many connections a gateway may have."""
+    return connections_max(CONNECTIONS_FOR_A_CALL * settings.open_calls_max)
+
+
+def places_of(settings: GatewaySettings) -> int:
+    """Return how many requests may be open before each key has only its share: a quarter of the connections is left."""
+    return max(1, connections_of(settings) * 3 // 4)
+
+
+class OpenRequest:
+    """One open request, how many bytes of its body have come, and for whose share it counts, once that is known."""
+
+    __slots__ = ("bytes", "headers", "share")
+
+    def __init__(self, headers: RawHeaders) -> None:
+        self.headers = headers
+        self.bytes = 0
+        self.share: str | None = None
+
+
+class OpenRequests:
+    """Counts requests until they are answered, and the bytes of their bodies.
+
+    `share_of` says by a request's headers for whose share it counts. It is called only when there is no room left for
+    all: until then nobody has to know whose a request is.
+    """
+
+    def __init__(self, places: int, bytes_max: int, share_of: Callable[[RawHeaders], str]) -> None:
+        self._places = places
+        self._bytes_max = bytes_max
+        self._share_of = share_of
+        self._open = 0
+        self._held = 0  # bytes
+        self._unknown: set[OpenRequest] = set()
+        self._open_of: Counter[str] = Counter()  # of requests whose share is known
+        self._held_by: Counter[str] = Counter()
+
+    def enter(self, headers: RawHeaders) -> OpenRequest:
+        """Count a request until it leaves. Raises `Refused` OVERLOADED when there is no place for it."""
+        request = OpenRequest(headers)
+        if self._open < self._places:
+            self._unknown.add(request)
+        else:
+            self._look_up()
+            request.share = self._share_of(headers)
+            if not has_share(self._open_of, request.share, self._places):
+                why = f"{self._open} requests are open here, and the limit is {self._places}; try again in a moment."
+                raise Refused(Code.OVERLOADED, why)
+            self._open_of[request.share] += 1
+        self._open += 1
+        return request
+
+    def leave(self, request: OpenRequest) -> None:
+        self._open -= 1
+        self._held -= request.bytes
+        if request.share is None:
+            self._unknown.remove(request)
+        else:
+            self._open_of[request.share] -= 1
+            self._held_by[request.share] -= request.bytes
+
+    async def received(self, request: OpenRequest, receive: Receive) -> Message:
+        """Receive and count a part of a request's body. Raises `Refused` OVERLOADED when there is no memory for it."""
+        message = await receive()
+        size = len(message.get("body", b""))
+        if self._held + size > self._bytes_max:
+            self._look_up()
+            if not has_share(self._held_by, request.share or "", self._bytes_max, size):
+                why = f"The requests in progress hold {self._bytes_max >> 20} MiB, the limit; try again in a moment."
+                raise Refused(Code.OVERLOADED, why)
+        self._held += size
+        request.bytes += size
+        if request.share is not None:
+            self._held_by[request.share] += size
+        return message
+
+    def _look_up(self) -> None:
+        """Find for whose shares the open requests count."""
+        for request in self._unknown:
+            request.share = self._share_of(request.headers)
+            self._open_of[request.share] += 1
+            self._held_by[request.share] += request.bytes
+        self._unknown.clear()
+
+
+def share_by_key(gateway: Gateway) -> Callable[[RawHeaders], str]:
+    """Return what says for whose share a request counts: of the key that it shows, or that claimed its episode."""
+    guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
+
+    def share_of(headers: RawHeaders) -> str:
+        return guard.holder(headers).share or _owner_of_episode(gateway, headers)
+
+    return share_of
+
+
+def _owner_of_episode(gateway: Gateway, headers: RawHeaders) -> str:
+    """Return the name of the key that claimed the open episode whose key a request shows; "" where there is none."""
+    try:
+        claims = gateway.keys.verify(episode_key(dict(headers)), time.time_ns())
+    except Refused:
+        return ""
+    episode = gateway.follower.hive.engine(claims.engine).open.get(claims.episode)
+    return "" if episode is None else episode.owner
