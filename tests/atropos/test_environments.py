@@ -47,8 +47,6 @@ def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentHive]:
     folder = tmp_path_factory.mktemp("hive")
     tokenizer = folder / "tiny"
     build_tiny(tokenizer)
-    settings = tokenizer / "tokenizer_config.json"  # by a class that transformers before 5 has
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     file = folder / "cluster.yaml"
     file.write_text(json.dumps({"engines": {"main": {"trainer": {}, "inference": [{}]}, "scored": {}}}))
     up = Up(folder, "--config", str(file))

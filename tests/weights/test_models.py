@@ -33,6 +33,9 @@ def test_tiny_is_a_small_llama_with_one_token_for_each_character(tmp_path: Path)
     ids = tokenizer.encode("a=42 b.\n")
     assert len(ids) == 8
     assert tokenizer.decode(ids) == "a=42 b.\n"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "a class of transformers 4 and 5"
+    assert "extra_special_tokens" not in settings, "which is another type in 4"
 
 
 def test_the_chat_template_of_tiny_renders_to_known_tokens_and_back(tmp_path: Path) -> None:

