@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ class Story:
         self.run = 1
         self.episodes = 0
         self.calls = 0
+        self.sampled: Counter[str] = Counter()  # tokens, by episode
 
     def tell(self, event: Event) -> None:
         self.events.append(event)
@@ -110,6 +112,7 @@ class Story:
             tokens = self.random.randint(40, 180)
             merged = self.random.random() < 0.9
             noted.append(NotedCall(episode, ref, 3 * tokens, tokens, version, version, merged=merged))
+            self.sampled[episode] += tokens
         self.wait(self.random.uniform(0.02, 0.09))
         self.tell(ev.CallsNoted(**self.at, run=self.run, calls=tuple(noted)))
 
@@ -124,7 +127,13 @@ class Story:
     ) -> None:
         number = int(episode.rpartition("-")[2])
         outcome = Outcome(
-            episode=episode, task=task, reward=reward, digest=b"d" * 16, is_success=reward > 0.9, data_set=data_set
+            episode=episode,
+            task=task,
+            reward=reward,
+            digest=b"d" * 16,
+            completion_tokens=self.sampled[episode],
+            is_success=reward > 0.9,
+            data_set=data_set,
         )
         self.wait(self.random.uniform(0.01, 0.05))
         self.tell(

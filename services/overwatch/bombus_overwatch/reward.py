@@ -1,7 +1,10 @@
 """The reward chart: training and held-out reward over policy versions, in one picture."""
 
+from collections.abc import Sequence
+
 from rich.text import Text
 
+from bombus.hive.status.rows import StepRollouts
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import Range, braille_line, is_drawable, range_of
 from bombus_overwatch.palette import figure, fit
@@ -21,6 +24,7 @@ class RewardPanel(Panel):
 
     def retitle(self, screen: Screen) -> None:
         self.border_title = f"Reward by {'saved model' if screen.rewards.by_sampler else 'policy version'}"
+        self.border_subtitle = _of_episodes(screen.status.rollouts) if screen.status is not None else ""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         rows = [_legend(screen.rewards, width)]
@@ -33,6 +37,15 @@ class RewardPanel(Panel):
             return [*rows, Text(""), Text(f"the curve begins after {after}", pal.QUIET)]
         unit = "saved model" if screen.rewards.by_sampler else "version"
         return rows + _chart(train, held_out, width, height - 1 - len(rows), unit)
+
+
+def _of_episodes(rollouts: Sequence[StepRollouts]) -> str:
+    """Return how often the episodes of the newest sealed batch succeeded, where they say so, and their length."""
+    if not rollouts:
+        return ""
+    newest = rollouts[-1]
+    successes = "" if newest.success_rate is None else f"{newest.success_rate:.0%} successes, "
+    return f"step {newest.step}: {successes}{figure(round(newest.mean_completion_tokens))} tokens"
 
 
 def _legend(rewards: RewardCurves, width: int) -> Text:
