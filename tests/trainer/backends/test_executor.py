@@ -1,6 +1,7 @@
 """Whole steps on a tiny model: they learn, they repeat bit for bit, and they never update on corrupted input."""
 
 import json
+import logging
 import math
 from hashlib import sha256
 from pathlib import Path
@@ -485,3 +486,9 @@ def test_a_job_of_verl_is_refused_by_the_torch_backend() -> None:
     job = RunConfig.model_validate({"trainer": {"backend": "verl"}})
     with pytest.raises(EngineFault, match="only be done with the torch backend"):
         load_executor(TrainerSettings(job=job))
+
+
+def test_a_load_says_what_it_loads_and_that_it_may_take_a_while(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        load_executor(tiny_settings(model={"path": str(folder)}))
+    assert f"loading {folder}, 93 kB of weights: the larger, the longer" in caplog.text

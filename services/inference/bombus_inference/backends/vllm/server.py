@@ -256,6 +256,7 @@ class VllmServer:
     async def _until_ready(self, report_stage: ReportStage) -> None:
         loop = asyncio.get_running_loop()
         began = reported = loop.time()
+        log.info("vLLM is starting: it loads the weights and compiles, which takes minutes the first time")
         await report_stage("starting vLLM")
         while not await self.is_healthy():
             if self.ended.is_set():
