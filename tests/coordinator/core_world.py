@@ -53,6 +53,7 @@ class World:
         self.fold = Hive()  # the fold of the log, as all services have it
         self.core = Core()
         self.now_ns = 1_000 * SECOND
+        self.ticked_ns = 0  # when the last tick was sent
         self.ids = 0
         self.read = 0  # inbox messages that this leader has read
         self.answers: dict[str, inbox.AnyAnswer] = {}
@@ -183,6 +184,10 @@ class World:
         if self.random.random() < 0.05:
             self.inbox.append((message, self.now_ns))  # a sender that repeats itself
 
+    def _tick(self) -> None:
+        self._send(inbox.Tick(id=self._id(), after_ns=self.ticked_ns))
+        self.ticked_ns = self.now_ns
+
     def _configure(self) -> inbox.Configure:
         pick = self.random
         method, batch_size, num_repeat = pick.choice(list(Method)), pick.randint(1, 2), pick.randint(1, 3)
@@ -221,7 +226,7 @@ class World:
         elif roll < 0.95:
             self._replica(self.random.choice(REPLICAS))
         elif roll < 0.99:
-            self._send(inbox.Tick(id=self._id()))
+            self._tick()
         else:
             self._operator()
 
@@ -408,7 +413,7 @@ class World:
                     version=engine.version,
                 )
             )  # fmt: skip
-        self._send(inbox.Tick(id=self._id()))
+        self._tick()
         self._decide_all()
 
 

@@ -956,8 +956,10 @@ def test_no_message_that_comes_before_the_first_tick_after_an_outage_ends_a_wait
     assert harness.phase() == Phase.ROLLING_POST
     drain_s = harness.engine.collection.drain_s
     late = inbox.Abort(id=harness.id(), engine=ENGINE, client="c1", episodes=())
+    ticked_ns = harness.now_ns
     assert harness.send(late, drain_s + 60) == []
-    harness.tick()
+    (paused,) = harness.send(inbox.Tick(id=harness.id(), after_ns=ticked_ns))
+    assert isinstance(paused, ev.LeadingPaused)
     assert straggler in harness.engine.open
 
 

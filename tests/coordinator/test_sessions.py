@@ -379,8 +379,8 @@ def sleep_for_a_moment(harness: TenantHarness) -> None:
     wake_up(harness)
 
 
-@pytest.mark.parametrize("begin", [lead_anew, TenantHarness.serve, sleep_for_a_moment])
-def test_a_model_that_is_left_is_not_ended_before_who_has_just_come_has_had_half_an_hour(
+@pytest.mark.parametrize("begin", [TenantHarness.serve, sleep_for_a_moment])
+def test_a_model_that_is_left_is_not_ended_before_a_trainer_that_has_just_come_has_had_half_an_hour(
     begin: Callable[[TenantHarness], None],
 ) -> None:
     harness = left()

@@ -187,6 +187,13 @@ async def test_r5_the_leader_puts_time_into_the_log_and_idle_episodes_expire_by_
         following.cancel()
     closed = follower.hive.engine(ENGINE).closed[granted.episodes[0]]
     assert closed.aborted == ev.AbortReason.IDLE
+    last = await bus.last(bus.subjects.inbox_stream, bus.subjects.inbox("tick"))
+    assert last is not None
+    ticks = [await bus.get(bus.subjects.inbox_stream, seq) for seq in range(1, last.seq + 1)]
+    ticked_ns = [stored.time_ns for stored in ticks if stored.subject == last.subject]
+    tick = inbox.decode_message(last.data)
+    assert isinstance(tick, inbox.Tick)
+    assert tick.after_ns == ticked_ns[-2], "each says when the one before it came"
 
 
 async def test_r5_a_touch_keeps_a_long_generation_alive(bus: Bus) -> None:

@@ -61,7 +61,7 @@ def test_every_event_and_message_that_can_be_written_can_be_read() -> None:
 
 def test_the_snapshot_has_every_kind_of_struct() -> None:
     assert {section: len(RECORDED[section]) for section in ("events", "messages", "answers")} == {
-        "events": 68,
+        "events": 69,
         "messages": 60,
         "answers": 9,
     }

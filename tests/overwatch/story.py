@@ -350,6 +350,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: story.abort(draw.choice(list(AbortReason)), some(), detail="why"),
         lambda: tell(ev.GroupDropped, reason=ev.DropReason.STALE, tasks=("t",), episodes=(some(), some())),
         lambda: tell(ev.EpisodesTaken, client="ann", episodes=(some(), some())),
+        lambda: story.tell(ev.LeadingPaused(at_ns=story.now_ns, since_ns=story.now_ns - 7 * SECOND)),
         lambda: story.tell(ev.StorageFilled(what="calls", used=95, size=100, why="nearly full")),
         lambda: story.tell(ev.StorageFreed(what="calls", used=5, size=100)),
         lambda: story.tell(ev.CompactionFailed(why="the archive cannot be written")),

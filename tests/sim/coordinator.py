@@ -29,7 +29,16 @@ from tests.sim.link import Link, Net, Reader
 from tests.sim.loop import Process
 from tests.sim.referee import ENGINE, RECOVERED, Referee
 from tests.sim.scored import ScoredLedger
-from tests.sim.server import CALLS_STREAM, EVENTS_STREAM, INBOX_STREAM, OPS_STREAM, SIZE, TRAJECTORIES_STREAM, Message
+from tests.sim.server import (
+    CALLS_STREAM,
+    EVENTS_STREAM,
+    INBOX_STREAM,
+    OPS_STREAM,
+    SIZE,
+    TICK,
+    TRAJECTORIES_STREAM,
+    Message,
+)
 from tests.sim.tenants import store
 from tests.sim.variants import Variant
 
@@ -243,7 +252,11 @@ class Coordinator(Process):
             await self._may_decide()
             number += 1
             try:
-                await self.link.send(inbox.Tick(id=f"tick-{self._epoch}-{number}", answered=self._consumed))
+                before = self.link.server.streams[INBOX_STREAM].last(TICK)
+                after_ns = self.core.live.now_ns if before is None else before.time_ns
+                await self.link.send(
+                    inbox.Tick(id=f"tick-{self._epoch}-{number}", answered=self._consumed, after_ns=after_ns)
+                )
             except BusUnavailable:
                 pass  # the next one will do
             await self.sleep(TICK_S)

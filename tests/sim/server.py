@@ -15,7 +15,7 @@ from tests.sim.loop import Future, Loop
 
 SECOND = 1_000_000_000
 BEGIN_NS = 1_000 * SECOND
-EPOCH_OPENED = "epoch.opened"
+EPOCH_OPENED, TICK = "epoch.opened", "tick"
 INBOX_STREAM, EVENTS_STREAM, CALLS_STREAM, OPS_STREAM = "inbox", "events", "calls", "ops"
 TRAJECTORIES_STREAM = "trajectories"
 WINDOW_S = {INBOX_STREAM: 120, EVENTS_STREAM: 600, CALLS_STREAM: 120, OPS_STREAM: 120, TRAJECTORIES_STREAM: 120}
@@ -68,7 +68,7 @@ class Stream:
         self.waiting: list[Future[None]] = []
         self._server = server
         self._ids: dict[str, tuple[int, int]] = {}
-        self._opened = 0  # sequence of the newest `epoch.opened`
+        self._newest: dict[str, Message] = {}  # by subject
 
     @property
     def last_seq(self) -> int:
@@ -92,8 +92,7 @@ class Stream:
             message = Message(self.last_seq + 1, put, now_ns, _decode(self.name, put.body))
             self.messages.append(message)
             self._ids[put.msg_id] = (message.seq, now_ns)
-            if put.subject == EPOCH_OPENED:
-                self._opened = message.seq
+            self._newest[put.subject] = message
             stored.append(message)
         for watcher in self.watchers:
             watcher(stored)
@@ -105,12 +104,13 @@ class Stream:
     def _check_fences(self, last: int | None, opened: int | None) -> None:
         if last is not None and last != self.last_seq:
             raise WrongSequence(f"{self.name} ends at {self.last_seq}, not at {last}")
-        if opened is not None and opened != self._opened:
-            raise WrongSequence(f"an epoch was opened at {self._opened}, not at {opened}")
+        newest = self._newest.get(EPOCH_OPENED)
+        if opened is not None and opened != (newest.seq if newest is not None else 0):
+            raise WrongSequence(f"another epoch than that at {opened} was opened last")
 
     def last(self, subject: str = "") -> Message | None:
-        if subject == EPOCH_OPENED:
-            return self.messages[self._opened - 1] if self._opened else None
+        if subject:
+            return self._newest.get(subject)
         return self.messages[-1] if self.messages else None
 
     def get(self, seq: int) -> Message:

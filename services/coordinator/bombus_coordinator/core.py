@@ -57,6 +57,7 @@ class Core:
         self.hive = hive if hive is not None else Hive()
         now_ns = self.hive.now_ns
         self.live = Live(now_ns=now_ns, epoch_ns=now_ns, ticked_ns=now_ns)
+        self.live.pauses = self.hive.pauses
         self._note_refusing()
         self.live.event_bytes_max = event_bytes_max
         self.live.released = self.hive.released
@@ -65,7 +66,7 @@ class Core:
         self._noted_seq = 0
 
     def open_epoch(self, leader: str) -> Decision:
-        """Decide the first event of a new leader (R4). Deadlines start again from it (R5)."""
+        """Decide the first event of a new leader (R4). Nobody counts as silent for longer (R5)."""
         opened = ev.EpochOpened(at_ns=self.hive.now_ns, epoch=self.hive.epoch + 1, leader=leader)
         return self._fold(Decision(events=(opened,)), 0).decision
 
@@ -199,6 +200,8 @@ class Core:
         if isinstance(message, inbox.Tick):
             if message.answered is not None:
                 self.live.tick(message.answered)
+            self.live.led_until_ns = self.live.now_ns
+            yield from self._folded(log_upkeep.paused(self.hive, self.live, message))
             yield from self._folded(log_upkeep.ticked(self.hive, self.live, message))
             yield from self._pass_time()
             return

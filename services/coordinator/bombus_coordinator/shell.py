@@ -31,6 +31,7 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.describe import line_of
+from bombus.hive.pauses import TICK_NS
 from bombus.hive.state import FOLD
 from bombus.task_groups import settled
 from bombus_coordinator import compaction, grouping, lost_ends, releasing, retention, storage
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 GROUP_MAX = 512  # inbox messages decided in one append
 REPLIES_MAX = 100_000  # commands whose answer is still to be sent
 GATHER_S = 0.1  # for which calls wait for others
-TICK_S = 1.0
+TICK_S = TICK_NS / 1e9
 TRIM_S = 10.0
 RETRY_S = 1.0
 WHY_CHARS_MAX = 500
@@ -353,14 +354,21 @@ class Coordinator:
 
     async def _tick(self) -> None:
         """Send the time to the core, which it reaches only through the inbox (R5)."""
+        stream, subject = self.bus.subjects.inbox_stream, self.bus.subjects.inbox(str(inbox.Tick.__struct_config__.tag))
         epoch = self.core.hive.epoch
         count = 0
         while True:
             await self._may_decide()
             count += 1
             try:
+                before = await self.bus.last(stream, subject)
                 await self.bus.inbox.send(
-                    inbox.Tick(id=f"tick-{epoch}-{count}", answered=self._consumed, log_end=self._last)
+                    inbox.Tick(
+                        id=f"tick-{epoch}-{count}",
+                        answered=self._consumed,
+                        log_end=self._last,
+                        after_ns=self.core.live.now_ns if before is None else before.time_ns,
+                    )
                 )
             except BusUnavailable as error:
                 log.warning("the clock waits for the bus: %s", error)

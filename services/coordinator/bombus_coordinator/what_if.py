@@ -110,7 +110,7 @@ class Instant:
                 self._evolve(event, position)
             case _:
                 return
-        live = Live(now_ns=event.at_ns)
+        live = Live(now_ns=event.at_ns, led_until_ns=event.at_ns)
         while self._settled(live, position):
             self._train(event.at_ns, position)
         self.result.left = len(self._engine.pool)

@@ -21,6 +21,7 @@ class EventGroup(StrEnum):
 
 GROUPS: dict[type[Event], EventGroup] = {
     ev.EpochOpened: EventGroup.ENGINE,
+    ev.LeadingPaused: EventGroup.ENGINE,
     ev.EngineConfigured: EventGroup.ENGINE,
     ev.EngineStarted: EventGroup.ENGINE,
     ev.EngineProgressed: EventGroup.ENGINE,

@@ -40,6 +40,11 @@ def _(event: ev.EpochOpened) -> str:
 
 
 @_text.register
+def _(event: ev.LeadingPaused) -> str:
+    return f"nobody led for {(event.at_ns - event.since_ns) / 1e9:.1f} s, which counts for no deadline"
+
+
+@_text.register
 def _(event: ev.StorageFilled) -> str:
     return f"no room for new work: {event.why}"
 

@@ -146,6 +146,12 @@ class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epo
     leader: str
 
 
+class LeadingPaused(Event, frozen=True, kw_only=True, omit_defaults=True, tag="leading.paused"):
+    """Nobody led from `since_ns` until now: there was no leader, it stood still, or the bus was away."""
+
+    since_ns: int
+
+
 class EngineConfigured(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.configured"):
     config: str  # the whole job as canonical JSON
     config_digest: str
@@ -980,6 +986,7 @@ class StreamWentBack(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 AnyEvent = (
     EpochOpened
+    | LeadingPaused
     | EngineConfigured
     | EngineStarted
     | EngineProgressed

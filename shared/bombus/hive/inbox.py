@@ -334,11 +334,13 @@ class PublishWeights(Message, frozen=True, kw_only=True, omit_defaults=True, tag
 class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
     """The clock of the hive (R5): the leader sends one every second, and time passes only by these.
 
-    `answered` is the inbox sequence up to which all answers had been sent by then, `log_end` the last event.
+    `answered` is the inbox sequence up to which all answers had been sent by then, `log_end` the last event, and
+    `after_ns` when the server stored the tick before this one, whoever led then; 0: not known.
     """
 
     answered: int | None = None
     log_end: int = 0
+    after_ns: int = 0
 
 
 class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch"):

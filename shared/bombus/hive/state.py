@@ -14,6 +14,7 @@ from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import LeftRun, goes_on, keep, leave, step_of
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall, RunKind
+from bombus.hive.pauses import Pause, note_pause
 from bombus.hive.records import BodyRef, CallRef, CallStatus
 from bombus.hive.rollouts import STEPS_KEPT, RolloutFigures, silent_after
 from bombus.hive.steps import SealedStep, complete, lacking, up_to
@@ -356,6 +357,7 @@ SCORED_GROUPS = "trajectories"  # the stream that only scored groups need
 class Hive(msgspec.Struct, kw_only=True):
     epoch: int = 0
     now_ns: int = 0
+    pauses: list[Pause] = []  # without a leader, the newest ones
     engines: dict[str, EngineState] = {}
     full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
     aside: list[ev.MessageSetAside] = []  # the newest messages that could not be decided
@@ -422,6 +424,7 @@ def evolve(hive: Hive, event: Event) -> None:
 
 _OF_THE_HIVE = (
     ev.EpochOpened,
+    ev.LeadingPaused,
     ev.StorageFilled,
     ev.StorageFreed,
     ev.MessageSetAside,
@@ -438,6 +441,8 @@ def _evolve_hive(hive: Hive, event: Event) -> None:
     match event:
         case ev.EpochOpened():
             hive.epoch = event.epoch
+        case ev.LeadingPaused():
+            note_pause(hive.pauses, event.since_ns, event.at_ns)
         case ev.StorageFilled():
             hive.full[event.what] = event
         case ev.StorageFreed():
@@ -448,10 +453,8 @@ def _evolve_hive(hive: Hive, event: Event) -> None:
             _released(hive, event)
         case ev.TrajectoriesReleased():
             hive.trajectories_released = event.below
-        case ev.LogCompacted():
-            hive.uncompacted = ""
-        case ev.CompactionFailed():
-            hive.uncompacted = event.why
+        case ev.LogCompacted() | ev.CompactionFailed():
+            hive.uncompacted = event.why if isinstance(event, ev.CompactionFailed) else ""
         case ev.StreamWentBack():
             hive.went_back[event.what] = event
 

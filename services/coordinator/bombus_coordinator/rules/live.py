@@ -1,7 +1,7 @@
 """The coordinator's state besides the fold: activity, waiting claims, recent answers.
 
-None of it is on the log and all of it may be lost: after a crash deadlines start again at `epoch.opened` (R5), and
-clients that wait for a claim send it again (R13).
+None of it is on the log and all of it may be lost: after a crash nobody has been silent for long (R5), and clients that
+wait for a claim send it again (R13).
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import msgspec
 
 from bombus.hive.bounded import trim
 from bombus.hive.inbox import Answer
+from bombus.hive.pauses import Pause, led_ns
 from bombus.hive.state import EngineState, Episode
 from bombus_coordinator.rules.waiting import Queue, Share, share_of
 
@@ -48,6 +49,8 @@ class Live(msgspec.Struct, kw_only=True):
     now_ns: int = 0
     epoch_ns: int = 0
     ticked_ns: int | None = None  # time of the last tick; None: no ticks are expected
+    led_until_ns: int = 0  # time of the last tick that this leader has read
+    pauses: Sequence[Pause] = ()  # those of the hive
     stamp_ns: int | None = None  # what the server's clock said when it stored the last message
     ahead_ns: int = 0  # of the server's clock
     event_bytes_max: int = 0
@@ -78,9 +81,23 @@ class Live(msgspec.Struct, kw_only=True):
         last = max(self.activity.get(episode.id, 0), episode.claimed_ns, episode.last_call_ns, self.epoch_ns)
         return last + ns(episode.discard_timeout_s)
 
-    def since(self, at_ns: int) -> int:
-        """Return when a deadline set at `at_ns` started: not before this epoch."""
+    def silent_since(self, at_ns: int) -> int:
+        """Return since when somebody is silent who was heard of last at `at_ns`: not before this epoch.
+
+        What was said before it may not have been read, or is not remembered.
+        """
         return max(at_ns, self.epoch_ns)
+
+    def is_over(self, since_ns: int, limit_s: float) -> bool:
+        """Return whether work that began at `since_ns` has had its time.
+
+        Only time counts in which a leader was at work, whichever it was, and up to the last tick.
+        """
+        return self.led_ns(since_ns) >= ns(limit_s)
+
+    def led_ns(self, since_ns: int) -> int:
+        """Return for how long the hive was led between `since_ns` and the last tick."""
+        return led_ns(self.pauses, max(since_ns, self.led_until_ns)) - led_ns(self.pauses, since_ns)
 
     def queue(self, engine: EngineState) -> Queue:
         """Return the engine's queue of waiting claims. It is made from the state, and follows it from then on."""
@@ -135,8 +152,8 @@ class Live(msgspec.Struct, kw_only=True):
     def arrived(self, seq: int, stamp_ns: int) -> None:
         """Take in that the server stored the next message, at `stamp_ns` by its clock.
 
-        No deadline runs while nobody can show activity (R5): without ticks for long, and where the clock was set far
-        ahead, all deadlines start again, as in a new epoch. When the clock is set back, the hive's time goes on at the
+        Nobody can show activity without ticks for long (R5): after that, and where the clock was set far ahead, all are
+        taken for heard of, as in a new epoch. When the clock is set back, the hive's time goes on at the
         clock's pace, a tenth slower until the clock has caught up.
         """
         self.seq = seq

@@ -1,7 +1,8 @@
-"""Put on the log what became of its compaction, and that it has lost its end, so that every status shows it."""
+"""Put on the log what became of its compaction, that it has lost its end, and for how long nobody wrote it."""
 
 from bombus.hive import events as ev
 from bombus.hive.inbox import CompactionTried, Tick
+from bombus.hive.pauses import LATE_NS, TICK_NS
 from bombus.hive.state import Hive
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.live import Live
@@ -14,6 +15,19 @@ def tried(hive: Hive, live: Live, message: CompactionTried) -> Decisions:
             yield Decision(events=(ev.CompactionFailed(at_ns=live.now_ns, why=message.why),))
     elif message.below or hive.uncompacted:
         yield Decision(events=(ev.LogCompacted(at_ns=live.now_ns, below=message.below),))
+
+
+def paused(hive: Hive, live: Live, tick: Tick) -> Decisions:
+    """Note that nobody led for a while before this tick: the one before it is long ago (R5)."""
+    if live.stamp_ns is None or not tick.after_ns:
+        return
+    passed_ns = live.stamp_ns - tick.after_ns
+    if passed_ns <= LATE_NS:
+        return
+    before_ns = hive.pauses[-1].until_ns if hive.pauses else 0
+    since_ns = max(before_ns, live.now_ns - passed_ns + TICK_NS)
+    if since_ns < live.now_ns:
+        yield Decision(events=(ev.LeadingPaused(at_ns=live.now_ns, since_ns=since_ns),))
 
 
 def ticked(hive: Hive, live: Live, tick: Tick) -> Decisions:

@@ -103,7 +103,7 @@ def replica_leaves(engine: EngineState, live: Live, message: ReplicaLeaves) -> D
 
 def lapse_replicas(engine: EngineState, live: Live) -> Decisions:
     for name, replica in list(engine.replicas.items()):
-        seen = live.replica_seen.get((engine.name, name), live.since(replica.joined_ns))
+        seen = live.replica_seen.get((engine.name, name), live.silent_since(replica.joined_ns))
         if seen + ns(REPLICA_LAPSE_S) <= live.now_ns:
             yield _leave(engine, live, name, f"not heard from for {REPLICA_LAPSE_S:.0f} s")
 
@@ -184,7 +184,7 @@ def _late(engine: EngineState, live: Live) -> Iterator[str]:
 
 
 def _sync_is_over(engine: EngineState, live: Live, since_ns: int) -> bool:
-    return live.since(since_ns) + ns(engine.collection.sync_s) <= live.now_ns
+    return live.is_over(since_ns, engine.collection.sync_s)
 
 
 def _none_is_left(engine: EngineState, live: Live) -> bool:

@@ -42,12 +42,14 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
     heard = live.trainers.get(engine.name)
     if heard is None or heard.at_ns < engine.trainer_since_ns:
         heard = Heard(engine.trainer_since_ns, "")
-    patience_s, since_ns = engine.trainer_patience_s, heard.at_ns
-    if not patience_s:
-        if not engine.owes_weights or engine.suspended:
-            return
-        patience_s, since_ns = UNSAID_PATIENCE_S, max(since_ns, _worked_ns(engine))
-    silent_ns = live.now_ns - live.since(since_ns)
+    patience_s = engine.trainer_patience_s
+    if patience_s:
+        silent_ns = live.now_ns - live.silent_since(heard.at_ns)
+    elif engine.owes_weights and not engine.suspended:
+        patience_s = UNSAID_PATIENCE_S
+        silent_ns = live.led_ns(max(heard.at_ns, _worked_ns(engine)))
+    else:
+        return
     if silent_ns >= ns(patience_s):
         yield from _stall(engine, live, heard.doing, silent_ns / 1e9, silent=True)
 

@@ -30,7 +30,7 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
         yield _roll(engine, live)
         return
     limit_s = engine.collection.boot_s
-    if live.since(engine.phase_since_ns) + ns(limit_s) <= live.now_ns:
+    if live.is_over(engine.phase_since_ns, limit_s):
         yield from suspend(engine, live, f"booting took longer than {limit_s:.0f} s; it was still {engine.stage!r}")
 
 
@@ -75,8 +75,7 @@ def _is_held(engine: EngineState, live: Live) -> bool:
     if not last_chances(engine):
         return False
     assert engine.weights is not None
-    since = live.since(max(completed_ns(engine), engine.weights.at_ns))
-    return since + ns(engine.collection.drain_s) > live.now_ns
+    return not live.is_over(max(completed_ns(engine), engine.weights.at_ns), engine.collection.drain_s)
 
 
 def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
@@ -157,7 +156,7 @@ def _dropped(
 def _draining(engine: EngineState, live: Live) -> Decisions:
     """Seal the batch once no episode is open, or once their time is up."""
     if engine.open:
-        if live.since(engine.phase_since_ns) + ns(engine.collection.drain_s) <= live.now_ns:
+        if live.is_over(engine.phase_since_ns, engine.collection.drain_s):
             yield Decision(events=aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED))
         return
     if engine.batch is not None:
@@ -197,7 +196,7 @@ def _syncing(engine: EngineState, live: Live) -> Decisions:
         return
     rules = engine.collection
     is_by_agreement = BATCH_METHODS[rules.method].is_by_agreement
-    if is_by_agreement and live.since(engine.phase_since_ns) + ns(rules.agreed_sync_s) > live.now_ns:
+    if is_by_agreement and not live.is_over(engine.phase_since_ns, rules.agreed_sync_s):
         return
     yield from _drop_stale(engine, live)
     yield _roll(engine, live)

@@ -70,7 +70,7 @@ def seen_ns(engine: EngineState, live: Live, session: TenantSession) -> int:
         return live.now_ns
     seen = live.session_seen.get((engine.name, session.session), 0)
     worked = max((model.last_ns for model in models), default=0)
-    return live.since(max(session.opened_ns, seen, worked, engine.resumed_ns))
+    return live.silent_since(max(session.opened_ns, seen, worked, engine.resumed_ns))
 
 
 # ---- room for others -------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def end_idle_run(engine: EngineState, live: Live) -> Decisions:
     if any(session.ended is None for session in sampling):
         return
     sampled_ns = max((session.ended.at_ns for session in sampling if session.ended is not None), default=0)
-    since_ns = live.since(max(engine.phase_since_ns, tenants.model_closed_ns, sampled_ns))
+    since_ns = live.silent_since(max(engine.phase_since_ns, tenants.model_closed_ns, sampled_ns))
     if since_ns + ns(engine.collection.tenancy.run_idle_s) <= live.now_ns:
         yield Decision(events=(ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
 

@@ -24,7 +24,7 @@ SHOWN_CHARS = 128  # of a name that is not known
 IDLE_S_MIN, IDLE_S_MAX = 10.0, 7 * 24 * 3600.0
 AGAIN_S = 60.0  # until a model that could not be saved is tried again
 LEFT_S = 24 * 3600.0  # for which a model that cannot be made again waits to be saved after its session has ended
-TRIED_S = 1800.0  # of it, so much at the end with one leader and one trainer: both have to have had their chance
+TRIED_S = 1800.0  # of it, so much at the end was led and had one trainer, which has to have had its chance
 MODEL_S = 60.0  # for which a session for one model may have none
 ENDED_KEPT = 2  # times as many sessions as may be open: beyond it, those that have ended are forgotten early
 
@@ -111,7 +111,7 @@ def expire(engine: EngineState, live: Live) -> Decisions:
             elif _is_idle(engine, live, session):
                 yield Decision(events=ended(engine, live, session, SessionEnd.IDLE))
             continue
-        again = [model for model in to_end(engine, session) if live.since(model.last_ns) + ns(AGAIN_S) <= live.now_ns]
+        again = [model for model in to_end(engine, session) if live.is_over(model.last_ns, AGAIN_S)]
         if again:
             yield Decision(events=tuple(end_of(engine, live, model, session.ended.save) for model in again))
         elif _is_over(engine, session) and _is_old(engine, live, session):
@@ -124,8 +124,8 @@ def _let_go(engine: EngineState, live: Live) -> Decisions:
     Only time counts in which a trainer could have made them again.
     """
     tenants = engine.tenants
-    began_ns = live.since(max(engine.trainer_since_ns, engine.resumed_ns))
-    if not tenants.trying.since_ns or began_ns + ns(TRIED_S) > live.now_ns:
+    began_ns = max(engine.trainer_since_ns, engine.resumed_ns)
+    if not tenants.trying.since_ns or not live.is_over(began_ns, TRIED_S):
         return
     over = {name for name, session in tenants.sessions.items() if session.ended is not None}
     for model in tenants.open_models:
@@ -148,7 +148,7 @@ def _has_no_model(engine: EngineState, live: Live, session: TenantSession) -> bo
         return False
     models = (model for model in engine.tenants.models.values() if model.session == session.session)
     closed_ns = max((model.closed.at_ns for model in models if model.closed is not None), default=0)
-    return live.since(max(session.opened_ns, closed_ns)) + ns(MODEL_S) <= live.now_ns
+    return live.silent_since(max(session.opened_ns, closed_ns)) + ns(MODEL_S) <= live.now_ns
 
 
 def _is_idle(engine: EngineState, live: Live, session: TenantSession) -> bool:

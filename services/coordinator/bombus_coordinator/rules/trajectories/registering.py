@@ -165,7 +165,7 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
         return
     for environment, heard_ns in list(state.heard_ns.items()):
         seen_ns = max(heard_ns, live.environment_seen.get((engine.name, environment), 0))
-        if live.since(seen_ns) + ns(ENVIRONMENT_IDLE_S) <= live.now_ns:
+        if live.silent_since(seen_ns) + ns(ENVIRONMENT_IDLE_S) <= live.now_ns:
             yield Decision(events=(_left(engine, live, environment, EnvironmentEnd.SILENT),))
     for environment, left_ns in list(state.silent_ns.items()):
         if live.environment_seen.get((engine.name, environment), 0) > left_ns:
