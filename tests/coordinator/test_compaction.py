@@ -18,7 +18,7 @@ from bombus.bus import Blobs, Bus, StreamState, snapshots
 from bombus.bus.follow import Follower, read_event
 from bombus.cli import main
 from bombus.config.streams import StreamLimits
-from bombus.errors import LogCorrupted, Refused
+from bombus.errors import BusUnavailable, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.state import FOLD, Hive, evolve
 from bombus.hive.status.text import render_status
@@ -82,8 +82,14 @@ async def play_one(bus: Bus, name: str) -> str:
         while (episode := await claimed(bus, name)) is None:
             await asyncio.sleep(0.05)
     result = inbox.EpisodeResult(episode=episode, task="t", reward=1.0, metadata=METADATA)
-    await bus.inbox.request(inbox.End(id=f"end-{name}", engine=ENGINE, client="c1", results=(result,)), WAIT_S)
-    return episode
+    end = inbox.End(id=f"end-{name}", engine=ENGINE, client="c1", results=(result,))
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                await bus.inbox.request(end, WAIT_S)
+                return episode
+            except BusUnavailable:
+                pass  # the log is full until it is compacted
 
 
 async def claimed(bus: Bus, name: str) -> str | None:
@@ -95,6 +101,8 @@ async def claimed(bus: Bus, name: str) -> str | None:
         if "Storage is nearly full" in refused.why:
             return None
         raise
+    except BusUnavailable:
+        return None
     assert isinstance(granted, inbox.Granted)
     return granted.episodes[0]
 

@@ -205,18 +205,32 @@ async def test_r20_a_nearly_full_stream_takes_no_new_work_but_what_is_under_way_
         assert await ask(hive, key)
 
 
-async def test_decisions_wait_while_the_event_log_is_full_and_are_stored_when_it_is_not(bus: Bus) -> None:
-    async with gateway_hive(bus) as hive:
+@pytest.mark.parametrize("what", ["inbox", "events"])
+async def test_clients_are_told_at_once_that_a_stream_is_full_and_decisions_are_stored_when_it_is_not(
+    bus: Bus, what: str
+) -> None:
+    stream = {"inbox": bus.subjects.inbox_stream, "events": bus.subjects.events_stream}[what]
+    async with gateway_hive(bus) as hive, httpx.AsyncClient(base_url=hive.base_url, timeout=30) as http:
         episode, _ = await hive.claim()
-        state = await bus.state(bus.subjects.events_stream)
-        await _resize(bus, bus.subjects.events_stream, max(4096, state.bytes + 1))
-        result = inbox.EpisodeResult(episode=episode, task="t", reward=1.0, metadata={"note": "x" * 4096})
-        end = inbox.End(id=new_id(), engine=ENGINE, client="c1", results=(result,))
-        with pytest.raises(BusUnavailable):
-            await bus.inbox.request(end, 2)
-        assert (await bus.state(bus.subjects.events_stream)).last_seq == state.last_seq
-        await _resize(bus, bus.subjects.events_stream, state.max_bytes)
-        assert isinstance(await bus.inbox.request(end, SOON_S), inbox.Done)
+        state = await bus.state(stream)
+        await _resize(bus, stream, max(4096, state.bytes + 1))
+        ending = {
+            "client_uuid": "c1",
+            "episode_uuid": Keys(SECRET).claimed_id(episode),
+            "task_id": "t",
+            "workflow_output": {"reward": 1.0, "metadata": {"note": "x" * 4096}},
+        }
+        posts = [("/end_episode", ending), ("/claim_episode", claim_body()), ("/start_engine", None)]
+        for path, body in posts:
+            began = time.monotonic()
+            refused = await http.post(path, json=body)
+            assert time.monotonic() - began < 2.0, path
+            check_try_again(refused, "bus_down")
+            assert (
+                f"the stream is full (maximum bytes exceeded); raise its limit with --{what}-bytes-max" in refused.text
+            )
+        await _resize(bus, stream, state.max_bytes)
+        assert (await http.post("/end_episode", json=ending)).json()["success"]
         await hive.until(lambda engine: list(engine.pool) == [episode])
 
 

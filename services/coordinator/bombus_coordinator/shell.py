@@ -20,6 +20,7 @@ from bombus.bus import (
     Outgoing,
     Reader,
     Stored,
+    StreamFull,
     append,
     log_id,
     snapshots,
@@ -289,7 +290,10 @@ class Coordinator:
         trim(self._reply_to, REPLIES_MAX)
 
     async def _append(self, pending: Sequence[tuple[PendingDecision, str]]) -> None:
-        """Append what was decided. While the bus is away or full this waits and retries: nothing is lost."""
+        """Append what was decided. While the bus is away or full this waits and retries: nothing is lost.
+
+        Nobody should wait for an answer while the log is full, which may be for long.
+        """
         outgoing: list[list[Outgoing]] = []
         seq = self._last
         for each, trace in pending:
@@ -311,6 +315,9 @@ class Coordinator:
                 self._event_id = log_id(self.bus, outgoing[-1][-1])
                 self._snapshots.pace.wrote(sum(len(each.body) + EVENT_BYTES for events in outgoing for each in events))
                 return
+            except StreamFull as error:  # after a while, in which it has tried again and again
+                log.warning("decisions wait for the log: %s", error)
+                await self.bus.inbox.say_undecided(str(error))
             except BusUnavailable as error:
                 log.warning("decisions wait for the log: %s", error)
                 await asyncio.sleep(RETRY_S)

@@ -6,7 +6,7 @@ from bombus.bus.connection import Bus
 from bombus.bus.headers import EPOCH, INBOX, INBOX_DIGEST, REPLY, TRACEPARENT
 from bombus.bus.reader import Reader
 from bombus.bus.server import EmbeddedServer
-from bombus.bus.wire import AckLost, MessagePlace, PubAck, ServerRefused, Stored, StreamState, WrongSequence
+from bombus.bus.wire import AckLost, MessagePlace, PubAck, ServerRefused, Stored, StreamFull, StreamState, WrongSequence
 
 __all__ = [
     "EPOCH",
@@ -25,6 +25,7 @@ __all__ = [
     "Reader",
     "ServerRefused",
     "Stored",
+    "StreamFull",
     "StreamState",
     "WrongSequence",
     "append",

@@ -22,7 +22,7 @@ from bombus.bus.headers import (
     EXPECTED_LAST_OF_SUBJECT,
     MSG_ID,
 )
-from bombus.bus.wire import EpochFence, PubAck, ServerRefused
+from bombus.bus.wire import EpochFence, PubAck, ServerRefused, StreamFull
 from bombus.errors import BombusError, BusUnavailable, Deposed, Refused, StreamEndLost
 from bombus.hive.events import HIVE, EpochOpened
 
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_MESSAGES_MAX = 1_000  # the server's limit
 ACK_WAIT_S = 3.0
+FULL_S = 1.0  # for which a full log may be about to be compacted
 _PAUSE_S = 0.05
 _PAUSE_MAX_S = 1.0
 
@@ -55,7 +56,8 @@ async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_las
 
     Each decision is stored as a whole or not at all. After a failure the same call may be made again over the same bus:
     what is already stored is recognised. The first append of an epoch is its `epoch.opened`, alone. Raises `Deposed`
-    when another coordinator has written, `BusUnavailable` when the log cannot be reached within `timeout_s` or is full,
+    when another coordinator has written, `BusUnavailable` when the log cannot be reached within `timeout_s`,
+    `StreamFull` when it is full for longer than a compaction under way may take,
     `StreamEndLost` when it is shorter than `expected_last`, `ValueError` for a decision of more than 1,000 events.
     """
     rest = [decision for decision in decisions if decision]
@@ -63,7 +65,8 @@ async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_las
         if len(decision) > BATCH_MESSAGES_MAX:
             raise ValueError(f"a decision of {len(decision)} events is over the limit of {BATCH_MESSAGES_MAX}")
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
+    began = loop.time()
+    deadline = began + timeout_s
     pause_s = _PAUSE_S
     while rest:
         failure = await _attempt(bus, rest, expected_last)
@@ -79,6 +82,8 @@ async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_las
         expected_last += sum(map(len, rest[:stored]))
         rest = rest[stored:]
         if rest:
+            if isinstance(failure, StreamFull) and loop.time() + pause_s > began + FULL_S:
+                raise failure
             if loop.time() + pause_s > deadline:
                 raise BusUnavailable(f"an append was not stored within {timeout_s:g} s: {failure}") from failure
             await asyncio.sleep(pause_s)

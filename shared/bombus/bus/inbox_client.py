@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
+from nats.errors import Error
 
 from bombus.bus.headers import REPLY, TRACEPARENT
 from bombus.bus.publisher import Publisher
@@ -32,11 +33,13 @@ class InboxClient:
         self._publisher = publisher
         self._subjects = subjects
         self._prefix = f"{reply_inbox}."
-        self._pending: dict[int, asyncio.Future[AnyAnswer | None]] = {}  # None: send the command again
+        # None: send the command again. An error: nothing is decided for now.
+        self._pending: dict[int, asyncio.Future[AnyAnswer | BusUnavailable | None]] = {}
         self._next = 0
 
     async def open(self) -> None:
         await self._client.subscribe(f"{self._prefix}*", cb=self._on_answer)
+        await self._client.subscribe(self._subjects.undecided, cb=self._on_undecided)
 
     async def send(self, message: Message, *, traceparent: str = "", timeout_s: float = 10.0) -> int:
         """Put a fact into the inbox, once for its id, and return its sequence there."""
@@ -66,7 +69,8 @@ class InboxClient:
     async def request(self, message: Message, timeout_s: float = 10.0, *, traceparent: str = "") -> AnyAnswer:
         """Put a command into the inbox and return the coordinator's answer.
 
-        Raises `Refused` when the answer is a refusal, `BusUnavailable` when there is none within `timeout_s`.
+        Raises `Refused` when the answer is a refusal, `BusUnavailable` when there is none within `timeout_s`, or as
+        soon as the leader says that it decides nothing for now. The command may be decided later all the same.
         """
         if len(self._pending) >= PENDING_MAX:
             raise Refused(Code.OVERLOADED, f"{PENDING_MAX} commands wait for their answers; ask again later")
@@ -102,7 +106,7 @@ class InboxClient:
         loop = asyncio.get_running_loop()
         attempt = 0
         while True:
-            answered: asyncio.Future[AnyAnswer | None] = loop.create_future()
+            answered: asyncio.Future[AnyAnswer | BusUnavailable | None] = loop.create_future()
             self._pending[token] = answered
             # Not the command's own id: the stream would drop the second attempt as a duplicate, unanswered.
             msg_id = f"{message.id}@{headers[REPLY]}.{attempt}"
@@ -113,8 +117,22 @@ class InboxClient:
                     answer = await answered
             except TimeoutError:
                 continue
+            if isinstance(answer, BusUnavailable):
+                raise answer
             if answer is not None:
                 return answer
+
+    async def say_undecided(self, why: str) -> None:
+        """Tell all who wait for an answer, over any connection, that nothing is decided for now, and why."""
+        try:
+            await self._client.publish(self._subjects.undecided, why.encode())
+        except Error as error:
+            logger.warning("those who wait for answers could not be told why (%s)", error or type(error).__name__)
+
+    async def _on_undecided(self, message: ReceivedMessage) -> None:
+        for answered in self._pending.values():
+            if not answered.done():
+                answered.set_result(BusUnavailable(message.data.decode(errors="replace")))
 
     async def _on_answer(self, message: ReceivedMessage) -> None:
         answered = self._pending.get(int(message.subject[len(self._prefix) :]))

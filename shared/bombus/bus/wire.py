@@ -35,6 +35,10 @@ class AckLost(BusUnavailable):
     """There is no acknowledgement, as when the connection broke: the message may or may not be stored."""
 
 
+class StreamFull(BusUnavailable):
+    """The stream takes nothing more until old messages are purged or its limit is raised."""
+
+
 class NotNow(BusUnavailable):
     """The server cannot do this now, for instance because a stream has no leader; nothing was stored."""
 
@@ -251,7 +255,7 @@ def error_of(error: ApiError, what: str) -> BombusError:
     if error.err_code in WRONG_SEQUENCE:
         return WrongSequence(f"{what}: {error.description}")
     if error.err_code == STREAM_FULL:
-        return BusUnavailable(
+        return StreamFull(
             f"{what}: the stream is full ({error.description}); raise its limit with {_limit_flag(what)} of "
             "`bombus up`, or let old data be purged"
         )

@@ -58,6 +58,11 @@ class Subjects:
         """Return the subject on which that trainer takes requests for a full copy of its newest version. Not stored."""
         return f"bombus.{self.hive}.full-copies.{engine}.{epoch}"
 
+    @property
+    def undecided(self) -> str:
+        """Return the subject on which the leader says why it decides nothing for now. Not stored."""
+        return f"bombus.{self.hive}.undecided"
+
     def call(self, engine: str, episode: str) -> str:
         return f"bombus.{self.hive}.call.{engine}.{crc32(episode.encode()) % SHARDS}"
 
