@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from bombus.bus import Bus, EmbeddedServer, Reader, ServerRefused, Stored
+from bombus.bus import Bus, EmbeddedServer, MessagePlace, Reader, ServerRefused, Stored
 from bombus.errors import StreamEndLost
 from tests.conftest import kill
 from tests.patience import PATIENCE_S
@@ -121,6 +121,18 @@ async def test_a_position_after_the_end_of_the_log_is_a_corrupted_log(bus: Bus) 
         reading = asyncio.create_task(reader.read())
         await bus.publisher.publish(bus.subjects.call("e", "x"), b"", msg_id="next")
         assert (await reading)[0].seq == 4
+
+
+async def test_a_reader_that_has_read_nothing_yet_knows_the_message_that_it_begins_after(bus: Bus) -> None:
+    stream = bus.subjects.calls_stream
+    await fill(bus, 3)
+    place = (await bus.get(stream, 2)).place
+    async with Reader(bus, stream, start_seq=3, after=place) as reader:
+        assert [stored.seq for stored in await take(reader, 1)] == [3]
+    other = MessagePlace(2, (await bus.get(stream, 1)).place.digest)
+    async with Reader(bus, stream, start_seq=3, after=other) as reader:
+        with pytest.raises(StreamEndLost, match="message 2 is gone or is another one"):
+            await reader.read()
 
 
 async def test_reading_a_stream_that_does_not_exist_raises(bus: Bus) -> None:

@@ -6,9 +6,9 @@ import msgspec
 
 from bombus.bus import snapshots
 from bombus.bus.append import Outgoing
-from bombus.bus.headers import EPOCH, INBOX, REPLY
+from bombus.bus.headers import EPOCH, INBOX, INBOX_DIGEST, REPLY
 from bombus.bus.snapshots import Snapshot
-from bombus.errors import BusUnavailable, Deposed, LogCorrupted
+from bombus.errors import BusUnavailable, Deposed, LogCorrupted, StreamEndLost
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.collection import pick, tasks
@@ -27,6 +27,7 @@ from tests.sim.grouped_ledger import GROUPED_ENGINE, GroupedLedger
 from tests.sim.lease import RENEW_S, Lease
 from tests.sim.link import Link, Net, Reader
 from tests.sim.loop import Process
+from tests.sim.lost_ends import find
 from tests.sim.referee import ENGINE, RECOVERED, Referee
 from tests.sim.scored import ScoredLedger
 from tests.sim.server import (
@@ -68,6 +69,10 @@ class Coordinator(Process):
         self._snapshot_events = net.pick.choice((5, 30, 150))
 
     @property
+    def _answered(self) -> int:
+        return self._place.seq
+
+    @property
     def leads(self) -> bool:
         return self.alive and not self.stopped and self.lease.held and self._epoch == self._referee.hive.epoch
 
@@ -80,6 +85,9 @@ class Coordinator(Process):
                 await self._lead(await self._stand_by())
             except Deposed:
                 self._referee.count("deposed")
+                self._epoch = -1
+            except StreamEndLost:
+                self._referee.count("lost ends found at work")
                 self._epoch = -1
             except Overtaken:
                 self._referee.count("overtaken by a compaction")
@@ -123,7 +131,12 @@ class Coordinator(Process):
         self._asked, self._held = False, set[int]()
         await fold.catch_up(self.link)
         self._last, self._event_id = fold.position, fold.event_id
-        self._answered = self._consumed = self._read = fold.answered
+        lost: list[ev.StreamWentBack] = []
+        after = self._place = fold.place
+        if self.link.server.loses_ends and self._variant != Variant.WENT_ON:
+            after, lost = await find(self.link, fold)
+        self._deciding: dict[int, Message] = {}
+        self._newest_consumed: Message | None = None
         self.core = Core(fold.hive)
         self._reply_to: dict[str, str] = {}
         self._commands: dict[str, inbox.AnyMessage] = {}
@@ -131,6 +144,10 @@ class Coordinator(Process):
         try:
             await self._append([PendingDecision(self.core.open_epoch(self.name), self._answered)])
             self._epoch = epoch
+            self._place = after
+            self._consumed = self._read = after.seq
+            if lost:
+                await self._append([PendingDecision(self.core.note_lost(lost), self._answered)])
             await self._append(
                 [PendingDecision(decision, self._answered) for decision in self.core.recover()], {RECOVERED: "1"}
             )
@@ -146,12 +163,14 @@ class Coordinator(Process):
     # ---- deciding ----
 
     async def _serve(self) -> None:
-        start = self._answered + 1
+        start, after = self._answered + 1, None
         if self._variant == Variant.START_LATE:
             start = self.link.server.streams[INBOX_STREAM].last_seq + 1
         elif self._variant == Variant.START_EARLY:
             start = max(1, self._answered)
-        reader = Reader(self.link, INBOX_STREAM, start)
+        elif self.link.server.loses_ends and self._variant != Variant.WENT_ON:
+            after = self._place
+        reader = Reader(self.link, INBOX_STREAM, start, after)
         while True:
             group = await reader.read(self._group_max)
             self._read = group[-1].seq
@@ -170,6 +189,7 @@ class Coordinator(Process):
 
     async def _decide(self, group: Sequence[Message]) -> None:
         pending: list[PendingDecision] = []
+        self._deciding = {message.seq: message for message in group}
         for message in group:
             command = message.message
             if reply := message.headers.get(REPLY):
@@ -189,7 +209,7 @@ class Coordinator(Process):
         if self._variant == Variant.SNAPSHOT_EARLY:
             self._take_snapshot()
         await self._append(pending)
-        self._consumed = group[-1].seq
+        self._consumed, self._newest_consumed = group[-1].seq, group[-1]
         self._referee.leader_state(self.core.hive, self._last)
         self._reply(replies)
 
@@ -199,10 +219,12 @@ class Coordinator(Process):
         seq = self._last
         for each in pending:
             events: list[Outgoing] = []
+            if each.answers != self._answered and each.decision.events:
+                self._place = self._deciding[each.answers].stored.place
             for event in each.decision.events:
                 seq += 1
-                events.append(self._outgoing(event, seq, {INBOX: str(each.answers), **(more or {})}))
-                self._answered = each.answers
+                answers = {INBOX: str(each.answers), INBOX_DIGEST: self._place.digest}
+                events.append(self._outgoing(event, seq, {**answers, **(more or {})}))
             if events and self._variant == Variant.ENDED_APART:
                 outgoing += [[each] for each in events]
             elif events:
@@ -264,8 +286,12 @@ class Coordinator(Process):
     async def _trim(self) -> None:
         while True:
             await self.sleep(TRIM_S)
-            below = self._read if self._variant == Variant.PURGE_EARLY else self._consumed
+            below, newest = self._consumed, self._newest_consumed
             stream = self.link.server.streams[INBOX_STREAM]
+            if self._variant == Variant.PURGE_EARLY:
+                below = self._read
+            elif newest is not None and not stream.keeps(newest.stored.place):
+                raise StreamEndLost(INBOX_STREAM, newest.seq)
             try:
                 await self.link.call(lambda: stream.purge_below(below))  # noqa: B023
             except BusUnavailable:

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from bombus.bus import snapshots
-from bombus.bus.headers import INBOX
+from bombus.bus import MessagePlace, snapshots
 from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, LogCorrupted
 from bombus.hive.state import FOLD, Hive, evolve
@@ -37,7 +36,11 @@ class Fold:
         self.hive = start.hive
         self.position = self.snapshot = start.position
         self.event_id = start.event_id
-        self.answered = start.answered
+        self.place = MessagePlace(start.answered)
+
+    @property
+    def answered(self) -> int:
+        return self.place.seq
 
     @classmethod
     async def begin(cls, link: Link) -> "Fold":
@@ -54,11 +57,13 @@ class Fold:
             evolve(self.hive, message.event)
             self.position = message.seq
         self.event_id = group[-1].msg_id
-        self.answered = int(group[-1].headers[INBOX])
+        self.place = group[-1].stored.answers
 
     async def catch_up(self, link: Link) -> None:
         """Fold everything that is on the log now."""
         newest = await link.last(EVENTS_STREAM)
+        if newest is not None and newest.seq == self.position:
+            self.place = newest.stored.answers  # a snapshot has no digest
         reader = Reader(link, EVENTS_STREAM, self.position + 1)
         while newest is not None and self.position < newest.seq:
             self.apply(await reader.read())

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TypeVar
 
+from bombus.bus import MessagePlace
 from bombus.bus.append import Outgoing
 from bombus.bus.headers import REPLY
 from bombus.bus.wire import AckLost, NotNow, PubAck
-from bombus.errors import BombusError, BusUnavailable, Refused
+from bombus.errors import BombusError, BusUnavailable, Refused, StreamEndLost
 from bombus.hive import inbox
 from bombus.hive.inbox import Answer, AnyAnswer, Refusal
 from tests.sim.faults import Fault, Faults
@@ -38,6 +39,7 @@ class Net:
         self.links: dict[str, Link] = {}  # the newest of each process
         self.numbers = count(1)
         self.outage = False
+        self.restarts = 0  # of the server, after which connections are new
 
     def fresh(self, what: str) -> str:
         """Return a unique name, as a uuid would be."""
@@ -172,14 +174,18 @@ class Link:
 class Reader:
     """Reads a stream in order, with a small or a large delay."""
 
-    def __init__(self, link: Link, stream: str, start_seq: int) -> None:
+    def __init__(self, link: Link, stream: str, start_seq: int, after: MessagePlace | None = None) -> None:
         self._link = link
         self._stream = link.server.streams[stream]
         self._next = start_seq
+        self._newest = after  # the message before that, where it is known
         self._lag_s = link.net.pick.choice(READ_LAGS_S)
 
     async def read(self, count_max: int = 10_000) -> list[Message]:
-        """Return what has arrived, at least one message, starting after what was purged."""
+        """Return what has arrived, at least one message, starting after what was purged.
+
+        Raises `StreamEndLost` when what was read last is not there any more.
+        """
         link, stream = self._link, self._stream
         while True:
             if stream.last_seq < self._next:
@@ -193,11 +199,14 @@ class Reader:
                 await self._fall_behind()
             while link.down:
                 await link.process.sleep(AGAIN_S)
+            if self._newest is not None and not stream.keeps(self._newest):
+                raise StreamEndLost(self._stream.name, self._newest.seq)
             self._next = max(self._next, stream.first_seq)
             found = stream.messages[self._next - 1 : min(arrived, self._next - 1 + count_max)]
             if slow and found:
                 found = found[: link.net.pick.randint(1, len(found))]
             if found:
+                self._newest = found[-1].stored.place
                 self._next += len(found)
                 return found
 

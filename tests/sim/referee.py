@@ -84,6 +84,7 @@ class Referee:
         self.batched: set[str] = set()
         self.gone: set[str] = set()  # dropped from the pool, or with their run
         self.noted: set[str] = set()  # ids of calls
+        self.cut_off: set[str] = set()  # those whose messages were lost with the end of the inbox
         self.sampled: dict[str, int] = {}  # call: the version of its oldest token
         self.runs: set[int] = set()
         self.commands: set[str] = set()  # of the operator that were carried out
@@ -99,6 +100,19 @@ class Referee:
 
     def count(self, what: str) -> None:
         self.seen[what] += 1
+
+    # ---- an inbox that loses its end ----
+
+    def lost(self, messages: Sequence[Message]) -> None:
+        """Note what the inbox has lost: only what was decided already, or is sent again, is promised (R6)."""
+        self.cut_off |= {each.message.call.ref.id for each in messages if isinstance(each.message, inbox.CallRecorded)}
+        self.count("ends of the inbox that were lost")
+
+    def received(self, messages: Sequence[Message]) -> None:
+        """Note what the inbox has stored: nothing of it may be missed, whatever was lost before."""
+        for each in messages:
+            if isinstance(each.message, inbox.CallRecorded):
+                self.cut_off.discard(each.message.call.ref.id)
 
     # ---- the log ----
 
@@ -148,6 +162,8 @@ class Referee:
         epoch, answers = int(message.headers[EPOCH]), int(message.headers[INBOX])
         author = message.msg_id.split(".")[0]
         assert event.at_ns >= self.hive.now_ns, "time never decreases"
+        if isinstance(event, ev.StreamWentBack):
+            self._answered = self._answered_at_opening = answers
         assert answers >= self._answered, f"event {message.seq} answers {answers} after {self._answered}"
         if isinstance(event, ev.EpochOpened):
             assert event.epoch == epoch > self.hive.epoch, "epochs increase"
@@ -157,7 +173,7 @@ class Referee:
         else:
             assert epoch == self.hive.epoch, f"an event of epoch {epoch} in epoch {self.hive.epoch}"
             assert author == self._authors[epoch], "one epoch has one author"
-            if RECOVERED not in message.headers:
+            if RECOVERED not in message.headers and not isinstance(event, ev.StreamWentBack):
                 assert answers > self._answered_at_opening, f"inbox message {answers} is decided twice"
         self._answered = answers
 
@@ -260,7 +276,7 @@ class Referee:
             assert outcome.episode in engine.open, "only an open episode ends"
             assert outcome.episode not in self.ended
             calls = [ref.id for ref in ended_calls(outcome, engine.open[outcome.episode])]
-            missing = self.sealed.get(outcome.episode, frozenset()).difference(calls)
+            missing = self.sealed.get(outcome.episode, frozenset()).difference(calls, self.cut_off)
             assert not missing, f"acknowledged calls {sorted(missing)} are not in episode {outcome.episode}"
             if given := self.rewards_by_call.get(outcome.digest):
                 rewards = tuple(given[call] for call in calls)
@@ -408,7 +424,7 @@ class Referee:
             assert self.ended.get(episode) == outcome, f"the end of {episode} is lost"
         current = f"{ENGINE}-{engine.run}-"
         for episode, calls in self.acknowledged_calls.items():
-            lost = set(calls) - self.noted
+            lost = set(calls) - self.noted - self.cut_off
             assert not lost or not episode.startswith(current), f"acknowledged calls of {episode} are lost: {lost}"
         self._check_files(engine)
 

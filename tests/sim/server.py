@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from bombus.bus.append import Outgoing
+from bombus.bus.headers import MSG_ID
 from bombus.bus.snapshots import needed
-from bombus.bus.wire import NotNow, PubAck, ServerRefused, StreamState, WrongSequence
+from bombus.bus.wire import MessagePlace, NotNow, PubAck, ServerRefused, Stored, StreamState, WrongSequence
 from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive import inbox
@@ -34,6 +35,10 @@ class Message:
         self.headers: Mapping[str, str] = put.headers
         self.time_ns = time_ns
         self.content = content
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(self.seq, self.subject, self.body, {**self.headers, MSG_ID: self.msg_id}, self.time_ns)
 
     @property
     def event(self) -> Event:
@@ -96,10 +101,13 @@ class Stream:
             stored.append(message)
         for watcher in self.watchers:
             watcher(stored)
+        self._wake()
+        return PubAck(self.last_seq, False)
+
+    def _wake(self) -> None:
         waiting, self.waiting = self.waiting, []
         for future in waiting:
             future.set(None)
-        return PubAck(self.last_seq, False)
 
     def _check_fences(self, last: int | None, opened: int | None) -> None:
         if last is not None and last != self.last_seq:
@@ -117,6 +125,21 @@ class Stream:
         if not self.first_seq <= seq <= self.last_seq:
             raise LogCorrupted(f"{self.name} has no message {seq}")
         return self.messages[seq - 1]
+
+    def keeps(self, place: MessagePlace) -> bool:
+        """Return whether this message is there, or was purged."""
+        if place.seq < self.first_seq:
+            return True
+        return place.seq <= self.last_seq and self.messages[place.seq - 1].stored.place == place
+
+    def lose(self, count: int) -> list[Message]:
+        """Lose up to so many messages at the end, as in a power cut, and return them. Purged ones are not there."""
+        cut = max(self.first_seq - 1, self.last_seq - count)
+        lost, self.messages = self.messages[cut:], self.messages[:cut]
+        self._ids = {msg_id: found for msg_id, found in self._ids.items() if found[0] <= cut}
+        self._newest = {message.subject: message for message in self.messages}
+        self._wake()
+        return lost
 
     def purge_below(self, seq: int) -> None:
         self.first_seq = max(self.first_seq, min(seq, self.last_seq + 1))
@@ -150,6 +173,7 @@ class Server:
         self.events_max = 0  # the size of the log, in events; 0: it is not compacted
         self.cut_at = 0  # a leader has verified its snapshots and may remove the events before this one
         self.jump_ns = 0
+        self.loses_ends = False  # of its inbox
         self._loop = loop
         self._lease_seq = 0
 

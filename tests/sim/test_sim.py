@@ -14,13 +14,14 @@ from bombus.hive import events as ev
 from tests.effort import LONG, effort, long_only
 from tests.sim.faults import Fault
 from tests.sim.variants import Variant
-from tests.sim.world import GROUPED, JOINT, OPERATING, SCORING, simulate, tally
+from tests.sim.world import GROUPED, JOINT, LOSING, OPERATING, SCORING, simulate, tally
 
 SEEDS = effort(60, 1000)
 VARIANT_SEEDS = 1000
 OF_EACH_KIND = effort(10, 100) * OPERATING
 SCORING_SEEDS = range(SCORING, OF_EACH_KIND, OPERATING)  # those of hives that take scored groups
 GROUPED_SEEDS = range(GROUPED, OF_EACH_KIND, OPERATING)  # those of hives that make scored groups of episodes
+LOSING_SEEDS = range(LOSING, OF_EACH_KIND, OPERATING)  # those of hives whose inbox loses its end
 OPERATING_SEEDS = range(OPERATING - 1, OF_EACH_KIND, OPERATING)  # those of hives with training operations
 JOINT_SEEDS = range(JOINT, OF_EACH_KIND, OPERATING)  # those of hives with joint episodes
 # Fault rates that find a variant which the usual ones find only in one of thousands of seeds.
@@ -34,6 +35,7 @@ RATES = {
 STARTS = {
     Variant.NO_EPOCH_FENCE: 105,
     Variant.START_EARLY: 23,
+    Variant.WENT_ON: 40,
     Variant.PURGE_EARLY: 5,
     Variant.STEPS_PURGED: 45,
     Variant.OLD_EXECUTOR: 655,
@@ -170,6 +172,18 @@ def test_r13_the_episodes_of_a_joint_one_are_open_ended_or_aborted_together_what
     assert seen["joint grants acknowledged"] > 2 * hives
     assert seen["joint ends acknowledged"] > 2 * hives
     assert seen["joint episodes aborted"] > hives / 2
+
+
+def test_r6_whatever_is_acknowledged_after_the_inbox_lost_its_end_counts_and_the_hive_goes_on() -> None:
+    """The referee checks it for each event, and that what the log has is not decided again."""
+    seen: Counter[str] = Counter()
+    for seed in LOSING_SEEDS:
+        seen += tally(simulate(seed))
+    hives = len(LOSING_SEEDS)
+    assert seen["ends of the inbox that were lost"] > hives
+    assert seen["stream.went_back"] > hives / 2
+    assert seen["lost ends found at work"] > hives / 2
+    assert seen["calls acknowledged"] > 10 * hives
 
 
 def test_a_slow_superseded_trainer_removes_nothing_that_the_log_names() -> None:

@@ -22,6 +22,7 @@ BEAT_S = 2.0
 PATIENCE_S = 8.0  # of the coordinator with its silence
 HANGS_S = 3.0  # until a thread that hangs is noticed
 RESTART_S = 0.5
+LOOK_S = 1.0
 LOADS_MAX = 2  # that fail in a row, before the run is suspended
 
 
@@ -100,6 +101,17 @@ class Trainer(Process):
                 return
             except BusUnavailable:
                 await self._pause(RETRY_S)
+
+    async def _say(self, fact: inbox.AnyMessage, shows: Callable[[EngineState], bool]) -> None:
+        """Put a fact into the inbox and wait until the log shows it, as `RunOwnership.say` does."""
+        while True:
+            restarts = self._net.restarts
+            await self._send(fact)
+            while restarts == self._net.restarts:
+                try:
+                    return await self._wait(shows, LOOK_S)
+                except TimeoutError:
+                    pass
 
     def _fact_id(self, what: str) -> str:
         return f"{ENGINE}-{self._run}-{self._epoch}-{what}"
@@ -244,17 +256,15 @@ class Trainer(Process):
         epoch = self._epoch
         where = f"weights/{self._run}/{version}/{epoch}"
         self._referee.weights[where] = Published(self._run, version, model)
-        await self._send(
-            inbox.WeightsSaved(
-                id=self._fact_id(f"weights-{version}"),
-                engine=ENGINE,
-                run=self._run,
-                step=version,
-                trainer_epoch=epoch,
-                weights=Weights(where=where, sha256=digest(model).hex()),
-            )
+        saved = inbox.WeightsSaved(
+            id=self._fact_id(f"weights-{version}"),
+            engine=ENGINE,
+            run=self._run,
+            step=version,
+            trainer_epoch=epoch,
+            weights=Weights(where=where, sha256=digest(model).hex()),
         )
-        await self._wait(lambda engine: engine.version >= version)
+        await self._say(saved, lambda engine: engine.version >= version)
         named = {ready.weights.where for ready in (self._engine.weights, self._engine.weights_before) if ready}
         for path, published in list(self._referee.weights.items()):
             ours = int(path.rpartition("/")[2]) <= epoch or self._variant == Variant.SWEPT_ALL
@@ -291,8 +301,7 @@ class Trainer(Process):
             await self.sleep(self._net.pick.random() * 0.3)
             self._referee.disk[path] = saved
             await self.sleep(self._net.pick.random() * 0.1)
-        await self._send(done)
-        await self._wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
+        await self._say(done, lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
         kept = {done.checkpoint for done in (*self._engine.kept, *checkpoints(self._engine.steps))}
         for other, checkpoint in list(self._referee.disk.items()):
             ours = checkpoint.trainer_epoch <= epoch or self._variant == Variant.SWEPT_ALL
@@ -330,8 +339,7 @@ class Trainer(Process):
             trainer_epoch=self._epoch,
             reason="a simulated failure",
         )
-        await self._send(broke)
-        await self._wait(lambda engine: (engine.step_failures, engine.suspensions) != before)
+        await self._say(broke, lambda engine: (engine.step_failures, engine.suspensions) != before)
 
     async def _give_up(self) -> None:
         """Let the run be suspended. Before its first version the job may be at fault, which ends the run."""
@@ -347,5 +355,4 @@ class Trainer(Process):
             trainer_epoch=self._epoch,
             may_pass=engine.version >= 0 or self._net.pick.random() < 0.7,
         )
-        await self._send(broke)
-        await self._wait(lambda engine: engine.suspensions > suspensions)
+        await self._say(broke, lambda engine: engine.suspensions > suspensions)

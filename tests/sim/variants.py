@@ -9,6 +9,7 @@ class Variant(StrEnum):
     START_LATE = (
         "a new leader continues after the end of the inbox instead of after the message that the last event answers"
     )
+    WENT_ON = "a new leader goes on at the sequence that the last event answers, whatever the inbox has lost"
     START_EARLY = "a new leader decides the message that the last event answers again"
     PURGE_EARLY = "the inbox is trimmed up to what was read, not up to what is stored"
     CALLS_PURGED = "calls are purged up to the one noted last"

@@ -18,18 +18,21 @@ from tests.sim.loop import Loop, Process
 from tests.sim.referee import ENGINE, Referee
 from tests.sim.replica import Replica
 from tests.sim.scored import ScoredEnvironment, ScoredLedger, ScoredTrainer
-from tests.sim.server import EVENTS_STREAM, OPS_STREAM, SECOND, SIZE, TRAJECTORIES_STREAM, Message, Server
+from tests.sim.server import EVENTS_STREAM, INBOX_STREAM, OPS_STREAM, SECOND, SIZE, TRAJECTORIES_STREAM, Message, Server
 from tests.sim.tenants import Ledger, TenantClient, TenantTrainer
 from tests.sim.trainer import Trainer
 from tests.sim.variants import Variant
 
 FAULTS_S = 25.0
+LOSSES = 0.15  # per second, of the end of an inbox
+LOST_MAX = 30
 LEADER_S = 10.0  # until a coordinator leads: the lease, the time that a clock was set back, a late message
 STEP_S = 150.0  # until another step is completed
 QUIET_S = 60.0  # until every command is answered
 REPORTING = 8  # in one of so many hives gateways report how they read the model
 OPERATING = 10  # one of so many hives serves training operations too
 SCORING = 4  # of so many hives as OPERATING says, the one that takes scored groups
+LOSING = 2  # of so many hives as OPERATING says, the one whose inbox loses its end now and then
 GROUPED = 5  # of so many hives as OPERATING says, the one whose second engine makes scored groups of episodes
 JOINT = 7  # of so many hives as OPERATING says, the one with a second engine and joint episodes
 OVER_S = 240.0  # an end that failed is tried again after a minute, twice
@@ -61,7 +64,9 @@ class World:
             self.loop, fence_first=pick.random() < 0.5, replicas=pick.choice((1, 1, 3)), without=without
         )
         self.server.events_max = EVENTS_MAX.get(seed % COMPACTING, 0)
+        self.server.loses_ends = seed % OPERATING == LOSING
         self.server.streams[EVENTS_STREAM].watchers.append(self.referee.stored)
+        self.server.streams[INBOX_STREAM].watchers.append(self.referee.received)
         self.mood = Mood(self.faults)
         self.net = Net(self.loop, self.server, self.faults, pick)
         self._trace = trace
@@ -139,13 +144,7 @@ class World:
 
     def run(self) -> None:
         """Run a time with faults, one without, and one without new work. Raises `AssertionError`."""
-        for process in self.processes:
-            if process is not self.trainers[1] and process not in self.executors[1:]:
-                process.start()
-        for caller in (*self.clients, self.operator):
-            caller.start()
-        for fault in SCHEDULED:
-            self._schedule(fault)
+        self._begin()
         self.loop.run(FAULTS_S)
         self.calm()
         self._expect_to_go_on()
@@ -167,6 +166,18 @@ class World:
             if apart is not None:
                 apart.finish()
         self.referee.refold(self.server.streams[EVENTS_STREAM].messages)
+
+    def _begin(self) -> None:
+        """Start all processes but the second trainers, and what strikes them."""
+        for process in self.processes:
+            if process is not self.trainers[1] and process not in self.executors[1:]:
+                process.start()
+        for caller in (*self.clients, self.operator):
+            caller.start()
+        for fault in SCHEDULED:
+            self._schedule(fault)
+        if self.server.loses_ends:
+            self.loop.after(self.pick.expovariate(LOSSES), self._lose_end)
 
     def _expect_to_go_on(self) -> None:
         """Expect that a coordinator leads, and that it makes another step, and more batches of groups of episodes."""
@@ -285,6 +296,18 @@ class World:
                 return server.damage_snapshot()
             case _:
                 return ""
+
+    def _lose_end(self) -> None:
+        """Restart the server in a power cut, which its inbox does not survive as a whole."""
+        if not self.faults.on:
+            return
+        lost = self.server.streams[INBOX_STREAM].lose(self.pick.randint(1, LOST_MAX))
+        self.referee.lost(lost)
+        self.say(f"the inbox loses its last {len(lost)} messages")
+        self.net.outage = True
+        self.net.restarts += 1
+        self.loop.after(self.pick.random(), self._end_outage)
+        self.loop.after(self.pick.expovariate(LOSSES), self._lose_end)
 
     def _unmount(self) -> str:
         """Take the weights' folder from a replica: for a while, or until the faults are over."""

@@ -42,7 +42,7 @@ async def find(bus: Bus, fold: Fold, log_end: int = 0) -> FoundStreams:
         lost.append(StreamWentBack(at_ns=hive.now_ns, what=EVENTS, known=known, kept=fold.position))
     answered = fold.answered
     if not await bus.is_kept(bus.subjects.inbox_stream, answered):
-        answered = await _answered_and_kept(bus, fold.position)
+        answered = await answered_and_kept(bus, fold.position)
         lost.append(StreamWentBack(at_ns=hive.now_ns, what=INBOX, known=fold.answered.seq, kept=answered.seq))
     if calls := await lost_calls(bus, hive):
         lost.append(calls)
@@ -50,7 +50,7 @@ async def find(bus: Bus, fold: Fold, log_end: int = 0) -> FoundStreams:
     return FoundStreams(answered, inherited, tuple(lost))
 
 
-async def _answered_and_kept(bus: Bus, position: int) -> MessagePlace:
+async def answered_and_kept(bus: Bus, position: int) -> MessagePlace:
     """Return the newest inbox message that an event answers and that is still there.
 
     `position` is that of the last event, whose message is gone. Sequences rise from event to event, but for the places

@@ -217,7 +217,8 @@ class Coordinator:
     # ---- deciding ----
 
     async def _serve(self) -> None:
-        async with Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=self._answered.seq + 1) as reader:
+        place = self._answered
+        async with Reader(self.bus, self.bus.subjects.inbox_stream, place.seq + 1, after=place) as reader:
             while True:
                 group = await self._read_group(reader)
                 await self._may_decide()

@@ -22,6 +22,7 @@ from bombus_trainer.options import TrainerOptions
 log = logging.getLogger(__name__)
 
 OPEN_S = 30.0
+LOOK_S = 1.0  # how often a trainer that waits for the log looks whether there was a new connection
 
 
 class RunOver(Exception):
@@ -46,6 +47,8 @@ class RunOwnership:
         self._options = options
         self._name = name
         self._follower = Follower(bus, self._on_event, strict=True)
+        self._connections = 0
+        bus.on_reconnect(self._count_connection)
 
     # ---- the state of the run ---------------------------------------------------------------------------------
 
@@ -75,6 +78,9 @@ class RunOwnership:
         """Return whether the run is over for this trainer. A later epoch than ours belongs to another trainer."""
         superseded = self.epoch > 0 and self.engine.trainer_epoch > self.epoch
         return superseded or not self.is_running()
+
+    def _count_connection(self) -> None:
+        self._connections += 1
 
     def _on_event(self, _position: int, event: AnyEvent) -> None:
         if isinstance(event, BatchReady):
@@ -172,6 +178,23 @@ class RunOwnership:
     async def send(self, fact: Message) -> None:
         """Put a fact into the inbox, however long the bus is away. Raises `RunOver` when the run ends meanwhile."""
         await self._bus.inbox.send_when_back(fact, lambda: self.pause(self._options.retry_s))
+
+    async def say(self, fact: Message, shows: Callable[[EngineState], bool], said: Point | None = None) -> None:
+        """Put a fact into the inbox and wait until the log shows it. Raises `RunOver` when the run ends first.
+
+        After each new connection it is sent again, under its id: a power cut may have taken it with the end of the
+        inbox (R6).
+        """
+        while True:
+            connections = self._connections
+            await self.send(fact)
+            if said is not None:
+                reached(said)
+            while connections == self._connections:
+                try:
+                    return await self.wait(shows, LOOK_S)
+                except TimeoutError:
+                    pass
 
     def id(self, what: str) -> str:
         """Return the id of a fact, which is the same however often it is sent."""

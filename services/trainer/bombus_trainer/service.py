@@ -262,9 +262,7 @@ class Trainer:
             trainer_epoch=ownership.epoch,
             weights=weights,
         )
-        await ownership.send(saved)
-        reached(Point.TRAINER_WEIGHTS_SAID)
-        await ownership.wait(lambda engine: engine.version >= version)
+        await ownership.say(saved, lambda engine: engine.version >= version, Point.TRAINER_WEIGHTS_SAID)
         reached(Point.TRAINER_WEIGHTS_SEEN)
         await versions.prune((ownership.engine.weights, ownership.engine.weights_before))
         reached(Point.TRAINER_WEIGHTS_PRUNED)
@@ -291,9 +289,8 @@ class Trainer:
                 checkpoint_digest=saved.digest,
                 metrics=metrics,
             )
-            await ownership.send(done)
-            reached(Point.TRAINER_STEP_SAID)
-            await ownership.wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
+            is_done = partial(_has_made, step=batch.step)
+            await ownership.say(done, is_done, Point.TRAINER_STEP_SAID)
             reached(Point.TRAINER_STEP_SEEN)
             self._made_again = {}
             engine = ownership.engine
@@ -394,9 +391,10 @@ class Trainer:
             reason=reason_of(error),
             waits=waits,
         )
-        await ownership.send(broke)
-        if not waits:
-            await ownership.wait(lambda engine: _counts(engine) != before)
+        if waits:
+            await ownership.send(broke)
+        else:
+            await ownership.say(broke, lambda engine: _counts(engine) != before)
 
     def _checkpoint_every(self, executor: TrainerBackend) -> int:
         """Return after how many steps there is a checkpoint: as registered for scored groups, or as the job says."""
@@ -430,6 +428,10 @@ def _metrics_before(engine: EngineState) -> Mapping[str, float]:
     """Return the metrics of the newest step; none if the run was resumed since, so that counts begin anew."""
     done = engine.step_done
     return {} if done is None or done.at_ns <= engine.resumed_ns else done.metrics
+
+
+def _has_made(engine: EngineState, step: int) -> bool:
+    return engine.step_done is not None and engine.step_done.step >= step
 
 
 def _counts(engine: EngineState) -> tuple[int, int]:

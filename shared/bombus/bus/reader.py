@@ -46,18 +46,29 @@ _MESSAGE_ROOM_BYTES = 64 << 10  # subject, reply and headers of a message of the
 class Reader:
     """Reads the messages of `stream` from `start_seq` on, or from the first that is still kept.
 
+    `after` is the message before it, where that is known: then the stream has to have it, as it has to have each that
+    was read (R6).
+
     Use it with `async with`, or call `close`. One task reads at a time. What is read ahead is bounded (15,000
     messages, 24 MB): while `read` is not called, no more is requested.
     """
 
-    def __init__(self, bus: Bus, stream: str, start_seq: int = 1, filter_subject: str | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        stream: str,
+        start_seq: int = 1,
+        filter_subject: str | None = None,
+        after: MessagePlace | None = None,
+    ) -> None:
         if start_seq < 1:
             raise ValueError(f"a stream's first sequence is 1, not {start_seq}")
         self.stream = stream
         self._bus = bus
         self._filter = filter_subject
         self._last = start_seq - 1  # the last stream sequence taken in
-        self._newest: Stored | None = None  # and its message, None before the first
+        self._before = MessagePlace(self._last) if after is None else after
+        self._newest: Stored | None = None  # the last message, None before the first
         self._buffer: list[Stored] = []
         self._buffer_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -283,7 +294,7 @@ class Reader:
 
     async def _check_end(self) -> None:
         """Raise `StreamEndLost` when the stream went back: the server accepts a position after its end (R6)."""
-        place = MessagePlace(self._last) if self._newest is None else self._newest.place
+        place = self._before if self._newest is None else self._newest.place
         if place.seq > 0 and not await self._bus.is_kept(self.stream, place):
             raise StreamEndLost(self.stream, place.seq)
 

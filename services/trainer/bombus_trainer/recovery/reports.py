@@ -86,13 +86,12 @@ class RunReports:
         ownership = self._ownership
         suspensions = ownership.engine.suspensions
         if not ownership.engine.waits_for_operator:
-            await ownership.send(self._broke(f"stuck-{secrets.token_hex(4)}", reason, may_pass=True))
-            await ownership.wait(lambda engine: engine.suspensions > suspensions)
+            broke = self._broke(f"stuck-{secrets.token_hex(4)}", reason, may_pass=True)
+            await ownership.say(broke, lambda engine: engine.suspensions > suspensions)
 
     async def give_up(self, reason: str) -> NoReturn:
         """End the run."""
-        await self._ownership.send(self._broke("gave-up", reason))
-        await self._ownership.wait(lambda _: False)
+        await self._ownership.say(self._broke("gave-up", reason), lambda _: False)
         raise RunOver
 
     def _broke(self, name: str, reason: str, may_pass: bool = False) -> EngineBroke:

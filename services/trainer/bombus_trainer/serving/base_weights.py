@@ -69,9 +69,7 @@ async def publish_base(bus: Bus, options: TrainerOptions, ownership: RunOwnershi
         trainer_epoch=ownership.epoch,
         weights=await versions.publish_fixed(source, name),
     )
-    await ownership.send(saved)
-    reached(Point.TRAINER_WEIGHTS_SAID)
-    await ownership.wait(lambda engine: engine.version >= 0)
+    await ownership.say(saved, lambda engine: engine.version >= 0, Point.TRAINER_WEIGHTS_SAID)
     reached(Point.TRAINER_WEIGHTS_SEEN)
     await versions.prune((ownership.engine.weights,))
     reached(Point.TRAINER_WEIGHTS_PRUNED)

@@ -137,8 +137,7 @@ class OperationServer:
             trainer_epoch=ownership.epoch,
             asleep=asleep,
         )
-        await ownership.send(rests)
-        await ownership.wait(lambda engine: engine.asleep == asleep)
+        await ownership.say(rests, lambda engine: engine.asleep == asleep)
 
     async def _cover_all(self, models: ServedModels) -> None:
         for name, _ in list(models.coverable()):
@@ -154,9 +153,7 @@ class OperationServer:
             id=ownership.id("serves"), engine=self._options.engine, run=ownership.run, trainer_epoch=ownership.epoch
         )
         if ownership.engine.phase == Phase.BOOTING:
-            await ownership.send(serves)
-            reached(Point.SERVING_SAID)
-            await ownership.wait(lambda engine: engine.phase != Phase.BOOTING)
+            await ownership.say(serves, lambda engine: engine.phase != Phase.BOOTING, Point.SERVING_SAID)
         await self._when_back(lambda: publish_base(self._bus, self._options, ownership, models.executor.base))
         await self._make_models(models)
         ownership.removed.update(ownership.engine.tenants.removed)  # also while no trainer was there to remove them
@@ -237,9 +234,8 @@ class OperationServer:
             model=model.name,
             why=why,
         )
-        await ownership.send(away)
         # Whatever was removed while the model was suspended is known here by then, too.
-        await ownership.wait(partial(_is_known, model=model, waits=why != ""))
+        await ownership.say(away, partial(_is_known, model=model, waits=why != ""))
 
     async def _load(self) -> ServedModels:
         ownership, options = self._ownership, self._options
@@ -475,9 +471,7 @@ class OperationServer:
             folder=folder,
             digest=digest,
         )
-        await ownership.send(written)
-        reached(Point.COVER_SAID)
-        await ownership.wait(partial(_is_covered, name=name, number=number))
+        await ownership.say(written, partial(_is_covered, name=name, number=number), Point.COVER_SAID)
         reached(Point.COVER_SEEN)
         await models.remove_old_covers(ownership.engine.tenants.open_models)
         reached(Point.COVER_PRUNED)
