@@ -29,7 +29,7 @@ def random_adapter(model: nn.Module, output: nn.Module, rank: int, random: torch
             low_a = 0.01 * torch.randn(rank, layer.in_features, generator=random)
             low_b = 0.01 * torch.randn(layer.out_features, rank, generator=random)
             layers[name] = LowRank(low_a.to(layer.weight), low_b.to(layer.weight))
-    return LoadedAdapter(layers, 1.0)
+    return LoadedAdapter(layers, dict.fromkeys(layers, 1.0))
 
 
 def generate(engine: Engine, addresses: list[str], arguments: argparse.Namespace, salt: int) -> int:

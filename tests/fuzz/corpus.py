@@ -263,6 +263,7 @@ SWARM: dict[str, list[Tree]] = {
             "task_id": "t",
         },
         {"client_uuid": CLIENT, "claim_id": "d", "wait_s": 0.0, "sampler": "tinker://s-fuzz:train:0/sampler_weights/a"},
+        {"client_uuid": CLIENT, "claim_id": "e", "wait_s": 0.0, "touches": True},
     ],
     "/end_episodes": [
         {"client_uuid": CLIENT, "episodes": [END, {**END, "episode_uuid": "@other@"}]},
@@ -270,6 +271,7 @@ SWARM: dict[str, list[Tree]] = {
     ],
     "/abort_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES, "infra": True, "detail": "d"}],
     "/touch_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
+    "/touch_client": [{"client_uuid": CLIENT}],
     "/claim_joint_episodes": [
         {
             "client_uuid": CLIENT,

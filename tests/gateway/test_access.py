@@ -60,6 +60,7 @@ CLIENTS = {
     "/end_episodes",
     "/abort_episodes",
     "/touch_episodes",
+    "/touch_client",
     "/read_ended_episodes",
     "/take_ended_episodes",
     "/v1/models",

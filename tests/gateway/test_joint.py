@@ -62,7 +62,7 @@ async def test_a_joint_claim_returns_what_each_engines_agent_needs(played: Playe
         "small": ("small", "small-1-1"),
     }
     assert reply["engines"] == {name: {"policy_version": 0, "model": "tiny"} for name in ENGINES}
-    assert reply["discard_episode_timeout"] == 240.0
+    assert (reply["discard_episode_timeout"], reply["client_silence_s"]) == (240.0, 15.0)
     assert await claim(played, count=2, task_id="t1") == reply, "the same claim gets the same joint episodes"
     assert set(small.engine.open) == {"small-1-1", "small-1-2"}
 

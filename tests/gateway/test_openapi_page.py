@@ -116,6 +116,7 @@ async def test_answers_to_clients_are_those_of_the_page(served: GatewayHive) -> 
         more: list[tuple[str, str, dict[str, Any]]] = [
             ("POST", "/replay_latest_llm_call", {"episode_uuid": claimed}),
             ("POST", "/touch_episodes", {"client_uuid": "c1", "episode_uuids": [claimed, "e"]}),
+            ("POST", "/touch_client", {"client_uuid": "c1"}),
             ("POST", "/abort_episode", {"client_uuid": "c1", "episode_uuid": claimed}),
             ("POST", "/stop_engine", {}),
             ("POST", "/claim_episode", {"client_uuid": "c1"}),

@@ -505,6 +505,17 @@ async def test_touched_episodes_stay_alive_and_the_others_are_reported_as_over(r
     await rolling.until_received(lambda message: isinstance(message, Touch) and name in message.episodes)
 
 
+async def test_a_client_that_touches_is_told_of_with_the_others_of_the_same_second(rolling: PlayedHive) -> None:
+    body = {"client_uuid": "c1", "claim_id": "k", "touches": True}
+    claim = (await rolling.post("/claim_episodes", body)).json()
+    assert claim["client_silence_s"] == 15.0
+    (episode,) = rolling.engine.open.values()
+    assert episode.touches
+    for client in ("c1", "c2", "c1"):
+        assert (await rolling.post("/touch_client", {"client_uuid": client})).json() == {"success": True}
+    await rolling.until_received(lambda message: isinstance(message, Touch) and {*message.clients} == {"c1", "c2"})
+
+
 async def test_a_touch_says_what_the_calls_of_an_episode_have_used(rolling: PlayedHive) -> None:
     episode = (await rolling.claim())["episode_uuid"]
     first = await rolling.call(episode, ({"role": "user", "content": "2+2"},), "4")
@@ -553,6 +564,7 @@ BODIES = ["", "{", "[]", "null", "3", '"x"', '{"client_uuid": 3}', '{"client_uui
         "/end_episodes",
         "/abort_episodes",
         "/touch_episodes",
+        "/touch_client",
     ],
 )
 async def test_nonsense_is_a_400_and_never_a_500(played: PlayedHive, path: str) -> None:

@@ -274,6 +274,7 @@ class Operator(Caller):
             drain_s=pick.choice((1.0, 10.0)),
             sync_s=pick.choice((2.0, 30.0)),
             agreed_sync_s=pick.choice((0.0, 3.0)),
+            client_silence_s=4.0,
             max_carry_staleness=pick.choice((0, 1)),
             replay_steps=pick.choice((1, 3, 1000)),
             resume=pick.choice(("never", "auto", "auto")),

@@ -60,6 +60,7 @@ class Gateway(Process):
         """With `reports` it reports how it reads the model: in each of its lives as another version would."""
         super().__init__(net.loop, name)
         self._reports = reports
+        self.hears_clients = False  # whether it tells, in each second, which clients live
         self._net = net
         self._variant = variant
         self._responses: dict[Future[Any], None] = {}
@@ -69,12 +70,15 @@ class Gateway(Process):
         self.follower = Follower(self.link)
         self._open: dict[str, int] = {}  # episodes with an open call
         self._seen: set[str] = set()
+        self._clients: set[str] = set()
         self._confirmed: list[str] = []
         self._unreported: dict[tuple[str, str], tuple[CallRef, Record]] = {}  # stored, but not yet reported
         self.spawn(self.follower.run())
         await self.follower.caught_up()
         if self._reports:
             self.spawn(self._report_format())
+        if self.hears_clients:
+            self.spawn(self._tell_clients())
         await self._send_touches()
 
     def kill(self) -> None:
@@ -229,6 +233,18 @@ class Gateway(Process):
 
     def touch(self, episode: str) -> None:
         self._seen.add(episode)
+
+    def touch_client(self, client: str) -> None:
+        self._clients.add(client)
+
+    async def _tell_clients(self) -> None:
+        while True:
+            await self.sleep(TOUCH_S)
+            clients, self._clients = tuple(sorted(self._clients)), set()
+            try:
+                await self.link.send(inbox.Touch(id=self._net.fresh("clients"), clients=clients), 3.0)
+            except BusUnavailable:
+                pass  # they touch again
 
     async def _send_touches(self) -> None:
         count = 0

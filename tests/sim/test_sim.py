@@ -14,7 +14,7 @@ from bombus.hive import events as ev
 from tests.effort import LONG, effort, long_only
 from tests.sim.faults import Fault
 from tests.sim.variants import Variant
-from tests.sim.world import GROUPED, JOINT, LOSING, OPERATING, SCORING, simulate, tally
+from tests.sim.world import GROUPED, JOINT, LOSING, MORTAL, OPERATING, SCORING, simulate, tally
 
 SEEDS = effort(60, 1000)
 VARIANT_SEEDS = 1000
@@ -24,6 +24,7 @@ GROUPED_SEEDS = range(GROUPED, OF_EACH_KIND, OPERATING)  # those of hives that m
 LOSING_SEEDS = range(LOSING, OF_EACH_KIND, OPERATING)  # those of hives whose inbox loses its end
 OPERATING_SEEDS = range(OPERATING - 1, OF_EACH_KIND, OPERATING)  # those of hives with training operations
 JOINT_SEEDS = range(JOINT, OF_EACH_KIND, OPERATING)  # those of hives with joint episodes
+MORTAL_SEEDS = range(MORTAL, OF_EACH_KIND, OPERATING)  # those of hives with clients that die
 # Fault rates that find a variant which the usual ones find only in one of thousands of seeds.
 RATES = {
     Variant.STEPS_PURGED: {Fault.LOST_CHECKPOINT: 0.3, Fault.KILL: 0.3},
@@ -184,6 +185,14 @@ def test_r6_whatever_is_acknowledged_after_the_inbox_lost_its_end_counts_and_the
     assert seen["stream.went_back"] > hives / 2
     assert seen["lost ends found at work"] > hives / 2
     assert seen["calls acknowledged"] > 10 * hives
+
+
+def test_r5_the_episodes_of_a_dead_client_are_freed_and_those_of_one_that_lives_only_where_it_was_silent() -> None:
+    """The ledger checks each silence, and the world that nothing of a dead client is open after the faults."""
+    seen: Counter[str] = Counter()
+    for seed in MORTAL_SEEDS:
+        seen += tally(simulate(seed))
+    assert seen["episodes of silent clients"] > len(MORTAL_SEEDS) / 2
 
 
 def test_a_slow_superseded_trainer_removes_nothing_that_the_log_names() -> None:

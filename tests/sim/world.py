@@ -15,6 +15,7 @@ from tests.sim.joint import JointClient, SideEngine
 from tests.sim.joint_ledger import JointLedger
 from tests.sim.link import Net
 from tests.sim.loop import Loop, Process
+from tests.sim.mortal import FREED_S, MortalClient, SilenceLedger
 from tests.sim.referee import ENGINE, Referee
 from tests.sim.replica import Replica
 from tests.sim.scored import ScoredEnvironment, ScoredLedger, ScoredTrainer
@@ -35,6 +36,7 @@ SCORING = 4  # of so many hives as OPERATING says, the one that takes scored gro
 LOSING = 2  # of so many hives as OPERATING says, the one whose inbox loses its end now and then
 GROUPED = 5  # of so many hives as OPERATING says, the one whose second engine makes scored groups of episodes
 JOINT = 7  # of so many hives as OPERATING says, the one with a second engine and joint episodes
+MORTAL = 6  # of so many hives as OPERATING says, the one with clients that show that they live, and die
 OVER_S = 240.0  # an end that failed is tried again after a minute, twice
 COMPACTING = 6  # of so many seeds, some compact their logs
 EVENTS_MAX = {1: 60, 4: 150}  # by the rest of the seed: the size of a log that is compacted, in events
@@ -76,7 +78,8 @@ class World:
         self.trainers = [Trainer(f"t{n}", net, referee, variant) for n in range(2)]
         keeps_name = pick.random() < 0.5
         self.replicas = [Replica(f"r{n}", net, referee, keeps_name, variant) for n in range(pick.randint(1, 2))]
-        self.clients: list[Client | GroupedClient | JointClient] = [
+        self.mortals: list[MortalClient] = []
+        self.clients: list[Client | GroupedClient | JointClient | MortalClient] = [
             Client(name, self.gateways, referee, self.mood, pick) for name in ("ann", "bob", "eve")
         ]
         self.operator = Operator(self.gateways, self.mood, pick)
@@ -96,6 +99,8 @@ class World:
             self._add_grouped()
         if seed % OPERATING == JOINT:
             self._add_joint()
+        if seed % OPERATING == MORTAL:
+            self._add_mortals()
         if trace is not None:
             self.server.streams[EVENTS_STREAM].watchers.append(self._tell)
 
@@ -129,6 +134,24 @@ class World:
         self._kinds.append([SideEngine("side", self.net, self.mood)])
         joint = [JointClient(name, self.gateways, ledger, self.mood, self.pick) for name in ("lou", "max")]
         self.clients += joint
+
+    def _add_mortals(self) -> None:
+        """Add clients that show that they live, and die."""
+        referee = self.referee
+        for gateway in self.gateways:
+            gateway.hears_clients = True
+        self.mortals = [MortalClient(name, self.gateways, self.mood, self.pick) for name in ("ida", "ned")]
+        self.clients += self.mortals
+        is_set = self.faults.rates[Fault.CLOCK] > 0
+        ledger = SilenceLedger(lambda: referee.hive.engine(ENGINE), referee.count, is_set)
+        self.server.streams[INBOX_STREAM].watchers.append(ledger.heard)
+        self.server.streams[EVENTS_STREAM].watchers.append(ledger.decided)
+
+    def _are_dead_freed(self) -> bool:
+        """Return whether no episode is open that a client which has died holds."""
+        living = {client.id for client in self.mortals}
+        held = self.referee.hive.engine(ENGINE).open.values()
+        return all(episode.client in living for episode in held if episode.touches)
 
     def _tell(self, messages: Sequence[Message]) -> None:
         for each in messages:
@@ -182,6 +205,7 @@ class World:
     def _expect_to_go_on(self) -> None:
         """Expect that a coordinator leads, and that it makes another step, and more batches of groups of episodes."""
         self._expect(LEADER_S, lambda: any(each.leads for each in self.coordinators), "a coordinator leads")
+        self._expect(FREED_S, self._are_dead_freed, "the episodes of clients that have died are freed")
         steps = self.referee.seen["step.completed"]
         self._expect(STEP_S, lambda: self.referee.seen["step.completed"] > steps, "the engine makes another step")
         grouped = self.referee.grouped

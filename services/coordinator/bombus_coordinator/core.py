@@ -62,6 +62,7 @@ class Core:
         self.live.event_bytes_max = event_bytes_max
         self.live.released = self.hive.released
         self.live.trajectories_released = self.hive.trajectories_released
+        self._follow_clients()
         self._noted: dict[tuple[str, int], list[NotedCall]] = {}
         self._noted_seq = 0
 
@@ -153,6 +154,9 @@ class Core:
             self.live.remember(reply.command, reply.answer)
         return PendingDecision(decision, answers, bodies)
 
+    def _follow_clients(self) -> None:
+        self.live.follow_clients(episode for engine in self.hive.engines.values() for episode in engine.open.values())
+
     def _note_refusing(self) -> None:
         self.live.refusing, self.live.refusing_groups = self.hive.refusing, self.hive.refusing_groups
 
@@ -160,6 +164,8 @@ class Core:
         """Tell an event, before it is folded, to what follows the open episodes besides the state."""
         if isinstance(event, ev.EpisodeClaimed):
             self.live.opened(event.engine, share_of(event), len(event.episodes))
+            if event.touches:
+                self.live.client_seen[event.client] = event.at_ns
         elif isinstance(event, ev.EpisodeEnded | ev.EpisodeAborted):
             for name in _closed_by(event):
                 self.live.forget(name)
@@ -253,6 +259,7 @@ class Core:
 
     def _pass_time(self) -> Iterator[PendingDecision]:
         changed: list[str] = []
+        self._follow_clients()
         for engine in list(self.hive.engines.values()):
             for pending in self._safely(engine, self._tick(engine)):
                 changed += (name for name in _engines_of(pending) if name != engine.name)
@@ -279,6 +286,7 @@ class Core:
         yield from claims.lapse(engine, self.live)
 
     def _touch(self, engine: EngineState, message: inbox.Touch) -> None:
+        self.live.touched(message.clients)
         for episode in message.episodes:
             if episode in engine.open:
                 self.live.activity[episode] = self.live.now_ns

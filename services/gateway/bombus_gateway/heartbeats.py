@@ -1,4 +1,4 @@
-"""Heartbeats of episodes, and confirmations of claims: gathered, and sent to the coordinator in few messages."""
+"""Signs of life of episodes and clients, and confirmations of claims: gathered, and sent on in few messages."""
 
 import asyncio
 import logging
@@ -20,7 +20,10 @@ TOUCHES_MAX = 10_000  # episodes or claims in one message
 
 
 class Heartbeats:
-    """Sends one message a second for each engine with the episodes that are alive, sooner for claims (R5, R13)."""
+    """Sends one message a second for each engine with the episodes that are alive, sooner for claims (R5, R13).
+
+    Another one, in every second, has the clients that are alive, which belong to no engine.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -28,6 +31,7 @@ class Heartbeats:
         self._seen: dict[str, set[str]] = {}
         self._sessions: dict[str, set[str]] = {}
         self._environments: dict[str, set[int]] = {}
+        self._clients: set[str] = set()
         self._confirmed: dict[str, list[str]] = {}
 
     def touch(self, engine: str, episode: str) -> None:
@@ -41,6 +45,10 @@ class Heartbeats:
     def touch_environment(self, engine: str, environment: int) -> None:
         """Report that this environment of scored groups is alive now."""
         self._environments.setdefault(engine, set()).add(environment)
+
+    def touch_client(self, client: str) -> None:
+        """Report that the process of this client is alive now."""
+        self._clients.add(client)
 
     def confirm(self, engine: str, claim: str) -> None:
         """Report that the answer to this claim was written to a live connection."""
@@ -66,8 +74,16 @@ class Heartbeats:
         while True:
             await asyncio.sleep(CONFIRM_S)
             beat += 1
+            if beat % beats == 0:
+                await self.beat()
             if beat % beats == 0 or any(self._confirmed.values()):
                 await self.flush()
+
+    async def beat(self) -> None:
+        """Tell which clients are alive, and that this gateway is there to hear them."""
+        clients, self._clients = tuple(self._clients), set()
+        for start in range(0, max(1, len(clients)), TOUCHES_MAX):
+            await self._send(Touch(id=uuid.uuid4().hex, clients=clients[start : start + TOUCHES_MAX]))
 
     async def flush(self) -> None:
         for engine in {*self._open, *self._seen, *self._sessions, *self._environments, *self._confirmed}:

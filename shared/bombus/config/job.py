@@ -141,6 +141,8 @@ class CollectionConfig(ConfigGroup):
     With `max_staleness` above 0 episodes continue while a step is computed (docs/asynchronous.md).
     With the methods in which clients agree, syncing weights takes at least `agreed_sync_s`: a client of the swarm
     contract that has agreed polls for that phase every 5 s, and would wait for ever if it missed it.
+    `client_silence_s` is for clients that show that they live, as those of bombus do: after so much silence, such as
+    that of a killed process, their episodes are taken away. A program that a debugger stops is silent too.
     Calls of the newest `replay_steps` steps are kept for replay, fewer when the stream of calls is over half full.
     With `scored_groups` the job trains what environments of Atropos score. With `episode_groups` its episodes become
     scored groups too: for its own trainer together with `scored_groups`, else for an outside one (docs/atropos.md).
@@ -155,6 +157,7 @@ class CollectionConfig(ConfigGroup):
     drain_s: Float = Field(default=300.0, gt=0, le=86_400)
     sync_s: Float = Field(default=600.0, gt=0, le=86_400)
     agreed_sync_s: Float = Field(default=6.0, ge=0, le=3600)
+    client_silence_s: Float = Field(default=15.0, ge=3, le=86_400)
     boot_s: Float = Field(default=1800.0, gt=0, le=86_400)
     max_step_failures: int = Field(default=3, ge=1, le=100)
     replay_steps: int = Field(default=1000, ge=0, le=10_000)
@@ -225,6 +228,7 @@ class RunConfig(ConfigGroup):
             boot_s=rules.boot_s,
             sync_s=rules.sync_s,
             agreed_sync_s=rules.agreed_sync_s,
+            client_silence_s=rules.client_silence_s,
             max_step_failures=rules.max_step_failures,
             replay_steps=rules.replay_steps,
             scored_groups=rules.scored_groups,

@@ -30,6 +30,7 @@ class AbortReason(StrEnum):
     SUPERSEDED = "superseded"  # the drain deadline passed
     INFRA = "infra"  # an infrastructure failure: no reward, not in its group's statistics
     JOINT = "joint"  # another episode of its joint episode was aborted
+    SILENT = "silent"  # its client, which touches, was not heard from for too long
 
 
 class DropReason(StrEnum):
@@ -116,6 +117,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     boot_s: float = 1800.0
     sync_s: float = 600.0
     agreed_sync_s: float = 6.0  # the shortest sync, with the methods by agreement
+    client_silence_s: float = 15.0  # after which the episodes of a client that touches are taken away
     max_step_failures: int = 3
     replay_steps: int = 1000  # steps whose calls are kept for replay while there is room (R12)
     resume: str = "never"  # which checkpoint a new run begins at: never, auto, or "from VERSION"
@@ -297,7 +299,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
     `owner` is the name of the client's key, "" where it has none. Only in a run of operations is there a `sampler`.
     Those of joint episodes have `partners` on other engines, which are claimed in the same decision: by engine, in the
-    order of `episodes`.
+    order of `episodes`. `touches`: the client shows that it lives for as long as it holds them.
     """
 
     run: int
@@ -311,6 +313,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     owner: str = ""
     sampler: SamplerWeights | None = None
     partners: dict[str, tuple[str, ...]] = {}
+    touches: bool = False
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):

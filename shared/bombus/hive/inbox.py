@@ -67,6 +67,7 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     `owner` is the name of the key that the client has shown, if it has one. Such a key may have caps on its open
     episodes and on its waiting claims; 0 is no cap. In a run of operations `sampler` names the saved model that their
     calls sample from, by its `MODEL/USE/NAME`, or is `BASE_SAMPLER`. `admin`: the client has shown the hive's own key.
+    `touches`: it shows every few seconds that it lives (`Touch.clients`), so that its silence says that it does not.
     """
 
     claim: str
@@ -82,6 +83,7 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     waiting_max: int = 0
     sampler: str = ""
     admin: bool = False
+    touches: bool = False
 
     @property
     def holder(self) -> str:
@@ -346,14 +348,16 @@ class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
 class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch"):
     """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answer arrived.
 
-    `sessions` are those of training operations whose clients have shown that they live, and `environments` those that
-    were heard of.
+    `sessions` are those of training operations whose clients have shown that they live, `environments` those that were
+    heard of, and `clients` those whose processes have shown that they live. A gateway sends one each second, empty too:
+    while none comes, no client can show anything.
     """
 
     episodes: tuple[str, ...] = ()
     confirmed: tuple[str, ...] = ()  # claim ids
     sessions: tuple[str, ...] = ()
     environments: tuple[int, ...] = ()
+    clients: tuple[str, ...] = ()
 
 
 class BatchSent(Message, frozen=True, kw_only=True, omit_defaults=True, tag="batch.sent"):

@@ -64,6 +64,7 @@ class Episode(msgspec.Struct, kw_only=True):
     sampler: ev.SamplerWeights | None = None  # what its calls sample from, in a run of operations
     partners: dict[str, str] = {}  # by engine: the other episodes of its joint episode, open for as long as it is
     oldest: int | None = None  # the oldest policy version of its tokens that are trained
+    touches: bool = False  # whether the client that holds it shows that it lives
 
     def complete_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
@@ -705,6 +706,7 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
             calls_from=engine.newest_call,
             sampler=event.sampler,
             partners={name: ids[number] for name, ids in event.partners.items() if number < len(ids)},
+            touches=event.touches,
         )
     if event.type == EpisodeType.TRAIN:
         _count(engine.open_tasks, event.task_hint, len(event.episodes))
@@ -838,6 +840,8 @@ def _aborted(engine: EngineState, event: ev.EpisodeAborted) -> None:
     for episode_id in event.episodes:
         episode = engine.open.get(episode_id)
         _close(engine, episode_id, Closed(episode.client if episode else "", aborted=event.reason))
+        if event.reason == AbortReason.SILENT and episode is not None:
+            engine.rewarded_ns.pop(episode.client, None)  # it is not active: nobody waits for its agreement
 
 
 # ---- the pool and its batches ---------------------------------------------------------------------------------

@@ -33,6 +33,11 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
             return "its client has aborted it. Claim another one."
         case AbortReason.IDLE:
             return "it was idle for too long. Claim with a longer discard_episode_timeout, or send a heartbeat."
+        case AbortReason.SILENT:
+            return (
+                f"nothing was heard from its client for {engine.collection.client_silence_s:g} s "
+                "(collection.client_silence_s), as if its process were dead. Claim another one."
+            )
         case AbortReason.SUPERSEDED:
             return f"its batch was closed while it was running. Current status: [{engine.phase}]. Claim another one."
         case AbortReason.JOINT:
@@ -288,9 +293,23 @@ def _idle_deadline_ns(hive: Hive, live: Live, episode: Episode) -> int:
     return max(live.idle_deadline_ns(episode), *deadlines) if episode.partners else live.idle_deadline_ns(episode)
 
 
+def _expire_silent(engine: EngineState, live: Live) -> Decisions:
+    limit_s = engine.collection.client_silence_s
+    silent = live.silent_clients(limit_s)
+    held: dict[str, list[str]] = {}
+    for episode in engine.open.values() if silent else ():
+        if episode.touches and episode.client in silent:
+            held.setdefault(episode.client, []).append(episode.id)
+    for client, episodes in held.items():
+        detail = f"nothing was heard from client {client} for {limit_s:g} s"
+        yield Decision(events=aborted(engine, live, episodes, AbortReason.SILENT, detail))
+
+
 def expire(hive: Hive, engine: EngineState, live: Live) -> Decisions:
-    """Abort episodes that have been idle for too long, and those of claims whose answer reached nobody."""
+    """Abort episodes that have been idle for too long, those of clients that are silent, and those of claims whose
+    answer reached nobody."""
     now = live.now_ns
+    yield from _expire_silent(engine, live)
     idle = tuple(e.id for e in engine.open.values() if _idle_deadline_ns(hive, live, e) <= now)
     if idle:
         yield Decision(events=aborted(engine, live, idle, AbortReason.IDLE))

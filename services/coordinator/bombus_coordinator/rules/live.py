@@ -4,7 +4,7 @@ None of it is on the log and all of it may be lost: after a crash nobody has bee
 wait for a claim send it again (R13).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -70,6 +70,9 @@ class Live(msgspec.Struct, kw_only=True):
     session_seen: dict[tuple[str, str], int] = {}  # (engine, session): when its client was heard from, in ns
     unfilled: dict[str, tuple[int, ...]] = {}  # by engine: the queue of scored groups in which there was no batch
     environment_seen: dict[tuple[str, int], int] = {}  # (engine, environment): the same
+    client_seen: dict[str, int] = {}  # client that holds episodes and touches: when it was heard from, in ns
+    gateways_ns: int = 0  # when a gateway was heard from last
+    gateways_since_ns: int = 0  # since when gateways have been heard from without a pause
     answers: dict[str, Answer] = {}  # by command
     granted: dict[str, None] = {}  # granted claims, also after their episodes have ended; oldest first
 
@@ -80,6 +83,30 @@ class Live(msgspec.Struct, kw_only=True):
     def idle_deadline_ns(self, episode: Episode) -> int:
         last = max(self.activity.get(episode.id, 0), episode.claimed_ns, episode.last_call_ns, self.epoch_ns)
         return last + ns(episode.discard_timeout_s)
+
+    def silent_clients(self, limit_s: float) -> set[str]:
+        """Return the clients that hold episodes and touch, and that were not heard from for too long.
+
+        Silence counts only while gateways are heard from, because there is no other way to touch.
+        """
+        last_ns = self.now_ns - ns(limit_s)
+        is_cut_off = self.now_ns - self.gateways_ns > AWAY_NS
+        if is_cut_off or max(self.gateways_since_ns, self.epoch_ns) > last_ns:
+            return set()
+        return {client for client, seen_ns in self.client_seen.items() if seen_ns <= last_ns}
+
+    def touched(self, clients: Sequence[str]) -> None:
+        """Take in that a gateway is there, and that these clients live."""
+        if self.now_ns - self.gateways_ns > AWAY_NS:
+            self.gateways_since_ns = self.now_ns
+        self.gateways_ns = self.now_ns
+        for client in clients:
+            if client in self.client_seen:
+                self.client_seen[client] = self.now_ns
+
+    def follow_clients(self, episodes: Iterable[Episode]) -> None:
+        """Follow the clients that hold these open episodes and touch, and no others: anybody may send any name."""
+        self.client_seen = {each.client: self.client_seen.get(each.client, 0) for each in episodes if each.touches}
 
     def silent_since(self, at_ns: int) -> int:
         """Return since when somebody is silent who was heard of last at `at_ns`: not before this epoch.

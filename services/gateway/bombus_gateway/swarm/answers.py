@@ -122,11 +122,14 @@ class NoEpisodeAnswer(ClaimFailure):
 
 
 class ClaimedEpisodesAnswer(ClaimTerms):
+    """`client_silence_s`: a client that touches is taken for dead after so many seconds of silence."""
+
     success: Literal[True]
     client_uuid: str
     claim_id: str
     fail_cause: Literal[""]
     episodes: list[EpisodeAccess]
+    client_silence_s: float
 
 
 class NoEpisodesAnswer(ClaimFailure):
@@ -140,7 +143,10 @@ class JointEngineAnswer(BaseModel):
 
 
 class ClaimedJointEpisodesAnswer(BaseModel):
-    """Each joint episode has its episodes by engine. Times are in seconds since the epoch."""
+    """Each joint episode has its episodes by engine. Times are in seconds since the epoch.
+
+    `client_silence_s` is as for episodes, and the shortest of these engines.
+    """
 
     success: Literal[True]
     client_uuid: str
@@ -150,6 +156,7 @@ class ClaimedJointEpisodesAnswer(BaseModel):
     engines: dict[str, JointEngineAnswer]
     discard_at: float
     discard_episode_timeout: float
+    client_silence_s: float
     key_expires_at: float
 
 
@@ -331,6 +338,7 @@ ANSWERS: dict[str, Any] = {
     "/end_episodes": SuccessAnswer,
     "/abort_episodes": SuccessAnswer,
     "/touch_episodes": TouchedAnswer,
+    "/touch_client": SuccessAnswer,
     "/read_ended_episodes": EndedEpisodesAnswer,
     "/take_ended_episodes": SuccessAnswer,
     "/claim_joint_episodes": ClaimedJointEpisodesAnswer | NoJointEpisodesAnswer,

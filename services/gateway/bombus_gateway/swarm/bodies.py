@@ -128,6 +128,8 @@ class ClaimEpisodes(OwnBody):
     """Claims `count` episodes, all or none. A claim that is repeated under its `claim_id` gets the same episodes.
 
     In a run of training operations `sampler` is the path of the saved model that their calls sample from, or `base`.
+    With `touches` the client sends /touch_client every few seconds while it holds any, and is taken for dead when it is
+    silent for as long as the reply says.
     """
 
     client_uuid: Identifier
@@ -140,10 +142,14 @@ class ClaimEpisodes(OwnBody):
     waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     task_id: TaskId = ""
     sampler: Annotated[str, Field(max_length=limits.SAMPLER_CHARACTERS)] = ""
+    touches: bool = False
 
 
 class ClaimJointEpisodes(OwnBody):
-    """Claims `count` joint episodes, all or none: each is one episode on every one of these engines."""
+    """Claims `count` joint episodes, all or none: each is one episode on every one of these engines.
+
+    For `touches` see `ClaimEpisodes`.
+    """
 
     client_uuid: Identifier
     claim_id: Identifier
@@ -155,6 +161,7 @@ class ClaimJointEpisodes(OwnBody):
     # So far, under this claim_id: the longest wait is served first.
     waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     task_id: TaskId = ""
+    touches: bool = False
 
 
 class OwnWorkflowOutputBody(OwnBody, WorkflowOutputBody):
@@ -199,6 +206,10 @@ class AbortEpisodes(OwnBody):
 class TouchEpisodes(OwnBody):
     client_uuid: Identifier
     episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
+
+
+class TouchClient(OwnBody):
+    client_uuid: Identifier
 
 
 class ReadEndedEpisodes(OwnBody):

@@ -157,13 +157,14 @@ class ClaimRoutes:
             discard_timeout_s=self._idle_limit_s(request, body.discard_episode_timeout),
             task_hint=body.task_id,
             sampler=sampler_of(body.sampler),
+            touches=body.touches,
         )
         outcome = await self._claim(request, claim, body.wait_s, body.waited_s)
         reply = {"success": False, "client_uuid": body.client_uuid, "claim_id": body.claim_id, "episodes": []}
         if isinstance(outcome, Refused):
             return JsonResponse(reply | self._failure(outcome))
         reply |= {"success": True, "fail_cause": "", "episodes": self._episodes(request, outcome)}
-        reply |= self._terms(outcome)
+        reply |= self._terms(outcome) | {"client_silence_s": self._context.state.collection.client_silence_s}
         return Confirmed(reply, request, lambda: self._confirm(claim.claim))
 
     def _idle_limit_s(self, request: Request, wanted_s: float | None) -> float:

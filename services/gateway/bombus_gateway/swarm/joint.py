@@ -41,6 +41,7 @@ class JointRoutes:
             discard_timeout_s=self._claims.idle_limit_s(request, wanted_s),
             task_hint=body.task_id,
             engines=tuple(body.engines),
+            touches=body.touches,
         )
         outcome = await self._claims.claim(request, claim, body.wait_s, body.waited_s)
         reply = {"success": False, "client_uuid": body.client_uuid, "claim_id": body.claim_id, "joint_episodes": []}
@@ -155,5 +156,6 @@ class JointRoutes:
             },
             "discard_at": granted.claimed_ns / 1e9 + granted.discard_timeout_s,
             "discard_episode_timeout": granted.discard_timeout_s,
+            "client_silence_s": min(self._state(each.engine).collection.client_silence_s for each in granted.grants),
             "key_expires_at": expires_ns / 1e9,
         }

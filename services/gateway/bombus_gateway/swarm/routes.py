@@ -61,6 +61,7 @@ def swarm_router(gateway: Gateway, engine: str) -> APIRouter:
         (Access.CLIENT, "POST", "/end_episodes", episodes.end_episodes, bodies.EndEpisodes),
         (Access.CLIENT, "POST", "/abort_episodes", episodes.abort_episodes, bodies.AbortEpisodes),
         (Access.CLIENT, "POST", "/touch_episodes", episodes.touch_episodes, bodies.TouchEpisodes),
+        (Access.CLIENT, "POST", "/touch_client", episodes.touch_client, bodies.TouchClient),
         (Access.CLIENT, "POST", "/read_ended_episodes", ended.read, bodies.ReadEndedEpisodes),
         (Access.CLIENT, "POST", "/take_ended_episodes", ended.take, bodies.TakeEndedEpisodes),
     )
@@ -203,6 +204,13 @@ class EpisodeRoutes:
         episodes = self._context.state.open
         used = {claimed_id: views.used(episodes[episode]) for claimed_id, episode in held.items()}
         return JsonResponse({"touched": list(held), "over": over, "used": used})
+
+    async def touch_client(self, request: Request) -> Response:
+        """Say that the client's process lives, for all of its episodes, on whichever engines, that it claimed with
+        `touches`."""
+        _, body = await self._context.read(request, bodies.TouchClient)
+        self._context.gateway.heartbeats.touch_client(body.client_uuid)
+        return JsonResponse({"success": True})
 
     async def get_episode_buffer(self, request: Request) -> Response:
         """List the open episodes, without their ids and keys."""

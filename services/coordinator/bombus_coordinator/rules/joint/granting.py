@@ -92,6 +92,7 @@ def episodes_claimed(
         owner=claim.owner,
         sampler=sampler,
         partners=dict(partners),
+        touches=claim.touches,
     )
 
 
