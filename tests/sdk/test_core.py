@@ -259,6 +259,32 @@ def test_a_claim_whose_episodes_were_taken_back_gets_a_new_id() -> None:
     assert driver.body(0)["claim_id"] != driver.body(1)["claim_id"]
 
 
+def test_a_client_that_touches_says_so_in_its_claims_and_learns_how_long_it_may_be_silent() -> None:
+    driver = Driver([ok(FULL), ok(GRANTED | {"client_silence_s": 15.0})])
+    told: list[float] = []
+    driver.core.on_claimed = told.append
+    driver.run(driver.core.begin_episode())
+    assert [driver.body(index)["touches"] for index in (0, 1)] == [True, True]
+    assert told == [15.0]
+
+
+def test_a_client_of_an_older_hive_claims_without_touches_and_sends_none() -> None:
+    driver = Driver([no(400, "unknown_field", "touches: Extra inputs are not permitted"), ok(GRANTED), ok(GRANTED)])
+    told: list[float] = []
+    driver.core.on_claimed = told.append
+    driver.run(driver.core.begin_episode())
+    driver.run(driver.core.begin_episode())
+    assert ["touches" in driver.body(index) for index in range(3)] == [True, False, False]
+    assert driver.slept == []
+    assert told == []
+
+
+def test_very_many_open_episodes_are_given_up_in_several_requests() -> None:
+    driver = Driver([ok({}), ok({}), NoReply("x")])
+    driver.run(driver.core.give_up([f"e{number}" for number in range(2500)]))
+    assert [len(driver.body(index)["episode_uuids"]) for index in range(3)] == [1024, 1024, 452]
+
+
 def test_a_claim_on_an_engine_that_is_offline_raises_with_the_reason() -> None:
     driver = Driver([ok(OFFLINE)])
     with pytest.raises(EngineOffline, match="it is off"):

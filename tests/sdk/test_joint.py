@@ -200,7 +200,7 @@ async def test_a_claim_that_is_cancelled_while_it_waits_leaves_nothing_open(
             await client.abort_joint_episode(joint)
         again = await client.begin_joint_episodes(8, ROLES, max_wait_s=PATIENCE_S)
         assert len(again) == 8
-    assert _open(played.engine, small.engine) == 16
+        assert _open(played.engine, small.engine) == 16
 
 
 def _open(*engines: EngineState) -> int:

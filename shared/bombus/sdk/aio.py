@@ -18,6 +18,7 @@ from bombus.sdk import running, transport
 from bombus.sdk.core import ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep, check_task
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.groups import ClaimT, GivenT, GroupClaim, GroupRun, JointGroup, OutcomeT, SingleGroup
+from bombus.sdk.heartbeat import Heartbeat
 from bombus.sdk.job import JobLike, job_document
 from bombus.sdk.joint import AsyncJointAgent, HiveCore, JointReport, JointResult
 from bombus.sdk.progress import ProgressBar
@@ -55,7 +56,11 @@ class AsyncSwarmClient:
         self.server_url, key = transport.address(server_url, api_key)
         self.verbose = verbose
         self._core = HiveCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
-        self._http = httpx.AsyncClient(transport=transport_, **transport.client_options(self.server_url, engine, key))
+        options = transport.client_options(self.server_url, engine, key)
+        self._http = httpx.AsyncClient(transport=transport_, **options)
+        self._heartbeat = Heartbeat(self._core, options) if transport_ is None else None
+        if self._heartbeat is not None:
+            self._core.on_claimed = self._heartbeat.begin
         self._sleep = sleep
         self.lost_episodes: Counter[str] = Counter()  # of groups, by the kind of the error
 
@@ -68,6 +73,9 @@ class AsyncSwarmClient:
         return self._core.missed_at
 
     async def close(self) -> None:
+        """Abort the episodes that are still open, and close the connections."""
+        if self._heartbeat is not None:
+            await asyncio.to_thread(self._heartbeat.end)
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:

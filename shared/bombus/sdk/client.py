@@ -19,6 +19,7 @@ from bombus.sdk import running, threads, transport
 from bombus.sdk.core import ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest, Sleep, check_task
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.groups import ClaimT, GivenT, GroupClaim, GroupRun, JointGroup, OutcomeT, SingleGroup
+from bombus.sdk.heartbeat import Heartbeat
 from bombus.sdk.job import JobLike, job_document
 from bombus.sdk.joint import HiveCore, JointAgent, JointReport, JointResult
 from bombus.sdk.progress import ProgressBar
@@ -65,7 +66,11 @@ class SwarmClient:
         self.server_url, key = transport.address(server_url, api_key)
         self.verbose = verbose
         self._core = HiveCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
-        self._http = httpx.Client(transport=transport_, **transport.client_options(self.server_url, engine, key))
+        options = transport.client_options(self.server_url, engine, key)
+        self._http = httpx.Client(transport=transport_, **options)
+        self._heartbeat = Heartbeat(self._core, options) if transport_ is None else None
+        if self._heartbeat is not None:
+            self._core.on_claimed = self._heartbeat.begin
         self._sleep = sleep
         self._lost_lock = threading.Lock()
         self.lost_episodes: Counter[str] = Counter()  # of groups, by the kind of the error
@@ -81,6 +86,9 @@ class SwarmClient:
         return self._core.missed_at
 
     def close(self) -> None:
+        """Abort the episodes that are still open, and close the connections."""
+        if self._heartbeat is not None:
+            self._heartbeat.end()
         self._http.close()
 
     def __enter__(self) -> "SwarmClient":
@@ -137,8 +145,10 @@ class SwarmClient:
         """Claim an episode, waiting until there is one. Returns its id and the credentials that an agent needs.
 
         The server aborts it after `discard_episode_timeout` seconds without a call or a touch, by default 240 or two
-        steps of the engine, whichever is longer. After `max_episode_time` seconds (default: twice that) `end_episode`
-        aborts it instead of ending it. Raises `EngineOffline`, and `NoEpisode` after `max_wait_s`.
+        steps of the engine, whichever is longer; and once this process was not heard from for the job's
+        `collection.client_silence_s`, however long the former is. After `max_episode_time` seconds (default: twice
+        `discard_episode_timeout`) `end_episode` aborts it instead of ending it. Raises `EngineOffline`, and `NoEpisode`
+        after `max_wait_s`.
 
         Where you train yourself (docs/training.md), `sampler` is the path of the saved model that the episode plays
         with, as `save_weights_for_sampler` returned it, or `base`; `take_datums` returns what it has to teach.

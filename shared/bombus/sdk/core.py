@@ -65,7 +65,7 @@ BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 10.0
 LIFETIMES = 2.0  # by default an episode may last this many times its idle limit
 BEGUN_MAX = 100_000
 READ_AT_ONCE = 256  # ended episodes: the server answers with as many of them as fit
-TAKEN_AT_ONCE = 1024
+TAKEN_AT_ONCE = ABORTED_AT_ONCE = 1024
 
 AWAY = (502, 503, 504)
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -143,6 +143,9 @@ class ClientCore:
         self._taking: set[str] = set()  # of these, those that a call of `take_datums` reads now
         self._joint: dict[str, None] = {}  # episodes begun as parts of joint ones
         self._started_tasks: list[str] = []  # that this client has begun, for throttling
+        # Called with the silence after which the hive takes this client for dead. None: this client does not touch.
+        self.on_claimed: Callable[[float], object] | None = None
+        self._may_touch = True  # whether the hive is one of those that take the touches of clients
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -238,8 +241,14 @@ class ClientCore:
         give_back: Callable[[dict[str, Any]], ClientOperation[None]],
     ) -> ClientOperation[dict[str, Any]]:
         """Send a claim until it is granted, and return the reply. When it is interrupted, `give_back` its episodes."""
+        if self.on_claimed is not None and self._may_touch:
+            body["touches"] = True
         try:
-            return (yield from self._granted(path, body, max_wait_s))
+            reply = yield from self._granted(path, body, max_wait_s)
+            silence_s = reply.get("client_silence_s")
+            if self.on_claimed is not None and silence_s is not None:
+                self.on_claimed(float(silence_s))
+            return reply
         except (SwarmError, GeneratorExit):
             raise
         except BaseException:
@@ -257,6 +266,9 @@ class ClientCore:
             try:
                 reply = yield from self._request("POST", path, body, wait_s + GENERAL_TIMEOUT_S)
             except SwarmError as error:
+                if error.code == Code.UNKNOWN_FIELD and body.pop("touches", False):
+                    self._may_touch = False  # the hive is older than this client
+                    continue
                 if error.code != Code.OTHER_CLAIM:
                     raise
                 body["claim_id"] = uuid.uuid4().hex  # the reply was lost for so long that the server took them back
@@ -401,12 +413,22 @@ class ClientCore:
         yield from self._give_up("/abort_episodes", episodes)
 
     def _give_up(self, path: str, episodes: Sequence[str]) -> ClientOperation[None]:
-        reply = yield posted(path, self._abort_body(episodes, False, "the client was interrupted"), GIVE_BACK_S)
-        if not isinstance(reply, ServerReply) or reply.status >= 400:
-            log.warning("%d open episodes could not be aborted, and will end when they are idle", len(episodes))
+        for first in range(0, len(episodes), ABORTED_AT_ONCE):
+            some = episodes[first : first + ABORTED_AT_ONCE]
+            reply = yield posted(path, self._abort_body(some, False, "the client was interrupted"), GIVE_BACK_S)
+            if not isinstance(reply, ServerReply) or reply.status >= 400:
+                left = len(episodes) - first
+                log.warning("%d open episodes could not be aborted, and will end when they are idle", left)
+                break
+        self._note_over(episodes)
+
+    def begun(self) -> list[str]:
+        """Return the episodes that this client has neither ended nor aborted."""
+        with self._lock:
+            return list(self._begun)
 
     def still_begun(self, episodes: Sequence[str]) -> list[str]:
-        """Return those of these episodes that this client has neither ended nor aborted."""
+        """Return those of these episodes that are `begun`."""
         with self._lock:
             return [episode for episode in episodes if episode in self._begun]
 
@@ -483,6 +505,11 @@ class ClientCore:
         body = {"client_uuid": self.client_uuid, "episode_uuids": list(episodes)}
         reply = yield from self._request("POST", "/touch_episodes", body)
         return list(reply["over"])
+
+    def touch_client(self, within_s: float) -> ClientOperation[bool]:
+        """Show that this client lives. Returns whether the hive has heard it: there is one attempt, and no error."""
+        reply = yield posted("/touch_client", {"client_uuid": self.client_uuid}, within_s)
+        return isinstance(reply, ServerReply) and reply.status < 400
 
     def watch_episodes(self, episodes: Sequence[str]) -> ClientOperation[dict[str, EpisodeUsage]]:
         """Keep episodes from going idle. Returns what those that are still open have used."""

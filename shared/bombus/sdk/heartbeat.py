@@ -1,0 +1,100 @@
+"""The heartbeat of a client: it shows the hive that the client's process lives, and tells it of a clean end."""
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import httpx
+
+from bombus.sdk import transport
+from bombus.sdk.core import ClientOperation, NoReply, ServerReply, ServerRequest
+from bombus.sdk.joint import HiveCore
+
+T = TypeVar("T")
+
+THREAD = "bombus-heartbeat"
+BEAT_S = 3.0
+AGAIN_S = 1.0  # after one that did not reach the hive
+BEATS = 5  # at least so many within the silence after which the hive takes the client for dead
+
+
+class Heartbeat:
+    """Sends one request every few seconds while a client has open episodes, however many those are.
+
+    It has a thread of its own, so that an agent that blocks the thread or the loop of its client is no silence. That
+    ends with the client, also with one that was not closed and that nothing refers to any more.
+    """
+
+    def __init__(self, core: HiveCore, options: Mapping[str, Any]) -> None:
+        self._core = core
+        self._options = options
+        self._every_s = BEAT_S
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        _all.add(self)
+
+    def begin(self, silence_s: float) -> None:
+        """Beat for a hive that takes the client for dead after so much silence."""
+        with self._lock:
+            self._every_s = min(self._every_s, silence_s / BEATS)
+            if self._thread is not None and self._thread.is_alive():  # that of a parent process is not
+                return
+            over = self._over
+            arguments = (weakref.ref(self, lambda _: over.set()), over, self._options)
+            self._thread = threading.Thread(target=_beat, args=arguments, name=THREAD, daemon=True)
+            self._thread.start()
+
+    def beat(self, http: httpx.Client) -> float:
+        """Show that the client lives, if it has open episodes, and return after how many seconds to do so again."""
+        is_heard = not self._core.begun() or _carry_out(self._core.touch_client(self._every_s), http)
+        return self._every_s if is_heard else min(self._every_s, AGAIN_S)
+
+    def end(self) -> None:
+        """Stop, and abort the episodes that are open. A fork of the client's process leaves them alone."""
+        self._over.set()
+        if self._process == os.getpid() and (episodes := self._core.begun()):
+            with httpx.Client(**self._options) as http:
+                _carry_out(self._core.give_up(episodes), http)
+
+
+_all: "weakref.WeakSet[Heartbeat]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End what programs have not closed."""
+    for heartbeat in list(_all):
+        heartbeat.end()
+
+
+def _beat(of: "weakref.ref[Heartbeat]", over: threading.Event, options: Mapping[str, Any]) -> None:
+    with httpx.Client(**options) as http:
+        while (heartbeat := of()) is not None:
+            every_s = heartbeat.beat(http)
+            del heartbeat
+            if over.wait(every_s):
+                return
+
+
+def _carry_out(operation: ClientOperation[T], http: httpx.Client) -> T:
+    """Carry out an operation that does not wait."""
+    try:
+        step = operation.send(None)
+        while True:
+            assert isinstance(step, ServerRequest)
+            step = operation.send(_sent(step, http))
+    except StopIteration as done:
+        value: T = done.value
+        return value
+
+
+def _sent(request: ServerRequest, http: httpx.Client) -> ServerReply | NoReply:
+    try:
+        return transport.reply_of(http.request(**transport.request_options(request)))
+    except httpx.RequestError as error:
+        return transport.no_reply(http.base_url, error)
