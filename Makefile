@@ -35,6 +35,9 @@ TEMPLATES ?=
 MODEL ?=
 OUT ?=
 
+# Where it is set, as in many images, each process of a hive would compile torch and all else that it imports again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup setup-dev help demo demo-tiny test test-long test-vllm test-verl test-models test-templates test-tinker test-atropos test-environments test-harnesses check bench sim chaos fuzz histories clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it and the demo need (TORCH=cpu or cuda: by default what the machine has)

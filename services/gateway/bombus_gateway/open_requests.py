@@ -22,8 +22,11 @@ def connections_of(settings: GatewaySettings) -> int:
 
 
 def places_of(settings: GatewaySettings) -> int:
-    """Return how many requests may be open before each key has only its share: a quarter of the connections is left."""
-    return max(1, connections_of(settings) * 3 // 4)
+    """Return how many requests may be open before each key has only its share: a quarter of the connections is left.
+
+    Calls have a limit of their own, which has to be met first.
+    """
+    return max(settings.open_calls_max + 1, connections_of(settings) * 3 // 4)
 
 
 class OpenRequest:

@@ -1,6 +1,7 @@
 """The task generators of reasoning-gym, each with its own verifier: `reasoning_gym:<name>`."""
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -143,7 +144,9 @@ def _last_text(transcript: Transcript) -> str:
 
 def _names() -> Sequence[TaskName]:
     try:
-        from reasoning_gym.factory import DATASETS
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when that is first compiled
+            from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise TasksNotInstalled(
             f"reasoning-gym cannot be imported ({in_one_line(error)}): pip install 'bombus[reasoning]'"
