@@ -24,11 +24,35 @@ FILES_KEPT = 256  # open files of a process that are no connections of its clien
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the server stops when `should_exit` is set."""
+    """uvicorn without its signal handlers, and without the looks each tenth of a second at whether it is to stop."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._leaving = asyncio.Event()
+
+    def leave(self) -> None:
+        """Let the server stop: no new connections, and the end of each after its request."""
+        self.should_exit = True
+        self._leaving.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._leaving.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for each in sockets or ():
+            each.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)  # in which those without a request are closed
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
 
 
 class CutOff:
@@ -102,7 +126,7 @@ async def http_server(
     try:
         yield serving
     finally:
-        server.should_exit = True
+        server.leave()
         if cut_off is not None:
             await asyncio.wait({serving}, timeout=drain_s)
             cut_off()
