@@ -1,6 +1,7 @@
 """What one key's open requests leave of a gateway, places and memory for those of others."""
 
 import asyncio
+import resource
 import time
 from functools import partial
 
@@ -13,7 +14,8 @@ from bombus.errors import Refused
 from bombus.host.hive_keys import HiveKeys, NamedKey
 from bombus_gateway.access import RawHeaders
 from bombus_gateway.keys import Keys
-from bombus_gateway.open_requests import OpenRequest, OpenRequests, share_by_key
+from bombus_gateway.open_requests import OpenRequest, OpenRequests, places_of, share_by_key
+from bombus_gateway.settings import GatewaySettings
 from tests.gateway.openai_hive import ENGINE, JOB, SECRET, gateway_hive
 from tests.patience import PATIENCE_S
 
@@ -98,3 +100,15 @@ async def test_nobody_has_to_know_whose_requests_are_open_while_there_is_room() 
     again = [enter("alice") for _ in range(4)]
     for each in again * 2:
         await requests.received(each, part)
+
+
+@pytest.mark.parametrize(("calls", "files", "places"), [(1, 4096, 2), (4096, 9000, 6144), (4096, 1024, 576)])
+def test_places_are_fewer_than_connections_also_where_few_files_may_be_open(
+    calls: int, files: int, places: int
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    try:
+        assert places_of(GatewaySettings(open_calls_max=calls)) == places
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

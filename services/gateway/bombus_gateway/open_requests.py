@@ -24,9 +24,10 @@ def connections_of(settings: GatewaySettings) -> int:
 def places_of(settings: GatewaySettings) -> int:
     """Return how many requests may be open before each key has only its share: a quarter of the connections is left.
 
-    Calls have a limit of their own, which has to be met first.
+    Calls have a limit of their own, which has to be met first where this process may have files open for so many.
     """
-    return max(settings.open_calls_max + 1, connections_of(settings) * 3 // 4)
+    connections = connections_of(settings)
+    return max(min(settings.open_calls_max, connections // CONNECTIONS_FOR_A_CALL) + 1, connections * 3 // 4)
 
 
 class OpenRequest:
