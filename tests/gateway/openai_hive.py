@@ -364,12 +364,15 @@ def new_id() -> str:
 
 @asynccontextmanager
 async def gateway_of(
-    bus: Bus, ready: bool = True, late: Follower | None = None, **settings: Any
+    bus: Bus, ready: bool = True, late: Follower | None = None, secret: bytes = SECRET, **settings: Any
 ) -> AsyncIterator[tuple[Gateway, str]]:
-    """Run a gateway behind a real HTTP server; give it and its URL. One that is `late` is not waited for."""
+    """Run a gateway behind a real HTTP server; give it and its URL. One that is `late` is not waited for.
+
+    Real replicas need the bus's own `secret`.
+    """
     follower = late or Follower(bus)
     gateway = Gateway(
-        settings=GatewaySettings(hive=bus.subjects.hive, **settings), bus=bus, follower=follower, keys=Keys(SECRET)
+        settings=GatewaySettings(hive=bus.subjects.hive, **settings), bus=bus, follower=follower, keys=Keys(secret)
     )
     app = create_app(gateway)
     runs = (follower.run(), gateway.heartbeats.run(), app.calls.upstream.run())

@@ -10,6 +10,7 @@ import httpx
 
 from bombus.bus import Bus
 from bombus.hive.events import StepCompleted
+from bombus.hive.subjects import SIGNING_SECRET
 from bombus_inference import service
 from bombus_inference.settings import ComputeSettings, InferenceSettings
 from tests.gateway.openai_hive import gateway_of
@@ -58,7 +59,7 @@ async def test_the_reward_of_an_environment_rises_that_samples_from_the_policy_w
     )
     async with (
         staged(bus, tmp_path, serves=False) as stage,
-        gateway_of(bus) as (_, url),
+        gateway_of(bus, secret=await bus.secret(SIGNING_SECRET)) as (_, url),
         httpx.AsyncClient(base_url=url, timeout=WAIT_S) as http,
     ):
         scored = ScoredStage(stage, http)
