@@ -19,6 +19,7 @@ from bombus_trainer.backend import Loader, TrainerBackend
 from bombus_trainer.loading import load_backend
 from bombus_trainer.recovery.faults import LoadPatience, backoff, may_pass
 from bombus_trainer.service import Trainer
+from tests.effort import long_only
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 20.00 GiB"
@@ -92,6 +93,7 @@ async def test_a_load_that_goes_on_failing_suspends_the_run_which_boots_when_it_
     assert stage.engine.suspended == ""
 
 
+@long_only
 async def test_a_trainer_that_cannot_load_again_keeps_the_batch_of_its_run_until_the_cause_is_gone(
     stage: Stage,
 ) -> None:
@@ -157,6 +159,7 @@ async def test_a_new_trainer_of_a_suspended_run_waits_for_the_operator_too(stage
     assert gpu.failures == 2
 
 
+@long_only
 async def test_a_suspended_run_that_is_stopped_leaves_its_trainer_to_the_next_run(stage: Stage) -> None:
     gpu = FullGpu(stage)
     train(stage, gpu, patience_s=0.0)

@@ -33,6 +33,7 @@ from bombus.operations import (
     StepTaken,
     encode_operation,
 )
+from tests.effort import long_only
 from tests.trainer.serving.serving_hive import (
     BASE,
     LARGE,
@@ -293,6 +294,7 @@ async def test_a_checkpoint_that_is_removed_goes_from_the_disk_and_its_name_is_f
     assert not Path(second.folder).exists()
 
 
+@long_only
 async def test_a_checkpoint_that_is_removed_while_no_trainer_is_there_goes_when_the_next_one_begins_at_a_snapshot(
     client: TrainingClient, bus: Bus
 ) -> None:
@@ -415,6 +417,7 @@ async def test_a_stopped_run_ends_its_models_and_the_next_one_begins_without_the
     assert isinstance(await client.do("m", create()), ModelReady), "the name is free again"
 
 
+@long_only
 async def test_a_cover_that_is_away_suspends_the_run_until_it_is_back(bus: Bus, tmp_path: Path) -> None:
     async with serving(bus, tmp_path, cover_s=0.0) as client:
         stage = client.stage
@@ -491,6 +494,7 @@ async def test_a_model_is_tried_again_while_another_always_has_something_to_do(b
         assert client.queued("b", others[-1]).waits
 
 
+@long_only
 async def test_while_a_model_cannot_be_made_again_only_what_it_may_need_stays_on_the_disk(
     bus: Bus, tmp_path: Path
 ) -> None:
@@ -527,6 +531,7 @@ async def test_while_a_model_cannot_be_made_again_only_what_it_may_need_stays_on
         assert not folders["b/training/named"].exists()
 
 
+@long_only
 async def test_what_its_owner_removes_while_a_suspended_model_waits_to_load_it_is_not_loaded(
     bus: Bus, tmp_path: Path
 ) -> None:
@@ -570,6 +575,7 @@ async def test_a_model_whose_cover_is_lost_is_ended_by_its_client_but_cannot_be_
         await weights(client, "a", "again")
 
 
+@long_only
 async def test_a_model_whose_cover_is_lost_goes_on_from_a_checkpoint_of_its_client(bus: Bus, tmp_path: Path) -> None:
     async with serving(bus, tmp_path, cover_s=600.0, cover_bytes=1 << 30) as client:
         stage = client.stage
@@ -602,6 +608,7 @@ async def test_a_model_whose_cover_is_lost_goes_on_from_a_checkpoint_of_its_clie
         assert stage.engine.suspensions == 0
 
 
+@long_only
 @pytest.mark.parametrize("cover_s", [0.0, 600.0])
 async def test_what_was_saved_before_a_model_began_again_is_not_taken_for_what_came_after(
     bus: Bus, tmp_path: Path, cover_s: float
@@ -631,6 +638,7 @@ async def test_what_was_saved_before_a_model_began_again_is_not_taken_for_what_c
             await stage.follower.wait_for(lambda _: bool(client.model("m").suspended), 30.0)
 
 
+@long_only
 async def test_a_model_whose_loaded_checkpoint_was_replaced_before_any_cover_waits_instead_of_having_other_weights(
     bus: Bus, tmp_path: Path
 ) -> None:

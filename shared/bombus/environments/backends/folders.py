@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from bombus.host.process import die_with_this_process, kill
+from bombus.host.process import kill
 
 log = logging.getLogger(__name__)
 
@@ -105,13 +105,15 @@ async def _remove(path: str) -> None:
 
 
 async def _run(*words: str) -> tuple[int, str]:
-    """Run a program, and return its exit code and what it printed."""
+    """Run a program that soon ends by itself, and return its exit code and what it printed.
+
+    Nothing runs between fork and exec, so that this process, which may be large, is not copied for it.
+    """
     process = await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        preexec_fn=die_with_this_process(),
     )
     try:
         printed, _ = await process.communicate()
