@@ -159,8 +159,9 @@ def test_the_hives_own_replicas_sample_from_the_model_after_a_sync_and_stay_ther
 
 def test_a_trainer_that_sleeps_and_wakes_up_goes_on_bit_for_bit(hive: Hive, service: Any) -> None:
     with made(service, name="whole") as whole, made(service, name="rested") as rested:
+        learn(whole, 2)
+        rested.load_state_with_optimizer(settled(whole.save_state("equal")).path).result()
         for model in (whole, rested):
-            learn(model, 2)
             settled(model.forward_backward(data(), "causallm_loss"))  # the gradient sleeps too
         assert httpx.post(f"{hive.url}/sleep", timeout=60).json()["success"]
         waiting = rested.optim_step(types.AdamParams(learning_rate=1e-2))
