@@ -120,10 +120,9 @@ def training_routes(gateway: Gateway, calls: Calls, engine: str) -> list[PlainRo
         *sampling.routes(),
         *routes.rest.routes(),
     ]
-    at_the_root = [PlainRoute("POST", "/generate", sampling.generate), *routes.endpoints.routes()]
+    clients = [PlainRoute("POST", "/generate", sampling.generate), *routes.endpoints.routes(), *below("/api/v1", table)]
     return [
-        *checked(at_the_root, Guard(Access.CLIENT, keys, public_url), routes.ready),
-        *checked(below("/api/v1", table), Guard(Access.CLIENT, keys, public_url), routes.ready),
+        *checked(clients, Guard(Access.CLIENT, keys, public_url), routes.ready),
         *checked(routes.endpoints.controlling(), Guard(Access.CONTROL, keys, public_url), routes.ready),
         *checked(routes.rest.links(), routes.ready),
     ]
