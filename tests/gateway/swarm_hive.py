@@ -177,7 +177,8 @@ class PlayedHive:
         synced = await self.post("/sync_train_config", {"yaml_as_string": json.dumps(job or JOB)})
         assert synced.status_code == 200, synced.text
         # Not by the route, which holds its answer for 0.6 s.
-        await self.bus.inbox.request(inbox.Start(id=_id(), engine=self.name), 10)
+        started = await self.bus.inbox.request(inbox.Start(id=_id(), engine=self.name), 10)
+        await self.gateway.follower.wait_position(started.position)
         await self.boot()
         await self.phase(Phase.ROLLING)
 

@@ -194,7 +194,9 @@ async def test_the_episodes_of_a_job_are_not_read_by_clients(
     episode = await played(swarm, path, 1.0)
     await bus.inbox.request(inbox.Stop(id=new_id(), engine=ENGINE))
     assert len(await swarm.take_datums([episode])) == 1, "after the run they can still be taken"
-    await bus.inbox.request(inbox.Start(id=new_id(), engine=ENGINE))
+    started = await bus.inbox.request(inbox.Start(id=new_id(), engine=ENGINE))
+    assert hive.gateway is not None
+    await hive.gateway.follower.wait_position(started.position)
     with pytest.raises(BadRequest) as refused:
         await swarm.take_datums([episode])
     assert refused.value.code == Code.UNSUPPORTED
