@@ -69,14 +69,15 @@ demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0, 
 demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 minutes (SEED=0, OUT=folder)
 	$(BIN)/bombus demo --tiny --seed $(SEED) $(if $(OUT),--out "$(OUT)")
 
-# In random order, on one process more than there are cores.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+# In random order, on one process more than there are cores. When one of them dies the run ends: pytest-xdist would start
+# another, and with groups of tests it may wait for that for ever.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
 test: $(DEV_STAMP)  ## the tests that need no environment of their own, in 13 minutes on two cores (ROOM=trainer: those of tests/trainer)
 	$(PYTEST) tests/$(ROOM)
 
 test-long: $(DEV_STAMP)  ## the same and those that take longer: more seeds, more kills, more real processes (ROOM=sim)
-	BOMBUS_TEST_LONG=1 $(PYTEST) --timeout 3600 tests/$(ROOM)
+	BOMBUS_TEST_LONG=1 $(PYTEST) --timeout 3600 -o faulthandler_timeout=3590 tests/$(ROOM)
 
 # vLLM and verl live in environments of their own, which `bombus install` makes: some gigabytes, and no part of `test`.
 test-vllm: $(DEV_STAMP)  ## those that need vLLM, in an environment that it makes

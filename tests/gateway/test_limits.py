@@ -406,17 +406,27 @@ async def test_bodies_that_are_half_sent_take_no_more_memory_than_they_may_toget
     async with gateway_hive(bus, bodies_mb_max=4) as hive, await agent(hive) as honest:
         large = b"{" + b" " * 500_000
         assert (await honest.post("/end_episode", large)).status_code == 400
-        writers = [await half_sent(hive.base_url, (2 << 20) - 1000) for _ in range(2)]
-        while (answer := await honest.post("/end_episode", large)).status_code == 400:
-            await asyncio.sleep(0.05)  # until the server has read what was sent
-        assert (answer.status_code, answer.json()["code"]) == (503, "overloaded")
-        assert "hold 4 MiB, the limit" in answer.text
+        writers, refused = await filled(hive.base_url, honest, large)
+        assert refused.json()["code"] == "overloaded"
+        assert "hold 4 MiB, the limit" in refused.text
         assert (await honest.say("hello")).status_code == 200
         for writer in writers:
             writer.close()
         while (answer := await honest.post("/end_episode", large)).status_code == 503:
             await asyncio.sleep(0.05)
         assert answer.status_code == 400
+
+
+async def filled(url: str, honest: Agent, probe: bytes) -> tuple[list[asyncio.StreamWriter], httpx.Response]:
+    """Hold all of the memory by two bodies that are half sent, and return them and how a probe is refused then."""
+    while True:
+        writers = [await half_sent(url, (2 << 20) - 1000) for _ in range(2)]
+        for _ in range(20):  # until the server has read what was sent
+            if (answer := await honest.post("/end_episode", probe)).status_code == 503:
+                return writers, answer
+            await asyncio.sleep(0.05)
+        for writer in writers:  # one was refused, since a probe took its room
+            writer.close()
 
 
 async def half_sent(url: str, size: int) -> asyncio.StreamWriter:
