@@ -1,10 +1,12 @@
 """The gateway's ASGI application, with all of its doors: `create_app(gateway)`."""
 
+import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,13 +23,14 @@ from bombus_gateway.limits import in_short
 from bombus_gateway.open_requests import OpenRequests, places_of, share_by_key
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
-from bombus_gateway.plain_routes import add_plain, below
+from bombus_gateway.plain_routes import PlainRoute, add_plain, below
 from bombus_gateway.refusals import ERROR_HEADERS
 from bombus_gateway.responses.docs import add_responses_paths
 from bombus_gateway.responses.routes import ResponsesDoor
 from bombus_gateway.scored.routes import scored_routes
+from bombus_gateway.swarm.docs import described
 from bombus_gateway.swarm.health import health_router
-from bombus_gateway.swarm.routes import joint_router, swarm_router
+from bombus_gateway.swarm.routes import joint_routes, plain, swarm_routes
 from bombus_gateway.tenants.routes import training_routes
 
 log = logging.getLogger(__name__)
@@ -37,8 +40,8 @@ class GatewayApp(FastAPI):
     """FastAPI, with a table of paths (`hot`) that are answered before its middleware and routing.
 
     A model call costs less than FastAPI's own work around it. `below` has what answers the other paths that begin with
-    a prefix; the first that fits counts. All other routes are ordinary FastAPI. Requests to `uncounted` paths take no
-    place among the open ones.
+    a prefix; the first that fits counts. Requests to `uncounted` paths take no place among the open ones. `described`
+    makes, for the OpenAPI document, what FastAPI describes itself below a prefix.
     """
 
     calls: Calls
@@ -47,6 +50,7 @@ class GatewayApp(FastAPI):
     hot: dict[str, ASGIApp]
     below: list[tuple[str, ASGIApp]]
     prefixes: list[str]
+    described: list[tuple[str, Callable[[], APIRouter]]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,13 +82,18 @@ class GatewayApp(FastAPI):
         return door or next((below for prefix, below in self.below if path.startswith(prefix)), None)
 
     def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document. It takes 0.1 s for each engine to make, so this is for a thread."""
         if self.openapi_schema is None:
-            schema = super().openapi()
+            described = FastAPI(title=self.title, description=self.description)
+            for prefix, router in self.described:
+                described.include_router(router(), prefix=prefix)
+            document = described.openapi()
             for prefix in self.prefixes:
-                add_openai_paths(schema, prefix)
-                add_anthropic_paths(schema, prefix)
-                add_responses_paths(schema, prefix)
-        return super().openapi()
+                add_openai_paths(document, prefix)
+                add_anthropic_paths(document, prefix)
+                add_responses_paths(document, prefix)
+            self.openapi_schema = document
+        return self.openapi_schema
 
 
 def create_app(gateway: Gateway) -> GatewayApp:
@@ -92,8 +101,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
     app = GatewayApp(
         title="bombus",
         description="Train language models with the agent harness that you have: change `base_url` and `api_key`.",
-        docs_url=None,  # FastAPI's own page loads scripts from elsewhere
-        redoc_url=None,
+        openapi_url=None,  # it would be made on the event loop, and FastAPI's own page loads scripts from elsewhere
     )
     app.calls = calls = Calls(gateway)
     app.requests = OpenRequests(
@@ -103,12 +111,16 @@ def create_app(gateway: Gateway) -> GatewayApp:
     app.hot = {}
     app.below = []
     app.prefixes = []
+    app.described = []
     _add_error_handlers(app)
 
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
+    async def docs(_: Request) -> HTMLResponse:
+        return HTMLResponse(docs_page(await asyncio.to_thread(app.openapi)), headers=HEADERS)
 
-    app.add_api_route("/docs", docs, include_in_schema=False)
+    async def document(_: Request) -> JSONResponse:
+        return JSONResponse(await asyncio.to_thread(app.openapi))
+
+    add_plain(app, [PlainRoute("GET", "/docs", docs), PlainRoute("GET", "/openapi.json", document)])
     engines = gateway.settings.engines
     for prefix, engine in [("", engines[0]), *((f"/e/{engine}", engine) for engine in engines)]:
         openai = OpenAIDoor(gateway, calls, engine, any_engine=not prefix)
@@ -135,11 +147,17 @@ def create_app(gateway: Gateway) -> GatewayApp:
         app.prefixes.append(prefix)
         app.include_router(health_router(gateway, engine), prefix=prefix)
         app.uncounted |= {f"{prefix}/health", f"{prefix}/ready"}
-        app.include_router(swarm_router(gateway, engine), prefix=prefix)
+        swarm = swarm_routes(gateway, engine)
+        app.described += [
+            (prefix, partial(health_router, gateway, engine)),
+            (prefix, partial(described, gateway, swarm)),
+        ]
         scored, direct = scored_routes(gateway, engine, app.routed)
-        add_plain(app, below(prefix, [*training_routes(gateway, calls, engine), *scored]))
+        add_plain(app, below(prefix, [*plain(gateway, swarm), *training_routes(gateway, calls, engine), *scored]))
         app.hot |= {f"{prefix}{path}": route for path, route in direct.items()}
-    app.include_router(joint_router(gateway))
+    joint = joint_routes(gateway)
+    add_plain(app, plain(gateway, joint))
+    app.described.append(("", partial(described, gateway, joint)))
     return app
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
-from bombus.errors import Code, Refused
+from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive.inbox import AnyAnswer, Message
 from bombus_gateway.bodies import BodyGate
 from bombus_gateway.call.workers import Workers
@@ -36,6 +36,11 @@ class Gateway:
         self.heartbeats = Heartbeats(self.bus)
         self.workers = Workers()
         self.bodies = BodyGate(self.workers, self.settings.body_mb_max << 20)
+
+    async def check_ready(self, _: object = None) -> None:
+        """Raise `BusUnavailable` until the log as it was at the start is folded (R18): a check of plain routes."""
+        if not self.ready:
+            raise BusUnavailable("this gateway is still reading the log")
 
     async def carry_out(self, command: Message, limit_s: float | None = None, traceparent: str = "") -> AnyAnswer:
         """Carry out a command. After it, this gateway's own reads show its effect.

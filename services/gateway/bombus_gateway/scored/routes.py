@@ -90,8 +90,7 @@ def _refusing(gateway: Gateway, handler: Handler, write: RefusalWriter) -> Handl
 
     async def answer(request: Request) -> Response:
         try:
-            if not gateway.ready:
-                raise BusUnavailable("this gateway is still reading the log")
+            await gateway.check_ready()
             return await handler(request)
         except BusUnavailable as error:
             return _refused(Refused(Code.BUS_DOWN, f"The log cannot be reached just now; try again. ({error})"), write)

@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from bombus.bus import TRACEPARENT
-from bombus.errors import BusUnavailable, Code, Refused
+from bombus.errors import Code, Refused
 from bombus.hive.inbox import AnyAnswer, Message
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState
@@ -35,11 +35,6 @@ class EngineContext:
     def __init__(self, gateway: Gateway, engine: str) -> None:
         self.gateway = gateway
         self.engine = engine
-
-    async def ready(self) -> None:
-        """Raise `BusUnavailable` until this gateway has folded the log (R18)."""
-        if not self.gateway.ready:
-            raise BusUnavailable("this gateway is still reading the log")
 
     async def read(self, request: Request, model: type[B]) -> tuple[bytes, B]:
         """Return a request's body, as it came and as `model`. Raises `Refused`, naming the fields that are wrong."""

@@ -5,22 +5,20 @@ take whole groups in one request. Reads are answered from the folded state; comm
 """
 
 import logging
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Request, Response
 from pydantic import BaseModel
 
-from bombus.errors import STATUS, Code, LogCorrupted, Refused
+from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.events import HIVE
 from bombus.hive.inbox import EpisodeResult
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
-from bombus_gateway.plain_routes import Handler
+from bombus_gateway.plain_routes import Handler, PlainRoute, checked
 from bombus_gateway.swarm import bodies, views
-from bombus_gateway.swarm.answers import ANSWERS, REFUSALS
 from bombus_gateway.swarm.bodies import result_of
 from bombus_gateway.swarm.claims import ClaimRoutes
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
@@ -31,94 +29,86 @@ from bombus_gateway.swarm.replay import replay_call
 
 log = logging.getLogger(__name__)
 
-Route = tuple[Access, str, str, Handler, type[BaseModel] | None]
+
+class SwarmRoute(NamedTuple):
+    """`body` is what the handler reads the request as: it is for the OpenAPI page."""
+
+    access: Access
+    method: str
+    path: str
+    handler: Handler
+    body: type[BaseModel] | None = None
 
 
-def swarm_router(gateway: Gateway, engine: str) -> APIRouter:
+def plain(gateway: Gateway, routes: Iterable[SwarmRoute]) -> list[PlainRoute]:
+    """Return routes with the check of who may use them, and that the log is read."""
+    settings = gateway.settings
+    guards = {access: Guard(access, settings.keys, settings.public_url) for access in Access}
+    found: list[PlainRoute] = []
+    for access, method, path, handler, _ in routes:
+        found += checked([PlainRoute(method, path, handler)], guards[access], gateway.check_ready)
+    return found
+
+
+def swarm_routes(gateway: Gateway, engine: str) -> list[SwarmRoute]:
     """Return all swarm routes of one engine, to be mounted under its prefix."""
     context = EngineContext(gateway, engine)
     engine_routes, claims, episodes = EngineRoutes(context), ClaimRoutes(context), EpisodeRoutes(context)
     ended = EndedEpisodes(context)
-    routes: tuple[Route, ...] = (
-        (Access.CLIENT, "GET", "/get_engine_status", engine_routes.get_engine_status, None),
-        (Access.CONTROL, "POST", "/sync_train_config", engine_routes.sync_train_config, bodies.SyncTrainConfig),
-        (Access.CLIENT, "POST", "/compare_train_config", engine_routes.compare_train_config, bodies.CompareTrainConfig),
-        (Access.CONTROL, "POST", "/start_engine", engine_routes.start_engine, None),
-        (Access.CONTROL, "POST", "/stop_engine", engine_routes.stop_engine, None),
-        (Access.CONTROL, "POST", "/resume_engine", engine_routes.resume_engine, None),
-        (Access.CLIENT, "POST", "/claim_episode", claims.claim_episode, bodies.ClaimEpisode),
-        (Access.CLIENT, "POST", "/end_episode", episodes.end_episode, bodies.EndEpisode),
-        (Access.CLIENT, "POST", "/abort_episode", episodes.abort_episode, bodies.AbortEpisode),
-        (Access.CLIENT, "POST", "/can_continue_episode", episodes.can_continue_episode, bodies.CanContinueEpisode),
-        (Access.CLIENT, "POST", "/get_episode_buffer", episodes.get_episode_buffer, None),
-        (Access.CLIENT, "GET", "/get_current_batch_rollout_pool_information", engine_routes.get_pool_information, None),
-        (Access.CLIENT, "POST", "/replay_latest_llm_call", episodes.replay_latest_llm_call, bodies.ReplayLatestCall),
-        (Access.CLIENT, "POST", "/agree_sync_weight", engine_routes.agree_sync_weight, bodies.AgreeSyncWeight),
-        (Access.CLIENT, "GET", "/get_server_experiment_dir", engine_routes.get_server_experiment_dir, None),
-        (Access.CONTROL, "POST", "/sync_train_code", engine_routes.sync_train_code, None),
-        (Access.CLIENT, "POST", "/push_verbose_log", engine_routes.push_verbose_log, bodies.PushVerboseLog),
-        (Access.CLIENT, "POST", "/claim_episodes", claims.claim_episodes, bodies.ClaimEpisodes),
-        (Access.CLIENT, "POST", "/end_episodes", episodes.end_episodes, bodies.EndEpisodes),
-        (Access.CLIENT, "POST", "/abort_episodes", episodes.abort_episodes, bodies.AbortEpisodes),
-        (Access.CLIENT, "POST", "/touch_episodes", episodes.touch_episodes, bodies.TouchEpisodes),
-        (Access.CLIENT, "POST", "/touch_client", episodes.touch_client, bodies.TouchClient),
-        (Access.CLIENT, "POST", "/read_ended_episodes", ended.read, bodies.ReadEndedEpisodes),
-        (Access.CLIENT, "POST", "/take_ended_episodes", ended.take, bodies.TakeEndedEpisodes),
-    )
-    return _router(context, routes)
+    return [
+        SwarmRoute(Access.CLIENT, "GET", "/get_engine_status", engine_routes.get_engine_status),
+        SwarmRoute(
+            Access.CONTROL, "POST", "/sync_train_config", engine_routes.sync_train_config, bodies.SyncTrainConfig
+        ),
+        SwarmRoute(
+            Access.CLIENT,
+            "POST",
+            "/compare_train_config",
+            engine_routes.compare_train_config,
+            bodies.CompareTrainConfig,
+        ),
+        SwarmRoute(Access.CONTROL, "POST", "/start_engine", engine_routes.start_engine),
+        SwarmRoute(Access.CONTROL, "POST", "/stop_engine", engine_routes.stop_engine),
+        SwarmRoute(Access.CONTROL, "POST", "/resume_engine", engine_routes.resume_engine),
+        SwarmRoute(Access.CLIENT, "POST", "/claim_episode", claims.claim_episode, bodies.ClaimEpisode),
+        SwarmRoute(Access.CLIENT, "POST", "/end_episode", episodes.end_episode, bodies.EndEpisode),
+        SwarmRoute(Access.CLIENT, "POST", "/abort_episode", episodes.abort_episode, bodies.AbortEpisode),
+        SwarmRoute(
+            Access.CLIENT, "POST", "/can_continue_episode", episodes.can_continue_episode, bodies.CanContinueEpisode
+        ),
+        SwarmRoute(Access.CLIENT, "POST", "/get_episode_buffer", episodes.get_episode_buffer),
+        SwarmRoute(
+            Access.CLIENT, "GET", "/get_current_batch_rollout_pool_information", engine_routes.get_pool_information
+        ),
+        SwarmRoute(
+            Access.CLIENT, "POST", "/replay_latest_llm_call", episodes.replay_latest_llm_call, bodies.ReplayLatestCall
+        ),
+        SwarmRoute(
+            Access.CLIENT, "POST", "/agree_sync_weight", engine_routes.agree_sync_weight, bodies.AgreeSyncWeight
+        ),
+        SwarmRoute(Access.CLIENT, "GET", "/get_server_experiment_dir", engine_routes.get_server_experiment_dir),
+        SwarmRoute(Access.CONTROL, "POST", "/sync_train_code", engine_routes.sync_train_code),
+        SwarmRoute(Access.CLIENT, "POST", "/push_verbose_log", engine_routes.push_verbose_log, bodies.PushVerboseLog),
+        SwarmRoute(Access.CLIENT, "POST", "/claim_episodes", claims.claim_episodes, bodies.ClaimEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/end_episodes", episodes.end_episodes, bodies.EndEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/abort_episodes", episodes.abort_episodes, bodies.AbortEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/touch_episodes", episodes.touch_episodes, bodies.TouchEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/touch_client", episodes.touch_client, bodies.TouchClient),
+        SwarmRoute(Access.CLIENT, "POST", "/read_ended_episodes", ended.read, bodies.ReadEndedEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/take_ended_episodes", ended.take, bodies.TakeEndedEpisodes),
+    ]
 
 
-def joint_router(gateway: Gateway) -> APIRouter:
+def joint_routes(gateway: Gateway) -> list[SwarmRoute]:
     """Return the routes of joint episodes, which are about several engines, to be mounted at the root."""
     context = EngineContext(gateway, HIVE)
     joint = JointRoutes(context)
-    routes: tuple[Route, ...] = (
-        (Access.CLIENT, "POST", "/claim_joint_episodes", joint.claim, bodies.ClaimJointEpisodes),
-        (Access.CLIENT, "POST", "/end_joint_episodes", joint.end, bodies.EndJointEpisodes),
-        (Access.CLIENT, "POST", "/abort_joint_episodes", joint.abort, bodies.AbortEpisodes),
-        (Access.CLIENT, "POST", "/touch_joint_episodes", joint.touch, bodies.TouchEpisodes),
-    )
-    return _router(context, routes)
-
-
-def _router(context: EngineContext, routes: Sequence[Route]) -> APIRouter:
-    settings = context.gateway.settings
-    guards = {access: Depends(Guard(access, settings.keys, settings.public_url)) for access in Access}
-    ready = Depends(context.ready)
-    router = APIRouter(tags=["swarm"])
-    for access, method, path, handler, body in routes:
-        documented = {"requestBody": _documented(body)} if body is not None else None
-        answer = ANSWERS[path]
-        router.add_api_route(
-            path,
-            handler,
-            methods=[method],
-            dependencies=[guards[access], ready],
-            response_class=JsonResponse,
-            response_model=answer,
-            status_code=200 if answer is not None else STATUS[Code.UNSUPPORTED],
-            responses=REFUSALS,
-            openapi_extra=documented,
-        )
-    return router
-
-
-@cache
-def _documented(body: type[BaseModel]) -> dict[str, Any]:
-    """Return a request's schema for the OpenAPI page. Bodies are parsed by hand, so FastAPI does not know it."""
-    schema = body.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def inlined(part: Any) -> Any:
-        if isinstance(part, list):
-            return [inlined(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        if "$ref" in part:
-            return inlined(definitions[part["$ref"].rpartition("/")[2]])
-        return {name: inlined(item) for name, item in part.items()}
-
-    return {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}
+    return [
+        SwarmRoute(Access.CLIENT, "POST", "/claim_joint_episodes", joint.claim, bodies.ClaimJointEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/end_joint_episodes", joint.end, bodies.EndJointEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/abort_joint_episodes", joint.abort, bodies.AbortEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/touch_joint_episodes", joint.touch, bodies.TouchEpisodes),
+    ]
 
 
 class EpisodeRoutes:

@@ -14,7 +14,7 @@ import msgspec
 from fastapi import Request, Response
 
 from bombus.config.job import RunConfig
-from bombus.errors import BusUnavailable, Code, Refused
+from bombus.errors import Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Phase
 from bombus.hive.tenants.owners import is_anothers_name, seen_by, seen_session
@@ -122,9 +122,9 @@ def training_routes(gateway: Gateway, calls: Calls, engine: str) -> list[PlainRo
     ]
     clients = [PlainRoute("POST", "/generate", sampling.generate), *routes.endpoints.routes(), *below("/api/v1", table)]
     return [
-        *checked(clients, Guard(Access.CLIENT, keys, public_url), routes.ready),
-        *checked(routes.endpoints.controlling(), Guard(Access.CONTROL, keys, public_url), routes.ready),
-        *checked(routes.rest.links(), routes.ready),
+        *checked(clients, Guard(Access.CLIENT, keys, public_url), gateway.check_ready),
+        *checked(routes.endpoints.controlling(), Guard(Access.CONTROL, keys, public_url), gateway.check_ready),
+        *checked(routes.rest.links(), gateway.check_ready),
     ]
 
 
@@ -141,11 +141,6 @@ class TrainingRoutes:
         self.endpoints = EndpointRoutes(gateway, desk, self._registered)
         self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self.rest = RestRoutes(gateway, self._desk)
-
-    async def ready(self, _: Request) -> None:
-        """Raise `BusUnavailable` until this gateway has folded the log (R18)."""
-        if not self._gateway.ready:
-            raise BusUnavailable("this gateway is still reading the log")
 
     # ---- the client and its session -------------------------------------------------------------------------------
 
