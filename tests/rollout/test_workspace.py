@@ -16,6 +16,7 @@ import pytest
 from bombus.errors import Refused
 from bombus.rollout.workspace import check_out, check_scratch, check_workspace, episode_folder, remove_folder
 from bombus.sdk.errors import InfraError
+from tests.effort import effort
 
 NOBODY = 65534
 
@@ -90,7 +91,7 @@ async def test_an_episode_that_is_cancelled_while_its_workspace_is_copied_is_can
             await playing
         assert not (tmp_path / str(number)).exists()
 
-    for batch in range(12):
+    for batch in range(effort(3, long=12)):
         await asyncio.gather(*(copied(8 * batch + slot, pick.uniform(0.0, 0.2)) for slot in range(8)))
 
 
