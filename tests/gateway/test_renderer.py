@@ -246,6 +246,19 @@ def test_a_conversation_goes_on_with_what_the_template_writes_after_an_answer(fa
     assert tail == made.renderer.render(conversation, [])[-len(tail) :]
 
 
+def test_a_conversation_goes_on_and_losses_are_found_where_each_rendering_has_another_time() -> None:
+    dated = "{{ strftime_now('%H:%M:%S.%f') }}"
+    made = model(dated + HEADERS)
+    conversation = [user("the fox"), assistant("jumps over"), user("the dog")]
+    history, at = turns(made, conversation[:1], "jumps over<|end|>")
+    assert made.renderer.extend(history, at, conversation, 2, []) is not None
+    with pytest.raises(Refused, match="no place for tools"):
+        made.renderer.render([user("call weather")], [TOOL])
+    deaf = model(dated + HEADERS.replace("message in messages", "message in messages if message.role != 'tool'"))
+    with pytest.raises(Refused, match="drops messages of role tool"):
+        deaf.renderer.render([*conversation[:2], {"role": "tool", "tool_call_id": "c", "content": "dog"}], [])
+
+
 def test_an_answer_that_was_cut_is_closed_first() -> None:
     made = model(HEADERS)
     history, at = turns(made, [user("the fox")], "jumps ov")

@@ -310,5 +310,18 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+_now: ContextVar[datetime.datetime | None] = ContextVar("_now", default=None)
+
+
+@contextmanager
+def one_time() -> Iterator[None]:
+    """Let time stand still for templates in the block, so that renderings in it can be compared: some write seconds."""
+    token = _now.set(_now.get() or datetime.datetime.now())
+    try:
+        yield
+    finally:
+        _now.reset(token)
+
+
 def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
+    return (_now.get() or datetime.datetime.now()).strftime(format)
