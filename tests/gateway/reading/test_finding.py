@@ -174,5 +174,31 @@ _RECIPIENTS = """
 """
 
 
+_RECIPIENTS_IN_LINES = """
+{%- for m in messages -%}
+{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}
+{%- if m.role == 'assistant' %}
+{%- if m.content %}{{ '>>>all\n' + m.content }}{% endif %}
+{%- for t in m.tool_calls %}{{ '>>>' + t.function.name + '\n' }}{{ t.function.arguments|tojson }}{% endfor %}
+{%- else %}{{ m.content }}{% endif %}<|eot_id|>
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n>>>' }}{% endif -%}
+"""
+
+
+@pytest.mark.parametrize("portion", [1, 7, 1000])
+def test_recipients_in_lines_are_found_in_the_template_and_read(portion: int) -> None:
+    reading = find_reading(renderer(_RECIPIENTS_IN_LINES))
+    assert (reading.calls, reading.reasoning) == ("recipients in lines", "")
+    doctest = "Try:\n>>> f(1)\n2\n>>> f\n3"
+    for text, deltas in (
+        (f"all\n{doctest}", [TextDelta(doctest)]),
+        ('f\n{"a": 1}>>>g\n{}', [ToolCallDelta("f", '{"a": 1}'), ToolCallDelta("g", "{}")]),
+        ('all\nLet me look.>>>f\n{"a": 1}', [TextDelta("Let me look."), ToolCallDelta("f", '{"a": 1}')]),
+    ):
+        pieces = [text[start : start + portion] for start in range(0, len(text), portion)]
+        assert read(lambda: reading.reader("user\n\n>>>", TOOLS), pieces) == deltas
+
+
 def test_recipients_are_found_in_the_template() -> None:
     assert find_reading(renderer(_RECIPIENTS)).calls == "recipients"

@@ -51,6 +51,8 @@ def marks_of(name: str) -> list[str]:
 
 def calls_of(name: str) -> list[str]:
     """Return how two calls are written in the syntax."""
+    if name == "recipients in lines":
+        return ['>>>f\n{"a": 1}', '>>>g\n{"a": 1}<|eot_id|>', ">>>all\nyes"]
     if READINGS[name].channels:
         args = '{"a": 1}' if name == "channels" else '<atem:invoke name="f">\n</atem:invoke>'
         return [
@@ -99,8 +101,8 @@ def assert_nothing_is_lost(name: str, text: str, deltas: list[Delta]) -> None:
     calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
     dropped = {"<think>", "</think>", *reading_of(name).frames}
-    if READINGS[name].channels:  # headers, up to the end of the mark
-        dropped |= reading_of(name).markers | {part + "<|message|>" for part in text.split("<|message|>")[:-1]}
+    if form := READINGS[name].channels:  # headers, up to the end of the mark
+        dropped |= reading_of(name).markers | {part + form.message for part in text.split(form.message)[:-1]}
     lost = len("".join(text.split())) - len("".join(given_out.split()))
     in_calls = sum(CALL_LETTERS + 2 * len(call.arguments) for call in calls)
     assert lost <= sum(text.count(mark) * len(mark) for mark in dropped) + in_calls

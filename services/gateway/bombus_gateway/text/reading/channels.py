@@ -42,6 +42,10 @@ class ChannelForm:
     def markers(self) -> frozenset[str]:
         return tokens_in(self.start, self.message, *self.ends, *self.inner)
 
+    @property
+    def reasons(self) -> bool:
+        return any(kind is MessageKind.REASONING for _, kind in self.kinds)
+
     def kind(self, header: str) -> tuple[MessageKind, str]:
         """Return what a message with this header is, and the tool that it calls."""
         if self.header.fullmatch(header) is None:
@@ -80,6 +84,17 @@ CHANNELS = (
             (re.compile(r"\bto=(?P<name>[^\s<]+)"), MessageKind.CALL),
         ),
         read=tagged(invoke_tags("atem:", "function_calls")),
+    ),
+    ChannelForm(
+        name="recipients in lines",
+        start=">>>",
+        message="\n",
+        ends=("<|eot_id|>",),
+        header=re.compile(r"(?:>>>)?[\w.-]+"),
+        kinds=(
+            (re.compile(r"(?<![\w.-])all\Z"), MessageKind.TEXT),
+            (re.compile(r"(?P<name>[\w.-]+)"), MessageKind.CALL),
+        ),
     ),
 )
 # A header is a few words. Anything else in its place is text, which need not wait.

@@ -46,7 +46,9 @@ class Reading:
     @property
     def reasoning(self) -> str:
         """The mark that opens reasoning, or the name of the channels; empty when there is none."""
-        return self.channels.name if self.channels else self.thinking.open if self.thinking else ""
+        if self.channels:
+            return self.channels.name if self.channels.reasons else ""
+        return self.thinking.open if self.thinking else ""
 
     @property
     def markers(self) -> frozenset[str]:
