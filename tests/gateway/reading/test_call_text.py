@@ -92,6 +92,11 @@ def test_calls_can_be_read_one_by_one_unless_they_are_a_list(name: str) -> None:
     assert calls_come_singly(render, find_reading(render)) is (name in SINGLY)
 
 
+def test_calls_do_not_come_singly_where_the_template_explains_a_list_and_writes_them_one_by_one() -> None:
+    render = renderer("{% if tools %}Write: functools[{}, ...]{% endif %}" + template(CALLS["llama json"]))
+    assert not calls_come_singly(render, find_reading(render))
+
+
 def test_a_template_without_calls_has_none_that_come_singly() -> None:
     render = renderer(template(each("")))
     assert not calls_come_singly(render, find_reading(render))

@@ -51,9 +51,15 @@ def test_a_template_that_loses_calls_has_no_syntax_unless_it_announces_one() -> 
     assert find_reading(renderer(explaining)).calls == "hermes"
 
 
-def test_a_mark_that_the_template_explains_and_leaves_out_of_the_history_is_read() -> None:
+def test_calls_are_read_as_the_template_explains_them_and_as_it_writes_them_in_the_history_without_the_mark() -> None:
     source = "{% if tools %}Write: functools[{}, ...]{% endif %}" + template(CALLS["llama json"])
-    assert find_reading(renderer(source)).calls == "functools"
+    reading = find_reading(renderer(source))
+    assert reading.calls == "functools"
+    explained = 'functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+    written = '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
+    for text in (explained, written):
+        deltas = read(lambda: reading.reader("", TOOLS), list(text))
+        assert deltas == [ToolCallDelta("f", '{"a": 1}'), ToolCallDelta("g", "{}")]
 
 
 def test_a_template_that_refuses_everything_is_read_as_text() -> None:

@@ -62,6 +62,8 @@ def find_call_text(render: RenderText, reading: Reading, ends: Collection[str]) 
 
 def calls_come_singly(render: RenderText, reading: Reading) -> bool:
     """Whether a call can be read before the next one begins. In some syntaxes calls are one list, read as a whole."""
+    if reading.syntax is not None and reading.syntax.unmarked is not None:
+        return False  # with the mark, which the template does not write here, they may be a list
     for count, empty in product((2, 1), ("", None)):
         written = turn_of(render, _message(count, empty, _ID_FORMS[0]))
         if written is None:

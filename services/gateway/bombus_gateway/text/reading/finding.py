@@ -92,9 +92,10 @@ def _find_shown(render: RenderText) -> Reading:
         ]
         learned = (replace(plain, syntax=syntax) for syntax in _learned(render, probes[0], plain))
         if found := _best(candidates, probes) or _best(learned, probes):
-            # Some templates explain a mark to the model which they leave out of the history.
-            bare = found.syntax is not None and bool(found.syntax.bare)
-            syntax = (bare and _announced(render)) or found.syntax
+            # Some templates explain a mark to the model which they leave out of the history: it may write either.
+            written = found.syntax
+            announced = _announced(render) if written and written.bare else None
+            syntax = announced.or_bare(written) if announced and written else written
             return replace(plain, syntax=syntax, channels=found.channels)
     return replace(plain, syntax=_announced(render))
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.bodies import BodyForm
@@ -19,9 +19,10 @@ class CallSyntax:
     """How tool calls are written: the mark that opens a body, where that ends, and how it is read.
 
     A body has all calls that stand between the same two marks. `bare` is a bracket with which a body may also begin
-    without a mark, at the beginning of an answer or after a call. `ends_with_turn`: whether the end of the answer
-    ends a body too. `inner` are marks within bodies. `announced_by` is what a template writes where it explains
-    the syntax to the model, for templates that leave calls out of the history.
+    without a mark, at the beginning of an answer or after a call; `unmarked` is the syntax of such a body, where that
+    is another one. `ends_with_turn`: whether the end of the answer ends a body too. `inner` are marks within bodies.
+    `announced_by` is what a template writes where it explains the syntax to the model, for templates that leave calls
+    out of the history.
     """
 
     name: str
@@ -32,6 +33,11 @@ class CallSyntax:
     ends_with_turn: bool = False
     inner: tuple[str, ...] = ()
     announced_by: str = ""
+    unmarked: "CallSyntax | None" = None
+
+    def or_bare(self, other: "CallSyntax") -> "CallSyntax":
+        """Return this syntax for calls with its marks, and another, which needs none, for calls without."""
+        return replace(self, bare=other.bare, unmarked=other)
 
     @property
     def markers(self) -> frozenset[str]:

@@ -43,6 +43,7 @@ class TurnReader:
         self._held: list[str] = []  # white space that is dropped if a mark follows
         self._opened = ""
         self._body: list[str] = []
+        self._body_syntax: CallSyntax | None = None
         self._end = BodyEnd(BodyForm())
         self._calls = 0
         self._at_start = True  # whether a call may begin without a mark
@@ -71,7 +72,7 @@ class TurnReader:
         out: list[Delta] = []
         rest, self._rest = self._rest, ""
         if self._take == self._take_call:
-            self._end_call(rest, out, self._syntax is not None and self._syntax.ends_with_turn)
+            self._end_call(rest, out, self._body_syntax is not None and self._body_syntax.ends_with_turn)
         elif self._take == self._take_reasoning:
             self._say_reasoning(rest, out)
             self._end_reasoning()
@@ -88,7 +89,7 @@ class TurnReader:
         if self._at_start and self._syntax and self._syntax.bare:
             at = self._hold_space(text, at)
             if text.startswith(self._syntax.bare, at):
-                self._begin_call("")
+                self._begin_call("", self._syntax.unmarked or self._syntax)
                 return at
         found = self._opening.search(text, at)
         end = found.start() if found else len(text) - held_back(text, at, self._marks)
@@ -99,8 +100,8 @@ class TurnReader:
             self._begin_reasoning()
         elif self._thinking and found[0] == self._thinking.close:
             self._close_unopened(out)
-        elif found[0] not in self._frames:
-            self._begin_call(found[0])
+        elif self._syntax and found[0] not in self._frames:
+            self._begin_call(found[0], self._syntax)
         return found.end()
 
     def _hold_space(self, text: str, at: int) -> int:
@@ -166,10 +167,9 @@ class TurnReader:
 
     # ---- calls ----
 
-    def _begin_call(self, mark: str) -> None:
-        if self._syntax:
-            self._opened, self._body, self._end = mark, [], BodyEnd(self._syntax.form)
-            self._take = self._take_call
+    def _begin_call(self, mark: str, syntax: CallSyntax) -> None:
+        self._opened, self._body, self._body_syntax, self._end = mark, [], syntax, BodyEnd(syntax.form)
+        self._take = self._take_call
 
     def _take_call(self, text: str, at: int, out: list[Delta]) -> int:
         end, ended = self._end.take(text, at)
@@ -193,9 +193,10 @@ class TurnReader:
         self._at_start = True
 
     def _read(self, body: str) -> list[ToolCallDelta]:
-        if self._syntax is None:
+        syntax = self._body_syntax
+        if syntax is None:
             return []
         try:
-            return self._syntax.read(body.removesuffix(self._syntax.form.close), self._schemas)
+            return syntax.read(body.removesuffix(syntax.form.close), self._schemas)
         except ValueError:  # what is not a call is text
             return []
