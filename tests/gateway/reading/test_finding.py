@@ -62,6 +62,17 @@ def test_calls_are_read_as_the_template_explains_them_and_as_it_writes_them_in_t
         assert deltas == [ToolCallDelta("f", '{"a": 1}'), ToolCallDelta("g", "{}")]
 
 
+def test_where_a_template_writes_all_values_as_strings_the_schema_types_them() -> None:
+    value = "<escape>{{ v }}<escape>{% if not loop.last %},{% endif %}"
+    pairs = "{% for k, v in c.arguments.items() %}{{ k }}:" + value + "{% endfor %}"
+    call = "<start_function_call>call:{{ c.name + '{' }}" + pairs + "}<end_function_call>"
+    reading = find_reading(renderer(template(each(call))))
+    assert reading.calls == "gemma functions"
+    arguments = "a:<escape>1<escape>,b:<escape>2<escape>,d:<escape>3<escape>"
+    text = f"<start_function_call>call:f{{{arguments}}}<end_function_call>"
+    assert read(lambda: reading.reader("", TOOLS), [text]) == [ToolCallDelta("f", '{"a": 1, "b": "2", "d": "3"}')]
+
+
 def test_a_template_that_refuses_everything_is_read_as_text() -> None:
     def refuse(*_: Any) -> str:
         raise TemplateRefused("no")

@@ -1,11 +1,12 @@
 """Reads tool calls that are written as code: `[f(a=1), g()]`, and Gemma's `call:f{a:1}`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.literals import Literals
 from bombus_gateway.text.reading.syntax import ReadBody
-from bombus_gateway.text.reading.values import Schemas, make_call
+from bombus_gateway.text.reading.values import Schema, Schemas, make_call, typed_value
 
 
 def read_pythonic(body: str, schemas: Schemas) -> list[ToolCallDelta]:
@@ -33,8 +34,11 @@ def _pythonic_call(code: Literals) -> ToolCallDelta:
     return make_call(name, arguments)
 
 
-def gemma(quote: str) -> ReadBody:
-    """Return a reader of `call:f{key:value}`, whose strings stand between two of `quote`."""
+def gemma(quote: str, typed: bool = False) -> ReadBody:
+    """Return a reader of `call:f{key:value}`, whose strings stand between two of `quote`.
+
+    `typed`: some templates write all values so, and then the tool's schema says which of them are not strings.
+    """
 
     def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:
         code = Literals(body, quote)
@@ -43,9 +47,17 @@ def gemma(quote: str) -> ReadBody:
             code.expect("call:")
             name = code.name()
             code.expect("{")
-            calls.append(make_call(name, code.rest_of_object()))
+            arguments = code.rest_of_object()
+            calls.append(make_call(name, _typed(arguments, schemas.get(name, {})) if typed else arguments))
         if not calls:
             raise ValueError("no call")
         return calls
 
     return read
+
+
+def _typed(arguments: dict[str, Any], schemas: Mapping[str, Schema]) -> dict[str, Any]:
+    return {
+        key: typed_value(value, schemas[key]) if isinstance(value, str) and key in schemas else value
+        for key, value in arguments.items()
+    }

@@ -125,7 +125,7 @@ SYNTAXES: tuple[CallSyntax, ...] = (
         "gemma functions",
         ("<start_function_call>",),
         BodyForm(close="<end_function_call>"),
-        gemma("<escape>"),
+        gemma("<escape>", typed=True),
         inner=("<escape>",),
     ),
     CallSyntax(
