@@ -140,6 +140,17 @@ def test_calls_are_found_after_reasoning_that_the_prompt_opened() -> None:
     assert (reading.calls, reading.reasoning) == ("deepseek v3.1", "<think>")
 
 
+def test_a_word_with_a_colon_that_the_model_writes_before_its_text_is_no_part_of_it() -> None:
+    source = template(CALLS["hermes"], prompt="").replace(
+        "{{ m.content", "{% if m.role == 'assistant' and m.content %}助手：{% endif %}{{ m.content"
+    )
+    reading = find_reading(renderer(source))
+    assert (reading.lead, reading.calls) == ("助手：", "hermes")
+    for text, said in (("助手：It is 助手：so.", "It is 助手：so."), ("助手", "助手"), ("It is so.", "It is so.")):
+        assert read(lambda: reading.reader("", TOOLS), list(text)) == [TextDelta(said)]
+    assert find_reading(renderer(template(CALLS["hermes"]))).lead == ""
+
+
 def test_marks_around_the_text_of_an_answer_are_no_part_of_it() -> None:
     framed = "<|open|>response<|sep|>{{ m.content or '' }}<|close|>response<|sep|>"
     source = template(

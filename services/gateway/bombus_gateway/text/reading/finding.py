@@ -30,13 +30,15 @@ RenderText = Callable[[Sequence[ChatMessage], Sequence[Mapping[str, Any]], bool]
 class Reading:
     """How a model's turns are read. Where neither `syntax` nor `channels` is known, calls stay text.
 
-    `frames` are marks around the text of answers, which are left out of it.
+    `frames` are marks around the text of answers, which are left out of it, and `lead` is a word with a colon that the
+    model writes before it.
     """
 
     syntax: CallSyntax | None = None
     thinking: Thinking | None = None
     channels: ChannelForm | None = None
     frames: tuple[str, ...] = ()
+    lead: str = ""
 
     @property
     def calls(self) -> str:
@@ -65,7 +67,7 @@ class Reading:
         if self.channels:
             return ChannelReader(self.channels, prompt_end, tools)
         inside = self.thinking is not None and prompt_end.rstrip().endswith(self.thinking.open)
-        return TurnReader(self.syntax if tools else None, self.thinking, tools, inside, self.frames)
+        return TurnReader(self.syntax if tools else None, self.thinking, tools, inside, self.frames, self.lead)
 
 
 def find_reading(render: RenderText, switched: Iterable[RenderText] = ()) -> Reading:
@@ -81,7 +83,7 @@ def find_reading(render: RenderText, switched: Iterable[RenderText] = ()) -> Rea
 
 
 def _find_shown(render: RenderText) -> Reading:
-    plain = Reading(thinking=_find_thinking(render), frames=_find_frames(render))
+    plain = Reading(thinking=_find_thinking(render), frames=_find_frames(render), lead=_find_lead(render))
     for empty, call_ids in product(("", None), _CALL_IDS):
         probes = list(_call_probes(render, empty, call_ids))
         if not probes:
@@ -236,6 +238,15 @@ def _find_frames(render: RenderText) -> tuple[str, ...]:
     said = turn_of(render, {"role": "assistant", "content": _TEXT})
     framed = (frames for frames in FRAMES if said and f"{frames[0]}{_TEXT}{frames[1]}" in said[1])
     return next(framed, ())
+
+
+_LEAD = re.compile(r"\w[\w ]*[:：]")
+
+
+def _find_lead(render: RenderText) -> str:
+    said = turn_of(render, {"role": "assistant", "content": _TEXT})
+    found = _LEAD.fullmatch(said[1].partition(_TEXT)[0].strip()) if said else None
+    return found[0] if found else ""
 
 
 def _find_thinking(render: RenderText) -> Thinking | None:

@@ -20,24 +20,26 @@ class TurnReader:
 
     White space before a call and around reasoning belongs to the format and is dropped. What is not a call after all,
     or goes beyond the calls of one answer, is text, to the letter. Text goes out as soon as it cannot be the beginning
-    of a mark; a call when it is closed. Marks that are `frames` of texts are dropped, and so is the end of reasoning
-    where a turn begins with it: so some models write that there is none.
+    of a mark; a call when it is closed. Marks that are `frames` of texts are dropped, and so are the `lead` before the
+    first text, and the end of reasoning where a turn begins with it: so some models write that there is none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a turn may have
         self,
         syntax: CallSyntax | None,
         thinking: Thinking | None,
         tools: Sequence[Mapping[str, Any]],
         inside_reasoning: bool = False,
         frames: Sequence[str] = (),
+        lead: str = "",
     ) -> None:
         self._syntax = syntax
         self._thinking = thinking
         self._schemas = schemas_of(tools)
         self._frames = frozenset(frames)
         around_reasoning = (thinking.open, thinking.close) if thinking else ()
-        self._marks = (*(syntax.opens if syntax else ()), *around_reasoning, *frames)
+        self._lead = lead
+        self._marks = (*(syntax.opens if syntax else ()), *around_reasoning, *frames, *((lead,) if lead else ()))
         self._opening = re.compile(alternatives(self._marks)) if self._marks else _NEVER
         self._rest = ""
         self._held: list[str] = []  # white space that is dropped if a mark follows
@@ -100,6 +102,8 @@ class TurnReader:
             self._begin_reasoning()
         elif self._thinking and found[0] == self._thinking.close:
             self._close_unopened(out)
+        elif found[0] == self._lead:
+            self._say(self._lead if self._said_text else "", out)
         elif self._syntax and found[0] not in self._frames:
             self._begin_call(found[0], self._syntax)
         return found.end()
