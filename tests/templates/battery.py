@@ -1,10 +1,12 @@
 """Runs conversations through our renderer and compares what it does with the reference."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from enum import StrEnum
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from bombus.errors import Refused
 from bombus.hive.records import pack_tokens
@@ -22,7 +24,8 @@ from tests.templates.conversations import (
     user,
 )
 from tests.templates.families import MODEL, Family
-from tests.templates.reference import Conversations, Expected, Ids, Reference, Refusal, Safe
+from tests.templates.reference import Conversations, Expected, Ids, Reference, Safe
+from tests.templates.template_text import AT, CLOCK, Refusal
 
 
 class Kind(StrEnum):
@@ -50,6 +53,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.kinds: Counter[Kind] = Counter()
+        self.played: Counter[str] = Counter()
         self.templates: set[str] = set()
 
     def add(self, template: str, outcomes: Sequence[Outcome]) -> None:
@@ -58,7 +62,10 @@ class Tally:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{self.kinds[kind]} {kind}" for kind in Kind)
-        return f"{len(self.templates)} templates, {self.kinds.total()} conversations: {kinds}"
+        played = ", ".join(f"{count} {how}" for how, count in sorted(self.played.items()))
+        return (
+            f"{len(self.templates)} templates, {self.kinds.total()} conversations: {kinds}; played: {played or 'none'}"
+        )
 
 
 TALLY = Tally()
@@ -71,9 +78,17 @@ class Subject(NamedTuple):
     reference: Reference
     ours: TextModel
 
+    def at(self, now: datetime) -> Self:
+        """Return it with a reference at another time."""
+        return self._replace(reference=self.reference.at(now))
+
 
 def subject(family: Family) -> Subject:
-    return Subject(Reference(family), TextModel(family.files, MODEL))
+    """Return a family at the time `AT`."""
+    ours = TextModel(family.files, MODEL)
+    if CLOCK in family.template:
+        ours.renderer = ours.renderer.given({CLOCK: AT.strftime})
+    return Subject(Reference(family), ours)
 
 
 def run(subject: Subject, conversations: Conversations = ALL) -> list[Outcome]:
@@ -160,6 +175,7 @@ SIX_TURNS: list[Turn] = [
     ([user(" Grüße 🐝\n")], assistant("Hello.")),
     ([user("Bye.")], assistant("Bye!")),
 ]
+THOUGHT = "Let me think."
 # Two calls at once, which some templates refuse.
 PAIR = (call(1, "weather", PARIS), call(2, "local_time", {"zone": "CET"}))
 PLAIN_TURNS: list[Turn] = [([user(f"Question {number}?\n")], assistant(f"Answer {number}.")) for number in range(6)]
@@ -174,10 +190,10 @@ WHOLE = Conversations(
 )
 
 
-def turns_of(subject: Subject) -> tuple[list[Turn], list[dict[str, Any]]]:
-    """Return six turns that the template can render, with tools where it has them; nothing where there are none."""
+def turns_of(subject: Subject, tools: bool = True) -> tuple[list[Turn], list[dict[str, Any]]]:
+    """Return six turns that the template can render, with `tools` where it has them; nothing where there are none."""
     plain, tooled = subject.reference.cases(WHOLE)
-    if tooled.refusal is None and not tooled.or_refused:
+    if tools and tooled.refusal is None and not tooled.or_refused:
         return SIX_TURNS, TOOLS
     return (PLAIN_TURNS, []) if plain.refusal is None else ([], [])
 
@@ -224,37 +240,89 @@ def spoken(
 ) -> Spoken:
     """Return an answer as the template writes it after its prompt.
 
-    The answer gets reasoning where the prompt begins it. Its tokens go up to the one that ends a completion; where the
-    template writes none, one is added. Where the template never writes what follows its prompt, it is another answer.
+    Its tokens go up to the one that ends a completion; where the template writes none, one is added. Where the template
+    never writes what follows its prompt, it is another answer.
     """
     reference, ours = subject
     before = reference.texts.text(messages, tools)
-    thoughtful = {**answer, "reasoning_content": "Let me think."}
-    unended = _another_answer(subject, before)
-    for said, then in product((answer, thoughtful), (following, [])):
-        text = reference.texts.text_or_none([*messages, said, *then], tools, generate=bool(then))
-        if text is None or not text.startswith(before):
-            continue
-        tokens = _tokens_after(reference, before, text)
+    unended: Spoken | None = None
+    for message, turn, is_last in _turns(subject, before, messages, answer, following, tools):
+        tokens = _tokens_after(reference, turn)
         ends = [place for place, token in enumerate(tokens) if token in ours.renderer.stop_token_ids]
         if ends:
-            return Spoken(said, tokens[: ends[0] + 1])
-        unended = unended if then else Spoken(said, tokens)
+            return Spoken(message, tokens[: ends[0] + 1])
+        unended = unended or (Spoken(message, tokens) if is_last else None)
+    unended = unended or _another_answer(subject, before)
     return Spoken(unended.message, [*unended.tokens, *ours.renderer.stop_token_ids[:1]])
 
 
+_Turn = tuple[ChatMessage, str, bool]
+
+
+def _turns(
+    subject: Subject,
+    before: str,
+    messages: Sequence[ChatMessage],
+    answer: ChatMessage,
+    following: Sequence[ChatMessage],
+    tools: Sequence[dict[str, Any]],
+) -> list[_Turn]:
+    """Return forms of the answer with the text that the template writes for it, and whether nothing follows that.
+
+    The answer gets reasoning where the prompt begins it, and where the template writes it only so. Some templates write
+    the beginning of an answer otherwise than their prompt: then the rest of it follows the prompt.
+    """
+    texts, thinking = subject.reference.texts, subject.ours.renderer.reading.thinking
+    is_open = thinking is not None and before.rstrip().endswith(thinking.open)
+    thoughtful = {**answer, "reasoning_content": THOUGHT}
+    written = [
+        (said, text, not then)
+        for said, then in product((answer, thoughtful), (following, []))
+        if (text := texts.text_or_none([*messages, said, *then], tools, generate=bool(then))) is not None
+    ]
+    turns = [(said, text.removeprefix(before), last) for said, text, last in written if text.startswith(before)]
+    turns = [turn for turn in turns if turn[0] is answer or THOUGHT in turn[1]]
+    if is_open and thinking:
+        turns = [turn for turn in turns if thinking.close in turn[1]]
+    if turns:
+        return turns
+    given = len(texts.text_or_none(messages, tools, generate=False) or before)
+    rests = [(_rest(before, text, given, answer), last) for said, text, last in written if said is answer]
+    if is_open and thinking:
+        begun = f"{THOUGHT}\n{thinking.close}\n"
+        return [(thoughtful, begun + rest, last) for rest, last in rests if rest is not None]
+    return [(answer, rest, last) for rest, last in rests if rest is not None]
+
+
+_PART_OF_TAG = re.compile(r"<[^<>\s]*\Z")
+
+
+def _rest(before: str, text: str, given: int, answer: ChatMessage) -> str | None:
+    """Return the text of an answer without what it has in common with the end of its prompt, but for white space.
+
+    The messages of the prompt are `given` characters of it. None where the template changes these.
+    """
+    shared = text[: common(before, text)]
+    if len(shared) < given:
+        return None
+    content = text.find(answer["content"], given) if answer["content"] else len(shared)
+    shared = _PART_OF_TAG.sub("", shared[: max(given, content)])
+    rest, header = text.removeprefix(shared), before.removeprefix(shared).strip()
+    return rest.lstrip().removeprefix(header).lstrip() if header and rest.lstrip().startswith(header) else rest
+
+
 def _another_answer(subject: Subject, before: str) -> Spoken:
-    said, text = {"role": "assistant", "content": "Fine."}, f"{before}Fine."
+    said, text = {"role": "assistant", "content": "Fine."}, "Fine."
     thinking = subject.ours.renderer.reading.thinking
     if thinking and before.rstrip().endswith(thinking.open):
-        said["reasoning_content"] = "Let me think."
-        text = f"{before}Let me think.{thinking.close}Fine."
-    return Spoken(said, _tokens_after(subject.reference, before, text))
+        said["reasoning_content"] = THOUGHT
+        text = f"{THOUGHT}{thinking.close}Fine."
+    return Spoken(said, _tokens_after(subject.reference, text))
 
 
-def _tokens_after(reference: Reference, before: str, text: str) -> list[int]:
-    """Encode what follows `before`, after a special token: some tokenizers mark the beginning of a text."""
-    _, *tokens = reference.fast.encode(reference.family.bos + text.removeprefix(before), add_special_tokens=False).ids
+def _tokens_after(reference: Reference, text: str) -> list[int]:
+    """Encode what follows a prompt, after a special token: some tokenizers mark the beginning of a text."""
+    _, *tokens = reference.fast.encode(reference.family.bos + text, add_special_tokens=False).ids
     return tokens
 
 

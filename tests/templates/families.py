@@ -1,8 +1,8 @@
 """Makes a model's tokenizer folder for a chat template, without any hub.
 
 The vocabulary is a part of SmolLM2's byte-level BPE, or a small one that is trained here: of bytes, or as SentencePiece
-has it. Every special token that the template's source writes is added to it, with the flags that the tokenizers of such
-models have.
+has it. Every special token that the template writes is added to it, with the flags that the tokenizers of such models
+have, and the tag that ends an answer, where no such token does.
 """
 
 import json
@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
 from tests import smollm2_wheel
+from tests.templates.template_text import TemplateText, template_text
 
 MODEL = "nobody/made-up-1b"  # a name that no table knows
 
@@ -25,6 +26,8 @@ CONTROL = re.compile(
 )
 # Tags that are tokens in many tokenizers, special in some and not in others.
 TAG = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
+
+ANY_TAG = re.compile(r"</?\w+>")
 
 # The first pair whose eos the template writes, or that suits its bos; the last holds for all others.
 ENDS = [
@@ -60,14 +63,20 @@ class Family(NamedTuple):
         return Fast.from_str(self.files["tokenizer.json"].decode())
 
 
-def control_tokens(template: str) -> list[str]:
-    return sorted(set(CONTROL.findall(template)))
+def control_tokens(written: str) -> list[str]:
+    return sorted(set(CONTROL.findall(written)))
 
 
-def tags(template: str) -> list[str]:
-    """Return the tags that the template writes; of each pair both."""
-    found = {re.sub(r"^</", "<", tag) for tag in TAG.findall(template)}
+def tags(written: str) -> list[str]:
+    """Return the tags in what a template writes; of each pair both."""
+    found = {re.sub(r"^</", "<", tag) for tag in TAG.findall(written)}
     return sorted(found | {tag.replace("<", "</", 1) for tag in found})
+
+
+def end_tags(texts: TemplateText) -> list[str]:
+    """Return the tag after an answer where no control token is there: a model ends its turn with a token of its own."""
+    after = texts.after_answer()
+    return [] if CONTROL.search(after) else ANY_TAG.findall(after)[:1]
 
 
 def ends(template: str) -> tuple[str, str]:
@@ -160,7 +169,9 @@ def family(template: str, variant: str, *, small: bool = False) -> Family:
         real = variant == "all special" and not small
         tokenizer, flags = part_of_smollm2() if real else small_byte_level(), FLAGS[variant]
     bos, eos = ends(template)
-    names = list(dict.fromkeys([*control_tokens(template), bos, eos, *tags(template)]))
+    texts = template_text(template, bos, eos)
+    written = f"{template}\0{texts.samples()}"  # some tokens are put together from pieces
+    names = list(dict.fromkeys([*control_tokens(written), bos, eos, *tags(written), *end_tags(texts)]))
     for index, name in enumerate(names):
         token = flags(name, index)
         (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])

@@ -1,7 +1,9 @@
 """Plays six turns through a real gateway, as an agent with OpenAI's SDK does, and looks at what was recorded."""
 
 import json
+import re
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from openai.types.chat import ChatCompletionMessage
@@ -12,7 +14,7 @@ from bombus_gateway.text.message import ChatMessage
 from tests.gateway.openai_hive import gateway_hive, says
 from tests.templates.battery import (
     PAIR,
-    PLAIN_TURNS,
+    TALLY,
     Extension,
     Kind,
     Outcome,
@@ -40,13 +42,20 @@ JOB: dict[str, Any] = {
 class Asked(NamedTuple):
     """One call of the episode.
 
-    `sent` has the messages of the agent, `spoken` the same with answers as the model said them: they differ where the
-    model's syntax is not known, or in white space. `said` is what the replica sampled.
+    `sent` has the messages of the agent as the model reads them, `spoken` the same with answers as the model said them:
+    they differ where the model's syntax is not known, or in white space. `said` is what the replica sampled, between
+    `began` and `ended`.
     """
 
     sent: list[ChatMessage]
     spoken: list[ChatMessage]
     said: Spoken
+    began: datetime
+    ended: datetime
+
+    def since(self, root: "Asked") -> list[ChatMessage]:
+        """Return the messages with the answers of a sequence as they were said: its first prompt has what was sent."""
+        return [*root.sent, *self.spoken[len(root.sent) :]]
 
 
 async def play(bus: Bus, subject: Subject) -> list[Outcome]:
@@ -54,9 +63,9 @@ async def play(bus: Bus, subject: Subject) -> list[Outcome]:
 
     The replica samples what the template writes for an answer. The agent appends the message that it receives.
     """
-    turns, tools = turns_of(subject)
-    if tools and not subject.ours.renderer.reading.calls:
-        turns, tools = PLAIN_TURNS, []  # the agent would get calls as text, and have nothing to answer
+    # Where calls are not read, the agent would get them as text, and have nothing to answer.
+    turns, tools = turns_of(subject, tools=bool(subject.ours.renderer.reading.calls))
+    TALLY.played["with tools" if tools else "without tools" if turns else "not, as turns are refused"] += 1
     if not turns:
         return []
     outcomes: list[Outcome] = []
@@ -70,11 +79,12 @@ async def play(bus: Bus, subject: Subject) -> list[Outcome]:
         following = [*(sent for sent, _ in turns[1:]), [user("Go on.")]]
         for (sent, answer), then in zip(turns, following, strict=True):
             sent = _answering(messages, sent)
-            messages, conversation = [*messages, *sent], [*conversation, *sent]
-            said = spoken(subject, conversation, answer, then, tools)
-            asked.append(Asked(messages, conversation, said))
+            messages, conversation = [*messages, *sent], [*conversation, *map(_as_read, sent)]
+            began = datetime.now()
+            said = spoken(subject.at(began), conversation, answer, then, tools)
             hive.replica.scripts.append(says(said.tokens))
             completion = await agent.chat.completions.create(messages=messages, **request)
+            asked.append(Asked([*map(_as_read, messages)], conversation, said, began, datetime.now()))
             received = _message(completion.choices[0].message)
             detail = _misread(subject, said, received)
             outcomes.append(Outcome(f"answer {len(asked)}", Kind.WRONG if detail else Kind.EQUAL, detail))
@@ -117,8 +127,14 @@ async def play_pair(bus: Bus, subject: Subject) -> list[Outcome]:
 
 
 def _answering(messages: Sequence[ChatMessage], sent: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return what is sent, with results under the ids of the calls that were received last."""
-    calls = iter(messages[-1].get("tool_calls", ()) if messages else ())
+    """Return what is sent, with results under the ids of the calls that were received last.
+
+    Where none was received, there are no results of it.
+    """
+    received = messages[-1].get("tool_calls", ()) if messages else ()
+    if not received and any(message["role"] == "tool" for message in sent):
+        return [user("Go on.")]
+    calls = iter(received)
     ids = ((message, next(calls, None) if message["role"] == "tool" else None) for message in sent)
     return [{**message, "tool_call_id": call["id"]} if call else message for message, call in ids]
 
@@ -128,7 +144,30 @@ def _with_ids(said: ChatMessage, received: ChatMessage) -> ChatMessage:
     if "tool_calls" not in said or "tool_calls" not in received:
         return said
     pairs = zip(said["tool_calls"], received["tool_calls"])
-    return {**said, "tool_calls": [{**call, "id": got["id"]} for call, got in pairs]}
+    return _as_read({**said, "tool_calls": [{**call, "id": got["id"]} for call, got in pairs]})
+
+
+_OURS = re.compile(r"call_[0-9a-f]{20}\d+_\d+-")
+
+
+def _own_id(call_id: str) -> str:
+    """Return the id that the model wrote for a call, where the agent's is made of it."""
+    return _OURS.sub("", call_id, count=1)
+
+
+def _as_read(message: ChatMessage) -> ChatMessage:
+    """Return a message as the model reads it: with its own ids of calls, whose names come first."""
+    made = dict(message)
+    if "tool_call_id" in made:
+        made["tool_call_id"] = _own_id(made["tool_call_id"])
+    if "tool_calls" in made:
+        made["tool_calls"] = [_call_as_read(call) for call in made["tool_calls"]]
+    return made
+
+
+def _call_as_read(call: dict[str, Any]) -> dict[str, Any]:
+    function = {key: call["function"][key] for key in ("name", "arguments")}
+    return {"id": _own_id(call["id"]), "type": "function", "function": function}
 
 
 def _message(received: ChatCompletionMessage) -> ChatMessage:
@@ -149,7 +188,18 @@ def _misread(subject: Subject, said: Spoken, received: ChatMessage) -> str:
     wanted = ((said.message["content"] or "").strip(), calls, reasoning)
     found_calls = [_call(call) for call in received.get("tool_calls", ())]
     found = (content, found_calls, received.get("reasoning_content", "").strip())
-    return "" if found == wanted else f"received {found}, said {wanted}"
+    if found != wanted:
+        return f"received {found}, said {wanted}"
+    return _with_another_id(said.message, received, subject.reference.decoded(said.tokens))
+
+
+def _with_another_id(said: ChatMessage, received: ChatMessage, sampled: str) -> str:
+    """Say which call was received with another id than the model wrote for it, where it wrote one."""
+    for call, got in zip(said.get("tool_calls", ()), received.get("tool_calls", ())):
+        own = _own_id(got["id"])
+        if (call["id"] in sampled and own != call["id"]) or (own != got["id"] and own not in sampled):
+            return f"received a call of id {got['id']}, and the model wrote {sampled}"
+    return ""
 
 
 def _call(call: dict[str, Any]) -> tuple[str, Any]:
@@ -162,18 +212,29 @@ def _compared(
     """Compare each recorded prompt with the template's rendering of the messages that the agent sent."""
     outcomes: list[Outcome] = []
     history: list[int] = []
+    root, then = asked[0], subject  # the first call of the sequence, and the template at its time
     for number, (call, record) in enumerate(zip(asked, records, strict=True)):
         assert record.choices[0].token_ids() == call.said.tokens
         assert record.parent is None or record.parent.id == records[number - 1].id
         tail = unpack_tokens(record.prompt_tail)
-        detail = ""
-        if record.parent is None:
-            wanted = subject.reference.ids(call.sent, tools)
-            detail = difference(subject.reference, tail, wanted) if tail != wanted else ""
+        now, detail = (then, "") if record.parent else _rendered(subject, call, tail, tools)
         if number and not detail:
-            before = subject.reference.texts.text(asked[number - 1].spoken, tools)
-            made = Extension(before, asked[number - 1].said.tokens, history, tail if record.parent else None)
-            detail = made.misjudged(subject.reference, call.spoken, tools)
+            last = asked[number - 1]
+            before = then.reference.texts.text(last.since(root), tools)
+            made = Extension(before, last.said.tokens, history, tail if record.parent else None)
+            detail = made.misjudged(then.reference, call.since(root), tools)
+        if record.parent is None:
+            root, then, history = call, now, []
         outcomes.append(Outcome(f"prompt {number + 1}", Kind.WRONG if detail else Kind.EQUAL, detail))
-        history = (history if record.parent else []) + tail + call.said.tokens
+        history = history + tail + call.said.tokens
     return outcomes
+
+
+def _rendered(subject: Subject, call: Asked, prompt: list[int], tools: list[dict[str, Any]]) -> tuple[Subject, str]:
+    """Return the template at the time when it wrote a prompt, to the second, and what differs if there is no such."""
+    seconds = int(call.ended.timestamp()) - int(call.began.timestamp())
+    found = [subject.at(call.began + timedelta(seconds=more)) for more in range(seconds + 1)]
+    for each in found:
+        if each.reference.ids(call.sent, tools) == prompt:
+            return each, ""
+    return found[0], difference(subject.reference, prompt, found[0].reference.ids(call.sent, tools))
