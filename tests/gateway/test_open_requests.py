@@ -26,6 +26,7 @@ KEYS = HiveKeys(admin=ADMIN, clients={"alice": NamedKey(key=ALICE), "bob": Named
 
 CLAIM = b'{"client_uuid": "c", "episode_type": "train", "discard_episode_timeout": 60.0}'
 FULL = (503, "overloaded")
+SIGNS_OF_LIFE = {"/touch_client": b'{"client_uuid": "c"}', "/api/v1/session_heartbeat": b'{"session_id": "s"}'}
 
 
 async def answer(url: str, key: str, path: str, content: bytes) -> tuple[int, str]:
@@ -51,6 +52,8 @@ async def test_open_requests_of_one_key_leave_places_for_those_of_others(bus: Bu
         assert len(waiting) >= 11
         for key in (BOB, ADMIN):
             assert (await send(key, "/end_episode", b"{"))[0] == 400
+        for path, sign in SIGNS_OF_LIFE.items():
+            assert await send(ALICE, path, sign) != FULL, "who is busy is not taken for dead"
         assert (await send("", "/health", b""))[0] == 405, "it answers"
         for each in waiting:
             each.cancel()

@@ -40,8 +40,9 @@ class GatewayApp(FastAPI):
     """FastAPI, with a table of paths (`hot`) that are answered before its middleware and routing.
 
     A model call costs less than FastAPI's own work around it. `below` has what answers the other paths that begin with
-    a prefix; the first that fits counts. Requests to `uncounted` paths take no place among the open ones. `described`
-    makes, for the OpenAPI document, what FastAPI describes itself below a prefix.
+    a prefix; the first that fits counts. Requests to `uncounted` paths take no place among the open ones: signs of
+    life, of this gateway and of clients, which are not dead because they are busy. `described` makes, for the OpenAPI
+    document, what FastAPI describes itself below a prefix.
     """
 
     calls: Calls
@@ -146,7 +147,8 @@ def create_app(gateway: Gateway) -> GatewayApp:
         ]
         app.prefixes.append(prefix)
         app.include_router(health_router(gateway, engine), prefix=prefix)
-        app.uncounted |= {f"{prefix}/health", f"{prefix}/ready"}
+        signs = ("/health", "/ready", "/touch_client", "/api/v1/session_heartbeat")
+        app.uncounted.update(f"{prefix}{path}" for path in signs)
         swarm = swarm_routes(gateway, engine)
         app.described += [
             (prefix, partial(health_router, gateway, engine)),

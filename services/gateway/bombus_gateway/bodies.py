@@ -63,6 +63,7 @@ class BodyLimits:
 
 
 SMALL = BodyLimits(limits.SMALL_BODY_BYTES, inline_bytes=limits.SMALL_BODY_BYTES)
+SIGN = BodyLimits(limits.SIGN_BODY_BYTES)
 SWARM = BodyLimits(limits.SWARM_BODY_BYTES, depth=limits.SWARM_DEPTH)
 TRAINING = BodyLimits(
     limits.TRAINING_BODY_BYTES,

@@ -8,6 +8,7 @@ from typing import Any
 from bombus.hive.inbox import DEPTH_MAX
 
 SMALL_BODY_BYTES = 256 << 10  # of routes that take no data, whichever door they are of
+SIGN_BODY_BYTES = 8 << 10  # of signs of life, which a gateway takes however full it is
 
 # Model calls.
 MESSAGES = 4096

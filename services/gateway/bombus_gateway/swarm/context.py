@@ -17,7 +17,7 @@ from bombus.hive.records import digest
 from bombus.hive.state import EngineState
 from bombus.telemetry import traceparent_of
 from bombus_gateway import limits
-from bombus_gateway.bodies import SWARM
+from bombus_gateway.bodies import SWARM, BodyLimits
 from bombus_gateway.context import Gateway
 from bombus_gateway.swarm.bodies import B, parse
 
@@ -36,9 +36,9 @@ class EngineContext:
         self.gateway = gateway
         self.engine = engine
 
-    async def read(self, request: Request, model: type[B]) -> tuple[bytes, B]:
+    async def read(self, request: Request, model: type[B], bounds: BodyLimits = SWARM) -> tuple[bytes, B]:
         """Return a request's body, as it came and as `model`. Raises `Refused`, naming the fields that are wrong."""
-        return await self.gateway.bodies.read(request, SWARM, lambda raw: (raw, parse(model, raw)))
+        return await self.gateway.bodies.read(request, bounds, lambda raw: (raw, parse(model, raw)))
 
     @property
     def state(self) -> EngineState:

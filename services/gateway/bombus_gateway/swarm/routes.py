@@ -16,6 +16,7 @@ from bombus.hive import inbox
 from bombus.hive.events import HIVE
 from bombus.hive.inbox import EpisodeResult
 from bombus_gateway.access import Access, Guard
+from bombus_gateway.bodies import SIGN
 from bombus_gateway.context import Gateway
 from bombus_gateway.plain_routes import Handler, PlainRoute, checked
 from bombus_gateway.swarm import bodies, views
@@ -198,7 +199,7 @@ class EpisodeRoutes:
     async def touch_client(self, request: Request) -> Response:
         """Say that the client's process lives, for all of its episodes, on whichever engines, that it claimed with
         `touches`."""
-        _, body = await self._context.read(request, bodies.TouchClient)
+        _, body = await self._context.read(request, bodies.TouchClient, SIGN)
         self._context.gateway.heartbeats.touch_client(body.client_uuid)
         return JsonResponse({"success": True})
 

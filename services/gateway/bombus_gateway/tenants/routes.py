@@ -21,7 +21,7 @@ from bombus.hive.tenants.owners import is_anothers_name, seen_by, seen_session
 from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants
 from bombus.operations import Category, CheckpointKind, CreateModel, Failed, LoadWeights, ModelEnded
 from bombus_gateway.access import Access, Guard, KeyHolder
-from bombus_gateway.bodies import TRAINING
+from bombus_gateway.bodies import SIGN, TRAINING
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
@@ -198,7 +198,7 @@ class TrainingRoutes:
         return in_json({**about, "success": not isinstance(outcome, Waits), "message": message, "request_id": name})
 
     async def session_heartbeat(self, request: Request) -> Response:
-        body, holder = await self._gateway.bodies.small(request), self._holder(request)
+        body, holder = await self._gateway.bodies.read(request, SIGN, bytes), self._holder(request)
         if not self._registered.unborn(beating_name(body), holder):
             await self._sessions.beat(body, holder)
         return in_json({"type": "session_heartbeat"})
