@@ -77,6 +77,24 @@ def ending() -> CoreHarness:
     return harness
 
 
+def idling() -> CoreHarness:
+    """Return a hive whose run of operations has no model any more."""
+    harness = TenantHarness()
+    harness.limits(run_idle_s=LIMIT_S)
+    harness.serving()
+    harness.operate("1", "end_model")
+    harness.done("1", closes=True)
+    return harness
+
+
+def modelless() -> CoreHarness:
+    """Return a hive with a session for one model, which it has not created."""
+    harness = TenantHarness()
+    harness.limits(run_idle_s=1e6)
+    harness.serving().open_session("t", for_model=True)
+    return harness
+
+
 WORK: dict[Callable[[], CoreHarness], type[Event]] = {
     booting: ev.EngineSuspended,
     draining: ev.EpisodeAborted,
@@ -84,6 +102,8 @@ WORK: dict[Callable[[], CoreHarness], type[Event]] = {
     syncing: ev.ReplicaQuarantined,
     agreed: ev.RollingStarted,
     ending: ev.OperationAccepted,
+    idling: ev.EngineStopped,
+    modelless: ev.SessionEnded,
 }
 
 

@@ -8,7 +8,7 @@ from bombus.hive.state import BOOTED, EngineState, Hive, Phase
 from bombus.hive.tenants.state import TenantModel
 from bombus_coordinator.rules.claims import no_room
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
-from bombus_coordinator.rules.live import Live, ns
+from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.tenants.operations import TEXT_CHARS_MAX, check_base, run_started
 
 NAME_CHARS = 128  # that are shown of a session
@@ -83,8 +83,8 @@ def end_idle_run(engine: EngineState, live: Live) -> Decisions:
     if any(session.ended is None for session in sampling):
         return
     sampled_ns = max((session.ended.at_ns for session in sampling if session.ended is not None), default=0)
-    since_ns = live.silent_since(max(engine.phase_since_ns, tenants.model_closed_ns, sampled_ns))
-    if since_ns + ns(engine.collection.tenancy.run_idle_s) <= live.now_ns:
+    since_ns = max(engine.phase_since_ns, tenants.model_closed_ns, sampled_ns)
+    if live.is_over(since_ns, engine.collection.tenancy.run_idle_s):
         yield Decision(events=(ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
 
 

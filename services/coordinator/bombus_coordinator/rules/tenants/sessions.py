@@ -148,7 +148,7 @@ def _has_no_model(engine: EngineState, live: Live, session: TenantSession) -> bo
         return False
     models = (model for model in engine.tenants.models.values() if model.session == session.session)
     closed_ns = max((model.closed.at_ns for model in models if model.closed is not None), default=0)
-    return live.silent_since(max(session.opened_ns, closed_ns)) + ns(MODEL_S) <= live.now_ns
+    return live.is_over(max(session.opened_ns, closed_ns), MODEL_S)
 
 
 def _is_idle(engine: EngineState, live: Live, session: TenantSession) -> bool:
