@@ -104,6 +104,16 @@ def test_no_silence_counts_while_no_gateway_is_heard_from(harness: CoreHarness) 
     assert pass_time(harness, 1) == {episode: AbortReason.SILENT}
 
 
+def test_a_gateway_that_is_away_for_a_moment_is_no_silence_of_a_client_that_may_be_silent_for_as_short() -> None:
+    harness = CoreHarness()
+    harness.boot(client_silence_s=3.0)
+    (episode,) = hold(harness, "c1")
+    pass_time(harness, 5, "c1")
+    assert pass_in_silence(harness, 4) == {}
+    assert pass_time(harness, 3) == {}
+    assert pass_time(harness, 1) == {episode: AbortReason.SILENT}
+
+
 def test_another_leader_knows_which_clients_touch_and_counts_their_silence_anew(harness: CoreHarness) -> None:
     (episode,) = hold(harness, "c1")
     pass_time(harness, 10, "c1")
