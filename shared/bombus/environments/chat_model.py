@@ -15,8 +15,8 @@ import msgspec
 
 from bombus.environments.kinds import MessageDict, ToolCall, ToolSchema
 from bombus.errors import FOREIGN_TEXT_MAX, Code, in_one_line
+from bombus.host.host_names import is_loopback
 from bombus.sdk.errors import InfraError
-from bombus.sdk.transport import is_loopback
 
 log = logging.getLogger("bombus")
 

@@ -68,6 +68,14 @@ def host_of(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, as far as its name says."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(name)

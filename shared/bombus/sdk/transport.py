@@ -1,6 +1,5 @@
 """What both drivers share: an `ServerRequest` as an httpx request, and an httpx response as an `ServerReply`."""
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +8,7 @@ import httpx
 
 from bombus import telemetry
 from bombus.host.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
+from bombus.host.host_names import is_loopback
 from bombus.sdk.core import NoReply, ServerReply, ServerRequest
 
 CONNECTIONS_MAX = 512
@@ -43,14 +43,6 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
     # A proxy of the environment cannot reach what only this machine can.
     trusts_environment = not is_loopback(httpx.URL(server_url).host)
     return {"base_url": base_url, "limits": limits, "headers": headers, "trust_env": trusts_environment}
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine, as far as its name says."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def request_options(request: ServerRequest) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from bombus.errors import Code, Refused, in_one_line
-from bombus.sdk.transport import is_loopback
+from bombus.host.host_names import is_loopback
 from bombus.sdk.types import Credentials
 from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
 

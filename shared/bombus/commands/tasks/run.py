@@ -18,8 +18,8 @@ from bombus.config.flags import Flag, add_settings_arguments, settings_from
 from bombus.environments.rollout import Rollout
 from bombus.errors import BombusError, Refused, in_one_line
 from bombus.hive.episodes import KEY_PREFIX
+from bombus.host.host_names import is_loopback
 from bombus.host.process import TERMINATED, cancel_at_signals
-from bombus.sdk.transport import is_loopback
 from bombus.sdk.types import Credentials, Task
 from bombus.tasks.kinds import TaskSet, TaskSplit
 from bombus.tasks.playing import EpisodeScore, EpisodeSummary, ScoreFile, ServerPatience, TaskRun, table

@@ -1,7 +1,6 @@
 """`bombus env serve`: serves a class as an environment server."""
 
 import argparse
-import ipaddress
 import os
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from bombus.environments.serving.server import EnvironmentServer
 from bombus.environments.serving.settings import SLOTS_MAX, ServingSettings
 from bombus.environments.variables import number_of
 from bombus.errors import Code, Refused
+from bombus.host.host_names import is_loopback
 from bombus.host.process import listen, run_service
 from bombus.terminal import say
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_range("--spares", arguments.spares, 0, SPARES_MAX)
     logs.configure("env", arguments.log_level)
     key = _key(arguments.key_file)
-    if not key and not arguments.trusted_network and not _is_loopback(arguments.host):
+    if not key and not arguments.trusted_network and not is_loopback(arguments.host):
         raise Refused(
             Code.BAD_CONFIG,
             f"listening at {arguments.host} opens the worlds, and what they can do, to the network: give --key-file, "
@@ -108,10 +108,3 @@ def _key(file: Path | None) -> str:
     if not key:
         raise Refused(Code.BAD_CONFIG, f"--key-file {file} is empty: put a key into it")
     return key
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -20,6 +20,7 @@ from bombus.endpoints.servers import (
     load_folder,
 )
 from bombus.errors import Code, EngineFault, Refused
+from bombus.host.host_names import is_loopback
 from bombus.operations import CheckpointSaved
 from bombus_gateway.context import Gateway
 from bombus_gateway.training.endpoints import Endpoint
@@ -74,6 +75,14 @@ def replica_at(gateway: Gateway, url: str) -> Target:
     return Target(at, url, FoundServer(kind=ServerKind.REPLICA), key=gateway.keys.for_replicas)
 
 
+def _leads_to(url: str, at: Endpoint) -> bool:
+    """Whether a replica's URL leads to an address. The names of loopback are one host."""
+    where = urlsplit(url)
+    host = where.hostname or ""
+    is_there = host == at.host or (is_loopback(host) and is_loopback(at.host))
+    return is_there and (where.port or 80) == at.port
+
+
 async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
     """Return what answers at an address, which the operator may have stopped allowing since it was registered."""
     url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"
@@ -81,7 +90,7 @@ async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
         check_allowed(gateway.settings.inference_hosts, at)
         engines = gateway.follower.hive.engines.values()
         for own in [replica.url for engine in engines for replica in engine.replicas.values()]:
-            if urlsplit(own).netloc == urlsplit(url).netloc:
+            if _leads_to(own, at):
                 return replica_at(gateway, own)
         async with asyncio.timeout(LOOK_S), _client(url) as client:
             found = await find_server(client)
