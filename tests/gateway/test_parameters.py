@@ -207,6 +207,15 @@ def test_a_parameter_is_carried_out_refused_or_named(door: Door, field: str, val
         assert neutral(found) == neutral(before)
 
 
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, -0.0, "", [], {}])
+@pytest.mark.parametrize("name", ["generate, SGLang's", "asample", "asample's params"])
+def test_a_field_that_nobody_knows_may_have_a_value_that_asks_for_nothing(name: str, value: Any) -> None:
+    door = DOORS[name]
+    asked = {"nobody_knows": value}
+    body = {**door.base, **({door.within: {**door.base[door.within], **asked}} if door.within else asked)}
+    assert door.read(json.dumps(body).encode()) == door.read(json.dumps(door.base).encode())
+
+
 def neutral(found: Any) -> Any:
     """Return what was read without what only the answer repeats."""
     return getattr(found, "completion", found)

@@ -17,6 +17,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}  # the JSON Schema of it
 
 _Body = TypeVar("_Body")
 raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_anything = msgspec.json.Decoder()
 _packed = msgspec.msgpack.Encoder().encode  # as the log has it
 _may_be_half = re.compile(r"\\u[dD][89a-fA-F]")
 # Backslashes that are escaped; both halves of a surrogate pair; one half alone.
@@ -24,7 +25,6 @@ _escapes = re.compile(
     r"(?:\\\\)++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
 _place = re.compile(r" - at `\$\.?([^`]*)`$")
-_NOTHING = (b"null", b"false", b"0", b'""', b"[]", b"{}")  # values with which a field asks for nothing
 _NULL = msgspec.Raw(b"null")  # a Raw never equals bytes
 FREE_TEXT = "input"  # the argument that has the text of a custom tool
 STRICT = Unsupported("tools.strict", "nothing holds the arguments of a call to their schema")
@@ -75,9 +75,12 @@ def unknown_fields(body: bytes, known: set[str]) -> list[Unsupported]:
 
 
 def refuse_unknown(body: bytes, known: Collection[str]) -> None:
-    """Raise `Refused` UNSUPPORTED for a field of an object that is not among the known ones and asks for something."""
+    """Raise `Refused` UNSUPPORTED for a field of an object that is not among the known ones and asks for something.
+
+    One that is null, false, zero or empty asks for nothing.
+    """
     for name, raw in decode_body(raw_fields, body).items():
-        if name not in known and bytes(raw) not in _NOTHING:
+        if name not in known and decode_body(_anything, bytes(raw)):
             raise Refused(Code.UNSUPPORTED, f"{name[:40]} is not offered here: leave it out.")
 
 
