@@ -5,8 +5,9 @@ import gc
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -15,9 +16,12 @@ from bombus.bus import Bus
 from bombus.hive.events import AbortReason
 from bombus.hive.inbox import Touch
 from bombus.hive.state import Phase
-from bombus.sdk.heartbeat import THREAD
+from bombus.sdk.heartbeat import THREAD, Heartbeat, end_each
+from bombus.sdk.joint import HiveCore
+from bombus.sdk.transport import client_options
 from tests.gateway.swarm_hive import PlayedHive, played_hive
 from tests.patience import PATIENCE_S
+from tests.sdk.test_core import GRANTED, ok
 
 SILENCE_S = 4.0
 RULES = {"batch_size": 1, "client_silence_s": SILENCE_S}
@@ -117,3 +121,18 @@ async def test_a_client_that_is_closed_leaves_no_episode_open_and_one_that_nothi
                 assert not thread.is_alive()
         await played.gateway.follower.wait_for(lambda _: len(played.engine.closed) >= 3, PATIENCE_S)
         assert [closed.aborted for closed in played.engine.closed.values()].count(AbortReason.CLIENT) == 3
+
+
+def test_a_program_that_exits_waits_only_once_for_a_hive_that_does_not_answer_however_many_clients_it_has() -> None:
+    beats: list[tuple[HiveCore, Heartbeat]] = []
+    for _ in range(3):
+        core = HiveCore("http://127.0.0.1:9", time.monotonic, lambda: 0.0)
+        claim = core.begin_episodes(1)
+        claim.send(None)
+        with suppress(StopIteration):
+            claim.send(ok(GRANTED))
+        beats.append((core, Heartbeat(core, client_options(core.server_url, None, ""))))
+    end_each([each for _, each in beats], within_s=0.0)
+    assert [core.begun() for core, _ in beats] == [[], ["e1"], ["e1"]]
+    end_each([each for _, each in beats], within_s=60.0)
+    assert [core.begun() for core, _ in beats] == [[], [], []]

@@ -3,14 +3,15 @@
 import atexit
 import os
 import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx
 
 from bombus.sdk import transport
-from bombus.sdk.core import ClientOperation, NoReply, ServerReply, ServerRequest
+from bombus.sdk.core import GIVE_BACK_S, ClientOperation, NoReply, ServerReply, ServerRequest
 from bombus.sdk.joint import HiveCore
 
 T = TypeVar("T")
@@ -66,10 +67,18 @@ _all: "weakref.WeakSet[Heartbeat]" = weakref.WeakSet()
 
 
 @atexit.register
-def _end_all() -> None:
+def _end_at_exit() -> None:
     """End what programs have not closed."""
-    for heartbeat in list(_all):
+    end_each(list(_all), GIVE_BACK_S)
+
+
+def end_each(heartbeats: Sequence[Heartbeat], within_s: float) -> None:
+    """End heartbeats until the time is over, as where a hive does not answer: the others end by their silence."""
+    until = time.monotonic() + within_s
+    for heartbeat in heartbeats:
         heartbeat.end()
+        if time.monotonic() > until:
+            break
 
 
 def _beat(of: "weakref.ref[Heartbeat]", over: threading.Event, options: Mapping[str, Any]) -> None:
