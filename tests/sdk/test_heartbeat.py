@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import signal
+import socket
 import sys
 import threading
 import time
@@ -123,14 +124,28 @@ async def test_a_client_that_is_closed_leaves_no_episode_open_and_one_that_nothi
         assert [closed.aborted for closed in played.engine.closed.values()].count(AbortReason.CLIENT) == 3
 
 
+def hold_an_episode(core: HiveCore) -> None:
+    """Let a client have an episode, of which no hive knows."""
+    claim = core.begin_episodes(1)
+    claim.send(None)
+    with suppress(StopIteration):
+        claim.send(ok(GRANTED))
+
+
+async def test_a_client_whose_closing_is_cancelled_leaves_no_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = AsyncSwarmClient(f"http://127.0.0.1:{silent.getsockname()[1]}", verbose=False)
+        hold_an_episode(client._core)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(client.close(), 0.05)
+        assert client._http.is_closed
+
+
 def test_a_program_that_exits_waits_only_once_for_a_hive_that_does_not_answer_however_many_clients_it_has() -> None:
     beats: list[tuple[HiveCore, Heartbeat]] = []
     for _ in range(3):
         core = HiveCore("http://127.0.0.1:9", time.monotonic, lambda: 0.0)
-        claim = core.begin_episodes(1)
-        claim.send(None)
-        with suppress(StopIteration):
-            claim.send(ok(GRANTED))
+        hold_an_episode(core)
         beats.append((core, Heartbeat(core, client_options(core.server_url, None, ""))))
     end_each([each for _, each in beats], within_s=0.0)
     assert [core.begun() for core, _ in beats] == [[], ["e1"], ["e1"]]

@@ -74,9 +74,11 @@ class AsyncSwarmClient:
 
     async def close(self) -> None:
         """Abort the episodes that are still open, and close the connections."""
-        if self._heartbeat is not None:
-            await asyncio.to_thread(self._heartbeat.end)
-        await self._http.aclose()
+        try:
+            if self._heartbeat is not None:
+                await asyncio.to_thread(self._heartbeat.end)
+        finally:
+            await self._http.aclose()
 
     async def __aenter__(self) -> Self:
         return self

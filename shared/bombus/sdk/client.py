@@ -87,9 +87,11 @@ class SwarmClient:
 
     def close(self) -> None:
         """Abort the episodes that are still open, and close the connections."""
-        if self._heartbeat is not None:
-            self._heartbeat.end()
-        self._http.close()
+        try:
+            if self._heartbeat is not None:
+                self._heartbeat.end()
+        finally:
+            self._http.close()
 
     def __enter__(self) -> "SwarmClient":
         return self
