@@ -20,7 +20,8 @@ def harness() -> CoreHarness:
 
 
 def hold(harness: CoreHarness, client: str, count: int = 1, *, touches: bool = True) -> tuple[str, ...]:
-    """Claim episodes, and confirm that the answer has arrived."""
+    """Claim episodes at a gateway that hears clients, and confirm that the answer has arrived."""
+    harness.send(inbox.Touch(id=harness.id()))
     claim = f"claim-{harness.id()}"
     episodes = harness.claim(client, count, claim=claim, touches=touches)
     harness.send(inbox.Touch(id=harness.id(), engine=ENGINE, confirmed=(claim,)))
@@ -96,10 +97,11 @@ def test_the_limit_is_that_of_the_job() -> None:
     assert pass_time(harness, 1) == {episode: AbortReason.SILENT}
 
 
-def test_no_silence_counts_while_no_gateway_is_heard_from(harness: CoreHarness) -> None:
+@pytest.mark.parametrize("last_calls", [None, inbox.Touch(id="calls", engine=ENGINE)])
+def test_no_silence_counts_while_no_gateway_hears_clients(harness: CoreHarness, last_calls: inbox.Touch | None) -> None:
     (episode,) = hold(harness, "c1")
     pass_time(harness, 10, "c1")
-    assert pass_in_silence(harness, 60) == {}
+    assert pass_in_silence(harness, 60, last_calls) == {}
     assert pass_time(harness, LIMIT_S) == {}, "it counts again from when one is heard from"
     assert pass_time(harness, 1) == {episode: AbortReason.SILENT}
 

@@ -8,12 +8,16 @@ from typing import Any
 import httpx
 import pytest
 
-from bombus.bus import Bus
+from bombus.bus import Bus, Reader
+from bombus.bus.follow import Follower
 from bombus.hive import inbox
 from bombus.hive.episodes import without_secret
 from bombus.hive.events import AbortReason
 from bombus.hive.inbox import Claim, Touch
 from bombus.hive.state import Phase
+from bombus_gateway.context import Gateway
+from bombus_gateway.keys import Keys
+from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.swarm import views
 from tests.gateway.swarm_hive import JOB, PlayedHive, played_hive
 from tests.patience import PATIENCE_S
@@ -514,6 +518,20 @@ async def test_a_client_that_touches_is_told_of_with_the_others_of_the_same_seco
     for client in ("c1", "c2", "c1"):
         assert (await rolling.post("/touch_client", {"client_uuid": client})).json() == {"success": True}
     await rolling.until_received(lambda message: isinstance(message, Touch) and {*message.clients} == {"c1", "c2"})
+
+
+async def test_a_gateway_that_does_not_take_the_touches_of_clients_does_not_say_that_it_hears_them(bus: Bus) -> None:
+    gateway = Gateway(
+        GatewaySettings(hive=bus.subjects.hive), bus, Follower(bus), Keys(b"a secret for tests of 32 bytes!!")
+    )
+    await gateway.heartbeats.beat()
+    gateway.ready = True
+    gateway.heartbeats.touch_client("c1")
+    await gateway.heartbeats.beat()
+    async with Reader(bus, bus.subjects.inbox_stream) as reader:
+        (first, *_) = map(inbox.decode_message, [each.data for each in await reader.read()])
+    assert isinstance(first, Touch)
+    assert first.clients == ("c1",)
 
 
 async def test_a_touch_says_what_the_calls_of_an_episode_have_used(rolling: PlayedHive) -> None:

@@ -286,7 +286,8 @@ class Core:
         yield from claims.lapse(engine, self.live)
 
     def _touch(self, engine: EngineState, message: inbox.Touch) -> None:
-        self.live.touched(message.clients)
+        if message.engine == ev.HIVE:
+            self.live.touched(message.clients)
         for episode in message.episodes:
             if episode in engine.open:
                 self.live.activity[episode] = self.live.now_ns

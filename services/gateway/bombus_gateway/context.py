@@ -33,7 +33,7 @@ class Gateway:
     ready: bool = False
 
     def __post_init__(self) -> None:
-        self.heartbeats = Heartbeats(self.bus)
+        self.heartbeats = Heartbeats(self.bus, lambda: self.ready)
         self.workers = Workers()
         self.bodies = BodyGate(self.workers, self.settings.body_mb_max << 20)
 

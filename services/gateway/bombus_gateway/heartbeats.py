@@ -4,7 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from bombus.bus import Bus
@@ -25,8 +25,9 @@ class Heartbeats:
     Another one, in every second, has the clients that are alive, which belong to no engine.
     """
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, hears_clients: Callable[[], bool]) -> None:
         self._bus = bus
+        self._hears_clients = hears_clients
         self._open: dict[str, Counter[str]] = {}
         self._seen: dict[str, set[str]] = {}
         self._sessions: dict[str, set[str]] = {}
@@ -80,7 +81,9 @@ class Heartbeats:
                 await self.flush()
 
     async def beat(self) -> None:
-        """Tell which clients are alive, and that this gateway is there to hear them."""
+        """Tell which clients are alive, and that this gateway is there to hear them, if it is."""
+        if not self._hears_clients():
+            return
         clients, self._clients = tuple(self._clients), set()
         for start in range(0, max(1, len(clients)), TOUCHES_MAX):
             await self._send(Touch(id=uuid.uuid4().hex, clients=clients[start : start + TOUCHES_MAX]))

@@ -349,8 +349,8 @@ class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch")
     """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answer arrived.
 
     `sessions` are those of training operations whose clients have shown that they live, `environments` those that were
-    heard of, and `clients` those whose processes have shown that they live. A gateway sends one each second, empty too:
-    while none comes, no client can show anything.
+    heard of, and `clients` those whose processes have shown that they live. A gateway that hears clients sends one
+    of no engine each second, empty too: while none comes, no client can show anything.
     """
 
     episodes: tuple[str, ...] = ()

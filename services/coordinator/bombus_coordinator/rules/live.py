@@ -18,7 +18,7 @@ ANSWERS_KEPT = 10_000
 CONFIRM_S = 5.0  # a granted claim whose answer reached nobody is taken back after this time
 REPLICA_LAPSE_S = 10.0
 AWAY_NS = 5_000_000_000  # this long between two ticks means that the bus was unreachable or that nobody led
-GATEWAY_AWAY_NS = 2_500_000_000  # this long without a touch: no gateway is there, each of which sends one a second
+GATEWAY_AWAY_NS = 2_500_000_000  # without touches of clients, which gateways send once a second: none hears them
 CATCH_UP = 10  # of this many seconds one is left out while the hive's time is ahead of the clock
 
 
@@ -97,7 +97,7 @@ class Live(msgspec.Struct, kw_only=True):
         return {client for client, seen_ns in self.client_seen.items() if seen_ns <= last_ns}
 
     def touched(self, clients: Sequence[str]) -> None:
-        """Take in that a gateway is there, and that these clients live."""
+        """Take in that a gateway hears clients, and that these live."""
         if self.now_ns - self.gateways_ns > GATEWAY_AWAY_NS:
             self.gateways_since_ns = self.now_ns
         self.gateways_ns = self.now_ns
