@@ -105,6 +105,21 @@ async def test_nobody_has_to_know_whose_requests_are_open_while_there_is_room() 
         await requests.received(each, part)
 
 
+@pytest.mark.parametrize("last", [{"type": "http.disconnect"}, {"type": "http.request", "body": b""}])
+async def test_what_takes_no_memory_is_received_however_full_that_is(last: Message) -> None:
+    async def part(size: int) -> Message:
+        return {"type": "http.request", "body": b" " * size}
+
+    async def end() -> Message:
+        return last
+
+    requests = OpenRequests(places=4, bytes_max=10, share_of=lambda headers: dict(headers)[b"x-api-key"].decode())
+    alice, bob = (requests.enter([(b"x-api-key", key)]) for key in (b"alice", b"bob"))
+    await requests.received(alice, partial(part, 10))
+    await requests.received(bob, partial(part, 5))
+    assert await requests.received(alice, end) == last
+
+
 @pytest.mark.parametrize(("calls", "files", "places"), [(1, 4096, 2), (4096, 9000, 6144), (4096, 1024, 576)])
 def test_places_are_fewer_than_connections_also_where_few_files_may_be_open(
     calls: int, files: int, places: int

@@ -86,7 +86,7 @@ class OpenRequests:
         """Receive and count a part of a request's body. Raises `Refused` OVERLOADED when there is no memory for it."""
         message = await receive()
         size = len(message.get("body", b""))
-        if self._held + size > self._bytes_max:
+        if size and self._held + size > self._bytes_max:
             self._look_up()
             if not has_share(self._held_by, request.share or "", self._bytes_max, size):
                 why = f"The requests in progress hold {self._bytes_max >> 20} MiB, the limit; try again in a moment."
