@@ -4,6 +4,7 @@ import asyncio
 import gc
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -139,6 +140,13 @@ async def test_a_client_whose_closing_is_cancelled_leaves_no_connections() -> No
         with suppress(TimeoutError):
             await asyncio.wait_for(client.close(), 0.05)
         assert client._http.is_closed
+
+
+def test_the_clients_of_a_process_and_their_heartbeats_read_the_root_certificates_once() -> None:
+    """It takes 25 ms."""
+    options = [client_options(f"http://hive-{number}:1", None, "") for number in range(2)]
+    assert options[0]["verify"] is options[1]["verify"]
+    assert options[0]["verify"].verify_mode == ssl.CERT_REQUIRED
 
 
 def test_a_program_that_exits_waits_only_once_for_a_hive_that_does_not_answer_however_many_clients_it_has() -> None:

@@ -1,7 +1,9 @@
 """What both drivers share: an `ServerRequest` as an httpx request, and an httpx response as an `ServerReply`."""
 
 import os
+import ssl
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import httpx
@@ -42,7 +44,19 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     # A proxy of the environment cannot reach what only this machine can.
     trusts_environment = not is_loopback(httpx.URL(server_url).host)
-    return {"base_url": base_url, "limits": limits, "headers": headers, "trust_env": trusts_environment}
+    return {
+        "base_url": base_url,
+        "limits": limits,
+        "headers": headers,
+        "trust_env": trusts_environment,
+        "verify": _certificates(trusts_environment),
+    }
+
+
+@cache
+def _certificates(trusts_environment: bool) -> ssl.SSLContext:
+    """Return what checks certificates. It takes 25 ms to make, so one is for all clients, and for their heartbeats."""
+    return httpx.create_ssl_context(trust_env=trusts_environment)
 
 
 def request_options(request: ServerRequest) -> dict[str, Any]:
