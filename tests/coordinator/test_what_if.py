@@ -7,7 +7,6 @@ import pytest
 from bombus.bus import Stored
 from bombus.hive import events as ev
 from bombus.hive.events import Collection, DropReason, Event, Method, Outcome
-from bombus.hive.records import CallRef
 from bombus.hive.state import Hive
 from bombus.replay.running import BadUsage
 from bombus.replay.source import LogEnd, NotOnLog, Source
@@ -34,8 +33,8 @@ class Given(Source):
         for seq, event in enumerate(self._events[after:until], after + 1):
             yield Stored(seq, "", ev.encode_event(event), {"Bombus-Epoch": "1", "Bombus-Inbox": str(seq)}, seq)
 
-    async def bodies(self, refs: Sequence[CallRef]) -> list[bytes | None]:
-        return [None for _ in refs]
+    async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+        return [None] * len(seqs)
 
     async def blob(self, name: str) -> bytes:
         raise AssertionError(f"{name} is not needed")

@@ -218,7 +218,7 @@ def test_a_newer_format_is_refused_with_advice(tmp_path: Path) -> None:
     packed = msgspec.msgpack.encode(body)
     path = tmp_path / "newer"
     path.write_bytes(gzip.compress(len(packed).to_bytes(4, "little") + packed))
-    with pytest.raises(NotOnLog, match=r"format 2, written by bombus 9\.0\.0.*upgrade bombus"):
+    with pytest.raises(NotOnLog, match=r"format 3, written by bombus 9\.0\.0.*upgrade bombus"):
         FileSource.open(path).__enter__()
 
 

@@ -7,6 +7,7 @@ from bombus.errors import Code, Refused
 EPOCH = "Bombus-Epoch"  # on events: the epoch of the coordinator that wrote it (R4)
 INBOX = "Bombus-Inbox"  # on events: the inbox sequence that it answers (R2)
 INBOX_DIGEST = "Bombus-Inbox-Digest"  # on events: the digest of that message, whose sequence may be used again (R6)
+TIME = "Bombus-Time"  # on events that were copied from another log: when they were written there, in nanoseconds
 REPLY = "Bombus-Reply"  # on commands: the core NATS subject for the answer
 TRACEPARENT = "traceparent"  # W3C trace context
 

@@ -99,7 +99,7 @@ class EmbeddedServer:
         binary = find_server()
         self.broken, self._started_s = "", time.monotonic()
         private_folder(self.data_dir)
-        lock = _lock(self.data_dir)
+        lock = lock_folder(self.data_dir)
         self._password = _password_in(self.data_dir)
         config = self.data_dir / "nats-server.conf"
         write_private(config, self._config())
@@ -298,8 +298,8 @@ def _has_room(folder: Path) -> bool:
         probe.unlink(missing_ok=True)
 
 
-def _lock(folder: Path) -> IO[bytes]:
-    """Lock the folder. The lock is free again once all processes that have it open have ended."""
+def lock_folder(folder: Path) -> IO[bytes]:
+    """Lock a server's folder until all processes that have the file open have ended. Raises `BusUnavailable`."""
     lock = (folder / "lock").open("wb")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

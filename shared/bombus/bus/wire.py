@@ -8,7 +8,7 @@ from zlib import crc32
 
 import msgspec
 
-from bombus.bus.headers import INBOX, INBOX_DIGEST, MSG_ID
+from bombus.bus.headers import INBOX, INBOX_DIGEST, MSG_ID, TIME
 from bombus.config.streams import LIMIT_FLAGS, limit_flag
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 
@@ -77,6 +77,11 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
         """Return where it is stored. Its digest has the time at which it was stored, and a sum of its id and body."""
         checksum = crc32(self.data, crc32(self.headers.get(MSG_ID, "").encode()))
         return MessagePlace(self.seq, f"{self.time_ns:x}{checksum:08x}")
+
+    @property
+    def written_ns(self) -> int:
+        """Return when this event was written, which for one that was imported is when its first hive stored it."""
+        return int(self.headers.get(TIME, self.time_ns))
 
     @property
     def answers(self) -> MessagePlace:

@@ -1,20 +1,32 @@
-"""`bombus log`: export, verify and compact a log."""
+"""`bombus log`: export, import, verify and compact a log."""
 
 import argparse
+import asyncio
 import time
 from pathlib import Path
 
 from bombus.bus import Bus
+from bombus.config.flags import add_settings_arguments, settings_from
+from bombus.config.streams import StreamLimits
 from bombus.figures import byte_size
 from bombus.replay import upkeep
+from bombus.replay.archive import FileSource
 from bombus.replay.export import export
+from bombus.replay.importing import import_log
 from bombus.replay.opening import add_source_arguments
-from bombus.replay.running import BadUsage, run_on_source
+from bombus.replay.running import BadUsage, reported, run_on_source
 from bombus.replay.source import BusSource, Source
 from bombus.terminal import complain, say
 
 PROGRESS_S = 2.0
 LOST_SHOWN = 8  # scored groups
+IMPORT_EPILOG = """example:
+  bombus log export monday.bombuslog --data /srv/hive     # while the hive runs, or after it was stopped
+  cp -a /srv/hive/engines monday-engines                  # checkpoints and weights, which are not on the log
+
+  bombus log import monday.bombuslog --data /srv/hive     # on another machine, or after the folder was lost
+  cp -a monday-engines /srv/hive/engines
+  bombus up --data-dir /srv/hive                          # its run goes on"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-calls", action="store_true", help="write the events only: no prompts, tokens or replies"
     )
     add_source_arguments(exporting)
+    importing = subcommands.add_parser(
+        "import",
+        help="make a hive of an exported log, in a data folder that has none",
+        epilog=IMPORT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    importing.add_argument("file", type=Path, help="a file that `bombus log export` has written")
+    importing.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help="the data folder of the new hive; it is made if need be"
+    )
+    add_settings_arguments(importing, StreamLimits)
     verifying = subcommands.add_parser(
         "verify", help="fold it from the beginning, check every event, and compare every snapshot"
     )
@@ -36,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.subcommand == "import":
+        limits = settings_from(StreamLimits, arguments)
+        return reported("bombus log import", lambda: asyncio.run(_import(arguments.file, arguments.data, limits)))
     command = {"export": _export, "verify": _verify, "compact": _compact}[arguments.subcommand]
     return run_on_source(f"bombus log {arguments.subcommand}", command, arguments)
 
@@ -85,9 +111,26 @@ async def _export(source: Source, arguments: argparse.Namespace) -> None:
         say(f"{kept.calls_gone:,} calls are no longer kept by the hive: the file does not have their tokens")
     if kept.groups:
         say(
-            f"{kept.groups:,} scored groups were pushed: the file has which batches took them, and not their tokens, "
-            "which are in the stream `trajectories` until a trainer has them"
+            f"{kept.groups:,} scored groups were pushed: the file has which batches took them, and the tokens of those "
+            "alone that may still be trained"
         )
+
+
+# ---- import -------------------------------------------------------------------------------------------------------
+
+
+async def _import(path: Path, data: Path, limits: StreamLimits) -> None:
+    progress = _Progress()
+    with FileSource.open(path) as source:
+        found = await import_log(source, data, limits, progress.note)
+        named = "" if source.hive == "main" else f" --hive {source.hive}"
+    say(f"{data}: {found.last - found.first + 1:,} events and {found.calls:,} calls that are still needed are there")
+    if not (data / "engines").exists():
+        say(
+            f"checkpoints and weights are not on a log: copy them from the old data folder to {data / 'engines'}. "
+            "The log names weights by their paths, so the new data folder has to be where the old one was"
+        )
+    say(f"go on with `bombus up --data-dir {data}{named}`")
 
 
 class _Progress:
@@ -97,6 +140,9 @@ class _Progress:
         self._next = time.monotonic() + PROGRESS_S
 
     def __call__(self, position: int, end: int) -> None:
+        self.note("event", position, end)
+
+    def note(self, what: str, position: int, end: int) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + PROGRESS_S
-            complain(f"event {position:,} of {end:,}")
+            complain(f"{what} {position:,} of {end:,}")

@@ -1,29 +1,32 @@
-"""A log as one file: for golden logs, bug reports and exports.
+"""A log as one file: for golden logs, bug reports, exports and backups.
 
 A gzip of frames, each a little-endian uint32 length and a msgpack struct: an `ArchiveHeader`, the events byte for byte,
-each followed by the calls that it names, the tokenizers, and a `Trailer`. A file without its trailer was cut off.
+each followed by the calls that it names, the tokenizers, the bodies of operations and scored groups that are still
+needed (since format 2), and a `Trailer`. A file without its trailer was cut off.
 """
 
 import gzip
+import sqlite3
 import struct
-import tempfile
 import zlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import IO, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
 from bombus.bus import BlobMissing, Stored, snapshots
 from bombus.errors import LogCorrupted
 from bombus.hive.decoding import decoded
-from bombus.hive.records import CallRef
 from bombus.hive.state import Hive
-from bombus.replay.source import LogEnd, NotOnLog, Source
+from bombus.replay.source import CALLS, LogEnd, NotOnLog, Source
 
-FORMAT = 1
+FORMAT = 2
 FRAME_BYTES_MAX = 256 << 20
+BLOBS = "blobs"
+SEQ_MAX = (1 << 63) - 1
+_Seq = Annotated[int, msgspec.Meta(ge=0, le=SEQ_MAX)]
 _length = struct.Struct("<I")
 
 
@@ -39,7 +42,7 @@ class ArchiveHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header", omi
 
 
 class EventFrame(msgspec.Struct, frozen=True, tag="event", array_like=True):
-    seq: int
+    seq: _Seq
     time_ns: int
     subject: str
     headers: dict[str, str]
@@ -47,7 +50,7 @@ class EventFrame(msgspec.Struct, frozen=True, tag="event", array_like=True):
 
 
 class CallFrame(msgspec.Struct, frozen=True, tag="call", array_like=True):
-    seq: int
+    seq: _Seq
     data: bytes
 
 
@@ -56,10 +59,19 @@ class BlobFrame(msgspec.Struct, frozen=True, tag="blob", array_like=True):
     data: bytes
 
 
+class PartFrame(msgspec.Struct, frozen=True, tag="part", array_like=True):
+    """A message of a stream of bodies."""
+
+    stream: Literal["ops", "trajectories"]
+    seq: _Seq
+    data: bytes
+
+
 class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
     """How much there is. `calls_gone` counts calls that were purged before the export or fail their digest (R6).
 
-    `groups` counts the scored groups of the log, of which the file has their sizes, and not their bodies.
+    `groups` counts the scored groups of the log, of which the file has their sizes, and the bodies only of those that
+    are still needed.
     """
 
     events: int
@@ -69,7 +81,7 @@ class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
     groups: int = 0
 
 
-ArchiveFrame = EventFrame | CallFrame | BlobFrame | Trailer
+ArchiveFrame = EventFrame | CallFrame | BlobFrame | PartFrame | Trailer
 _encoder = msgspec.msgpack.Encoder()
 _header = msgspec.msgpack.Decoder(ArchiveHeader)
 _frame: msgspec.msgpack.Decoder[ArchiveFrame] = msgspec.msgpack.Decoder(ArchiveFrame)
@@ -82,15 +94,15 @@ def pack(frame: ArchiveHeader | ArchiveFrame) -> bytes:
 
 
 class FileSource(Source):
-    """A log in an archive. Calls and tokenizers are unpacked to a temporary file when the first of them is read."""
+    """A log in an archive. What is beside its events is unpacked to a temporary file when the first of it is read."""
 
-    def __init__(self, path: Path, header: ArchiveHeader, spool: IO[bytes]) -> None:
+    def __init__(self, path: Path, header: ArchiveHeader, spool: sqlite3.Connection) -> None:
         self.title = str(path)
         self.hive = header.hive
-        self._header = header
+        self.header = header
         self._path = path
         self._spool = spool
-        self._spans: dict[int | str, tuple[int, int]] | None = None
+        self._unpacked = False
 
     @classmethod
     @contextmanager
@@ -98,20 +110,21 @@ class FileSource(Source):
         """Open an archive. Raises `NotOnLog` when the file is not an archive that this version can read."""
         if not path.is_file():
             raise NotOnLog(f"there is no file {path}")
-        with tempfile.TemporaryFile() as spool:
-            yield cls(path, read_header(path), spool)
+        header = read_header(path)
+        with closing(sqlite3.connect("")) as spool:  # without a name it is a temporary file
+            yield cls(path, header, spool)
 
     async def base(self) -> tuple[Hive, int]:
-        if not self._header.base:
+        if not self.header.base:
             return Hive(), 0
-        start = snapshots.decode(self._header.base)
+        start = snapshots.decode(self.header.base)
         return start.hive, start.position
 
     async def end(self) -> LogEnd:
-        return LogEnd(self._header.last, self._header.last_ns)
+        return LogEnd(self.header.last, self.header.last_ns)
 
     async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
-        last = self._header.last if until is None else min(until, self._header.last)
+        last = self.header.last if until is None else min(until, self.header.last)
         if after >= last:
             return
         for frame in _frames(self._path):
@@ -120,34 +133,55 @@ class FileSource(Source):
                     return
                 yield Stored(frame.seq, frame.subject, frame.data, frame.headers, frame.time_ns)
 
-    async def bodies(self, refs: Sequence[CallRef]) -> list[bytes | None]:
-        return [self._unpacked(ref.seq) for ref in refs]
+    async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+        return [self._kept(stream, seq) for seq in seqs]
 
     async def blob(self, name: str) -> bytes:
-        body = self._unpacked(name)
+        body = self._kept(BLOBS, name)
         if body is None:
             raise BlobMissing(f"{self._path} has no object {name}")
         return body
 
-    def _unpacked(self, key: int | str) -> bytes | None:
-        span = self._all_spans().get(key)
-        if span is None:
-            return None
-        offset, length = span
-        self._spool.seek(offset)
-        return self._spool.read(length)
+    def all_messages(self, stream: str) -> Iterator[tuple[int, bytes]]:
+        """Yield what there is of a stream: sequences, in ascending order, and bodies."""
+        return self._all_kept(stream)
 
-    def _all_spans(self) -> dict[int | str, tuple[int, int]]:
-        """Return where each call and object is in the temporary file, as (offset, length)."""
-        if self._spans is None:
-            spans: dict[int | str, tuple[int, int]] = {}
-            for frame in _frames(self._path):
-                if isinstance(frame, CallFrame | BlobFrame):
-                    key = frame.seq if isinstance(frame, CallFrame) else frame.name
-                    spans[key] = (self._spool.tell(), len(frame.data))
-                    self._spool.write(frame.data)
-            self._spans = spans
-        return self._spans
+    def all_blobs(self) -> Iterator[tuple[str, bytes]]:
+        return self._all_kept(BLOBS)
+
+    def _all_kept(self, stream: str) -> Iterator[tuple[Any, bytes]]:
+        return self._unpack().execute("SELECT key, data FROM kept WHERE stream = ? ORDER BY key", (stream,))
+
+    def _kept(self, stream: str, key: int | str) -> bytes | None:
+        if isinstance(key, int) and key > SEQ_MAX:
+            return None
+        query = self._unpack().execute("SELECT data FROM kept WHERE stream = ? AND key = ?", (stream, key))
+        found: tuple[bytes] | None = query.fetchone()
+        return None if found is None else found[0]
+
+    def _unpack(self) -> sqlite3.Connection:
+        if not self._unpacked:
+            rows = (row for frame in _frames(self._path) if (row := _row(frame)) is not None)
+            try:
+                self._spool.execute("CREATE TABLE IF NOT EXISTS kept (stream, key, data, PRIMARY KEY (stream, key))")
+                self._spool.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", rows)
+            except sqlite3.OperationalError as error:
+                raise OSError(f"{self._path} cannot be unpacked in the folder of temporary files: {error}") from error
+            self._unpacked = True
+        return self._spool
+
+
+def _row(frame: ArchiveFrame) -> tuple[str, int | str, bytes] | None:
+    """Return what is kept beside the events: its stream, its place there, and its bytes."""
+    match frame:
+        case CallFrame():
+            return CALLS, frame.seq, frame.data
+        case PartFrame():
+            return frame.stream, frame.seq, frame.data
+        case BlobFrame():
+            return BLOBS, frame.name, frame.data
+        case _:
+            return None
 
 
 def read_header(path: Path) -> ArchiveHeader:

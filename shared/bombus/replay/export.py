@@ -4,19 +4,31 @@ import gzip
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 from bombus.bus import BlobMissing, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.snapshots import Snapshot
 from bombus.hive import events as ev
-from bombus.hive.records import CallRef, decode_record, digest
-from bombus.hive.state import FOLD, Hive
+from bombus.hive.records import BodyRef, CallRef, decode_record, digest
+from bombus.hive.state import FOLD, Hive, evolve
 from bombus.hive.steps import checkpoints
-from bombus.replay.archive import FORMAT, ArchiveFrame, ArchiveHeader, BlobFrame, CallFrame, EventFrame, Trailer, pack
-from bombus.replay.source import ReadProgress, Source
+from bombus.hive.subjects import Subjects
+from bombus.replay.archive import (
+    FORMAT,
+    ArchiveFrame,
+    ArchiveHeader,
+    BlobFrame,
+    CallFrame,
+    EventFrame,
+    PartFrame,
+    Trailer,
+    pack,
+)
+from bombus.replay.source import OPS, TRAJECTORIES, ReadProgress, Source
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +72,7 @@ def _sync_folder(folder: Path) -> None:
 class _Writer:
     def __init__(self, source: Source, file: gzip.GzipFile, with_calls: bool, progress: ReadProgress) -> None:
         self._source = source
+        self._state = Hive()
         self._file = file
         self._with_calls = with_calls
         self._progress = progress
@@ -71,6 +84,7 @@ class _Writer:
 
     async def write(self) -> Trailer:
         state, position = await self._source.base()
+        self._state = state
         end = await self._source.end()
         base = Snapshot(fold=FOLD, position=position, event_id="", answered=0, hive=state)
         self._put(
@@ -93,6 +107,8 @@ class _Writer:
                 batch = []
                 self._progress(stored.seq, end.seq)
         await self._write_batch(batch)
+        if self._with_calls:
+            await self._write_bodies()
         trailer = Trailer(self._events, len(self._calls) - self._gone, len(self._blobs), self._gone, self._groups)
         self._put(trailer)
         return trailer
@@ -101,9 +117,11 @@ class _Writer:
         refs: list[CallRef] = []
         tokenizers: list[str] = []
         for stored in batch:
-            self._put(EventFrame(stored.seq, stored.time_ns, stored.subject, dict(stored.headers), stored.data))
+            self._put(EventFrame(stored.seq, stored.written_ns, stored.subject, dict(stored.headers), stored.data))
             self._events += 1
             event = read_event(stored)
+            if self._with_calls:
+                evolve(self._state, event)
             refs += calls_of(event)
             if isinstance(event, ev.GroupsPushed):
                 self._groups += len(event.groups)
@@ -132,6 +150,13 @@ class _Writer:
                     self._put(BlobFrame(name, await self._source.blob(name)))
                 except BlobMissing as missing:
                     log.warning("%s: tokens will be shown as numbers", missing)
+
+    async def _write_bodies(self) -> None:
+        """Write the bodies that somebody may still need at the end of the log. Those that are lost are left out."""
+        for stream, _, body in bodies_held_by(self._state, Subjects(self._source.hive)):
+            for seq, data in zip(body.seqs, await self._source.messages(stream, body.seqs), strict=True):
+                if data is not None:
+                    self._put(PartFrame(stream, seq, data))
 
     def _put(self, frame: ArchiveHeader | ArchiveFrame) -> None:
         self._file.write(pack(frame))
@@ -162,6 +187,15 @@ def calls_held_by(hive: Hive) -> list[CallRef]:
         saved = newest[0].step if newest else 0
         refs += (ref for step in engine.steps if step.done and step.batch.step > saved for ref in calls_of(step.batch))
     return refs
+
+
+def bodies_held_by(hive: Hive, subjects: Subjects) -> Iterator[tuple[Literal["ops", "trajectories"], str, BodyRef]]:
+    """Yield each body of an operation or a scored group that somebody may still need: stream, subject and place."""
+    for engine in hive.engines.values():
+        for name, model in engine.tenants.models.items():
+            yield from ((OPS, subjects.operation(engine.name, name), body) for body in model.needed())
+    for engine_name, body in hive.bodies_needed():
+        yield TRAJECTORIES, subjects.trajectory(engine_name), body
 
 
 def _tokenizers_of(hive: Hive) -> list[str]:

@@ -10,7 +10,6 @@ import msgspec
 
 from bombus.bus import BlobMissing, Bus, Stored
 from bombus.errors import Code, Refused
-from bombus.hive.records import CallRef
 from bombus.hive.state import Hive
 from bombus.replay.archive import FileSource, read_header
 from bombus.replay.export import export
@@ -59,7 +58,7 @@ async def archived_up_to(bus: Bus, folder: Path) -> int:
     stream = bus.subjects.events_stream
     state = await bus.state(stream)
     if state.first_seq <= newest.last <= state.last_seq:
-        if (await bus.get(stream, newest.last)).time_ns == read_header(newest.path).last_ns:
+        if (await bus.get(stream, newest.last)).written_ns == read_header(newest.path).last_ns:
             return newest.last
     elif newest.last < state.first_seq:
         return newest.last
@@ -76,7 +75,7 @@ async def archive_part(bus: Bus, folder: Path, base: tuple[Hive, int], last: int
     `OSError`.
     """
     ends = await bus.get(bus.subjects.events_stream, last)
-    part = _Part(BusSource(bus, "the log"), base, LogEnd(last, ends.time_ns))
+    part = _Part(BusSource(bus, "the log"), base, LogEnd(last, ends.written_ns))
     path = folder / f"{bus.subjects.hive}-{base[1] + 1:016d}-{last:016d}.bombuslog"
     await export(part, path, with_calls=False)
     return path
@@ -102,8 +101,8 @@ class _Part(Source):
         last = self._end.seq if until is None else min(until, self._end.seq)
         return self._whole.stored(max(after, self._base[1]), last)
 
-    async def bodies(self, refs: Sequence[CallRef]) -> list[bytes | None]:
-        return await self._whole.bodies(refs)
+    async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+        return await self._whole.messages(stream, seqs)
 
     async def blob(self, name: str) -> bytes:
         return await self._whole.blob(name)
@@ -137,8 +136,8 @@ class FolderSource(Source):
                 async for stored in part.stored(after, until):
                     yield stored
 
-    async def bodies(self, refs: Sequence[CallRef]) -> list[bytes | None]:
-        return [None] * len(refs)
+    async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+        return [None] * len(seqs)
 
     async def blob(self, name: str) -> bytes:
         raise BlobMissing(f"{self.title} has no object {name}: the archives of compactions have events alone")

@@ -3,17 +3,23 @@
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import Final
 
 import msgspec
 
 from bombus.bus import EPOCH, INBOX, Blobs, Bus, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
+from bombus.bus.streams import limited_streams
 from bombus.errors import BombusError, LogCorrupted
 from bombus.hive.events import AnyEvent
 from bombus.hive.records import CallRecord, CallRef, decode_record
 from bombus.hive.state import Hive, evolve
 
 RECORDS_AT_ONCE = 256
+# The streams of which a log names messages:
+CALLS: Final = "calls"
+OPS: Final = "ops"
+TRAJECTORIES: Final = "trajectories"
 
 ReadProgress = Callable[[int, int], None]  # called with the position that was reached and the end of the log
 
@@ -23,7 +29,7 @@ class NotOnLog(BombusError):
 
 
 class Logged(msgspec.Struct, frozen=True):
-    """An event and its message's headers. `time_ns` is the server's clock; `answers` is an inbox sequence (R2)."""
+    """An event and its message's headers. `time_ns` is when it was written; `answers` is an inbox sequence (R2)."""
 
     seq: int
     time_ns: int
@@ -58,8 +64,12 @@ class Source(ABC):
         """Yield the messages of the events after `after`, up to and including `until` (default: the end), in order."""
 
     @abstractmethod
+    async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+        """Return what `CALLS`, `OPS` or `TRAJECTORIES` has at these places, in their order; None for what is gone."""
+
     async def bodies(self, refs: Sequence[CallRef]) -> list[bytes | None]:
         """Return what is stored where these calls were, in their order; None for each that is gone."""
+        return await self.messages(CALLS, [ref.seq for ref in refs])
 
     @abstractmethod
     async def blob(self, name: str) -> bytes:
@@ -110,7 +120,7 @@ def logged(stored: Stored) -> Logged:
     """Decode a message of the log. Raises `LogCorrupted` for an event that this version cannot read."""
     headers = stored.headers
     epoch, answers = int(headers.get(EPOCH, 0)), int(headers.get(INBOX, 0))
-    return Logged(stored.seq, stored.time_ns, read_event(stored), epoch, answers)
+    return Logged(stored.seq, stored.written_ns, read_event(stored), epoch, answers)
 
 
 async def state_at(source: Source, seq: int) -> Hive:
@@ -161,7 +171,7 @@ class BusSource(Source):
     async def end(self) -> LogEnd:
         if self._end is None:
             newest = await self.bus.last(self.bus.subjects.events_stream)
-            self._end = LogEnd(newest.seq, newest.time_ns) if newest else LogEnd((await self.base())[1], 0)
+            self._end = LogEnd(newest.seq, newest.written_ns) if newest else LogEnd((await self.base())[1], 0)
         return self._end
 
     async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
@@ -175,16 +185,16 @@ class BusSource(Source):
                 if stored.seq >= last:
                     return
 
-    async def bodies(self, refs: Sequence[CallRef]) -> list[bytes | None]:
-        stream = self.bus.subjects.calls_stream
+    async def messages(self, stream: str, seqs: Sequence[int]) -> list[bytes | None]:
+        name = limited_streams(self.bus.subjects)[stream]
         try:
-            return [stored.data for stored in await self.bus.get_many(stream, [ref.seq for ref in refs])]
+            return [stored.data for stored in await self.bus.get_many(name, seqs)]
         except LogCorrupted:  # at least one of them is gone: read each on its own
-            return [await self._body(ref.seq) for ref in refs]
+            return [await self._message(name, seq) for seq in seqs]
 
-    async def _body(self, seq: int) -> bytes | None:
+    async def _message(self, stream: str, seq: int) -> bytes | None:
         try:
-            return (await self.bus.get(self.bus.subjects.calls_stream, seq)).data
+            return (await self.bus.get(stream, seq)).data
         except LogCorrupted:
             return None
 

@@ -187,7 +187,10 @@ class LogCheck:
         if stored.seq != self.position + 1:
             raise LogCorrupted(f"event {self.position + 1} is missing: the next one is {stored.seq}")
         event = read_event(stored)
-        epoch, answered = int(stored.headers[EPOCH]), int(stored.headers[INBOX])
+        try:
+            epoch, answered = int(stored.headers[EPOCH]), int(stored.headers[INBOX])
+        except (KeyError, ValueError) as error:
+            raise LogCorrupted(f"event {stored.seq} does not say its epoch and what it answers ({error!r})") from error
         if answered != self._answered:
             self.check_joint()
         if why := operations.why_out_of_order(self.hive, event) or scored.why_out_of_order(self.hive, event):

@@ -1,0 +1,247 @@
+"""Making a hive of an exported log: what it had at each sequence is there again, so that all references hold (R6)."""
+
+import asyncio
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from bombus.bus import Blobs, Bus, EmbeddedServer, PubAck, snapshots
+from bombus.bus.follow import read_event
+from bombus.bus.headers import EXPECTED_LAST, INBOX, MSG_ID, TIME
+from bombus.bus.server import lock_folder
+from bombus.bus.streams import limited_streams
+from bombus.config.streams import StreamLimits
+from bombus.errors import LogCorrupted
+from bombus.hive.events import kind_of
+from bombus.hive.records import decode_record
+from bombus.hive.state import Hive, evolve
+from bombus.private import private_folder
+from bombus.replay import upkeep
+from bombus.replay.archive import FileSource
+from bombus.replay.export import bodies_held_by, calls_held_by, calls_of
+from bombus.replay.running import BadUsage
+from bombus.replay.source import CALLS, OPS, RECORDS_AT_ONCE, TRAJECTORIES
+
+DRAFT = ".nats-import"
+IN_FLIGHT_MAX = 1_000
+SKIPPED_AT_ONCE = 100_000
+NOBODY = "-"  # no engine has this name
+_SUBJECT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+
+ImportProgress = Callable[[str, int, int], None]  # called with what is done, a position, and the last one
+
+
+async def import_log(source: FileSource, data: Path, limits: StreamLimits, progress: ImportProgress) -> upkeep.Verified:
+    """Make the hive of an exported log in a data folder that has no log, and verify it. It appears once it is complete.
+
+    Raises `BadUsage` when the folder has a log, `LogCorrupted` for a file that is damaged or lacks what its hive still
+    needs, `NewerEvent` for one of a newer release, `BusUnavailable`, `OSError`.
+    """
+    place = data / "nats"
+    if place.exists():
+        raise BadUsage(
+            f"{data} has a log already, and an import replaces nothing: name a new folder with --data, or move {place} "
+            "away first"
+        )
+    log = await _read(source, partial(progress, "reading event"))
+    async with _drafted(place) as draft, _serving(draft, source.hive) as bus:
+        await bus.ensure_streams(limits)
+        await _Writer(source, bus, log).write(progress)
+        return await upkeep.verify(bus, partial(progress, "verifying event"))
+
+
+class _ReadLog(msgspec.Struct):
+    """What an exported log folds to. It begins after event `base`; `last_call` is the last place of a call in it."""
+
+    hive: Hive
+    base: int
+    last_call: int
+
+    @property
+    def last_parts(self) -> dict[str, int]:
+        """Return for each stream of bodies the place up to which some of its messages may be purged."""
+        of_models = [below for engine in self.hive.engines.values() for below in engine.tenants.released.values()]
+        released = {OPS: max([self.hive.released, *of_models]), TRAJECTORIES: self.hive.trajectories_released}
+        return {stream: below - 1 for stream, below in released.items()}
+
+
+async def _read(source: FileSource, progress: Callable[[int, int], None]) -> _ReadLog:
+    """Fold the log, and check that the file has the calls that are still needed, before anything is written."""
+    hive, base = await source.base()
+    end = (await source.end()).seq
+    seqs = [ref.seq for ref in calls_held_by(hive)] + [engine.newest_call for engine in hive.engines.values()]
+    last_call = max(seqs, default=0)
+    async with aclosing(source.events(base)) as events:
+        async for entry in events:
+            evolve(hive, entry.event)
+            last_call = max([last_call, *(ref.seq for ref in calls_of(entry.event))])
+            progress(entry.seq, end)
+    held = calls_held_by(hive)
+    for start in range(0, len(held), RECORDS_AT_ONCE):
+        await source.records(held[start : start + RECORDS_AT_ONCE])
+    return _ReadLog(hive, base, last_call)
+
+
+# ---- the folder ---------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _drafted(folder: Path) -> AsyncIterator[Path]:
+    """Yield the name of a folder that becomes `folder` if all goes well, and is removed otherwise.
+
+    What an import that was killed has left is removed first. Raises `BusUnavailable` while another one is at work.
+    """
+    made = not folder.parent.exists()
+    draft = private_folder(folder.parent) / DRAFT
+    if draft.exists():
+        lock_folder(draft).close()
+        shutil.rmtree(draft)
+    try:
+        yield draft
+        await asyncio.to_thread(os.sync)
+        draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if made:
+            with suppress(OSError):  # where all went well it is not empty
+                folder.parent.rmdir()
+
+
+@asynccontextmanager
+async def _serving(folder: Path, hive: str) -> AsyncIterator[Bus]:
+    server = EmbeddedServer(folder)
+    try:
+        await asyncio.to_thread(server.start)
+        async with await Bus.connect(server.url, hive, name="import") as bus:
+            yield bus
+    finally:
+        server.stop()
+
+
+# ---- the streams --------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes all streams of a hive. The events are the last: those before them are what they name."""
+
+    def __init__(self, source: FileSource, bus: Bus, log: _ReadLog) -> None:
+        self._source = source
+        self._bus = bus
+        self._log = log
+
+    async def write(self, progress: ImportProgress) -> None:
+        for name, body in self._source.all_blobs():
+            await Blobs(self._bus).put(name, body)
+        if self._source.header.base:
+            await snapshots.store(self._bus, self._source.header.base, self._log.base)
+        await self._write_calls(partial(progress, "writing call"))
+        await self._write_bodies()
+        answered = await self._write_events(partial(progress, "writing event"))
+        # The inbox goes on after the last message that was answered, as if it was trimmed up to there.
+        await self._bus.purge_below(self._bus.subjects.inbox_stream, answered + 1)
+
+    async def _write_calls(self, progress: Callable[[int, int], None]) -> None:
+        subjects, end = self._bus.subjects, self._log.last_call
+        async with _writing(self._bus, subjects.calls_stream, subjects.call(NOBODY, ""), end) as stream:
+            for seq, body in self._source.all_messages(CALLS):
+                record = decode_record(body)
+                await stream.put(seq, subjects.call(record.engine, record.episode), body, {MSG_ID: record.id})
+                progress(seq, end)
+
+    async def _write_bodies(self) -> None:
+        """Write the bodies of operations and scored groups that somebody may still need."""
+        subjects = self._bus.subjects
+        skipped = {OPS: subjects.operation(NOBODY, ""), TRAJECTORIES: subjects.trajectory(NOBODY)}
+        held = list(bodies_held_by(self._log.hive, subjects))
+        for name, end in self._log.last_parts.items():
+            wanted = {seq: subject for stream, subject, body in held if stream == name for seq in body.seqs}
+            async with _writing(self._bus, limited_streams(subjects)[name], skipped[name], end) as writer:
+                for seq, body in self._source.all_messages(name):
+                    if seq in wanted:
+                        await writer.put(seq, wanted[seq], body, {MSG_ID: f"import.{seq}"})
+
+    async def _write_events(self, progress: Callable[[int, int], None]) -> int:
+        """Write the events, and return which message of the inbox the last one answers."""
+        subjects, answered, end = self._bus.subjects, 0, (await self._source.end()).seq
+        async with (
+            _writing(self._bus, subjects.events_stream, subjects.event(NOBODY, NOBODY), end) as stream,
+            aclosing(self._source.in_order(self._log.base)) as events,
+        ):
+            async for stored in events:
+                own = {name: value for name, value in stored.headers.items() if not name.startswith("Nats-")}
+                headers = {MSG_ID: stored.headers.get(MSG_ID, f"import.{stored.seq}"), TIME: str(stored.written_ns)}
+                event = read_event(stored)
+                await stream.put(stored.seq, subjects.event(event.engine, kind_of(event)), stored.data, own | headers)
+                answered = int(stored.headers.get(INBOX, 0))
+                progress(stored.seq, end)
+        return answered
+
+
+@asynccontextmanager
+async def _writing(bus: Bus, stream: str, skipped: str, end: int) -> AsyncIterator["_StreamWriter"]:
+    """Yield what writes into an empty stream. It goes on after `end` then, or after what was written."""
+    writer = _StreamWriter(bus, stream, skipped)
+    try:
+        yield writer
+        await writer.skip_to(end + 1)
+        await writer.flush()
+    finally:
+        writer.forget()
+
+
+class _StreamWriter:
+    """Writes messages into an empty stream, each at a place of its own. Places in between stay empty.
+
+    To get there, messages are stored on the subject `skipped`, and removed again.
+    """
+
+    def __init__(self, bus: Bus, stream: str, skipped: str) -> None:
+        self._bus = bus
+        self._stream = stream
+        self._skipped = skipped
+        self._next = 1
+        self._sent: deque[asyncio.Future[PubAck]] = deque()
+
+    async def put(self, seq: int, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
+        """Write a message. Raises `LogCorrupted` for a subject that cannot be, and where `seq` is taken."""
+        if not _SUBJECT.fullmatch(subject):
+            raise LogCorrupted(f"message {seq} is of an engine that cannot be: its subject would be {subject!r}")
+        await self.skip_to(seq)
+        if seq != self._next:
+            raise LogCorrupted(f"message {seq} on {subject} comes twice")
+        await self._send(subject, body, headers)
+
+    async def skip_to(self, seq: int) -> None:
+        """Leave the places before `seq` empty."""
+        if self._next == 1 and seq > 1:
+            await self._bus.purge_below(self._stream, seq)  # an empty stream begins there then
+            self._next = seq
+        while self._next < seq:
+            await self._send(self._skipped, b"", {MSG_ID: f"skipped.{self._next}"})
+            if self._next % SKIPPED_AT_ONCE == 0:
+                await self.flush()
+
+    async def flush(self) -> None:
+        """Wait until all is stored, and remove what was skipped."""
+        while self._sent:
+            await self._sent.popleft()
+        await self._bus.purge_below(self._stream, self._next, self._skipped)
+
+    def forget(self) -> None:
+        """Do not wait for anything any more."""
+        for ack in self._sent:
+            ack.cancel()
+
+    async def _send(self, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
+        fenced = {**headers, EXPECTED_LAST: str(self._next - 1)}
+        self._sent.append(await self._bus.publisher.submit_once(subject, body, msg_id=headers[MSG_ID], headers=fenced))
+        self._next += 1
+        if len(self._sent) > IN_FLIGHT_MAX:
+            await self._sent.popleft()
