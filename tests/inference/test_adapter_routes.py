@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from bombus.hive.generation import Generate, encode_request
+from bombus.host.advertising import url_of
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_inference.backends.openai.backend import OpenAIBackend
@@ -19,7 +20,6 @@ from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.torch.backend import TorchBackend
 from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.server import App, MakeBackend
-from bombus_inference.service import url_of
 from bombus_inference.settings import ComputeSettings, OpenAISettings, ServerSettings, VllmSettings
 from tests.inference.backends.small_adapters import address_of, random_adapter, with_merged, write_adapter
 from tests.inference.backends.small_engines import CONTEXT, llama, request, save, worst_difference

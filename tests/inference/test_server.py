@@ -12,6 +12,7 @@ import pytest
 
 from bombus.errors import EngineFault
 from bombus.hive.generation import CONTENT_TYPE, Fault, FrameReader, Generate, encode_request
+from bombus.host.advertising import url_of
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_inference.backends.protocol import UNLOADED
@@ -19,7 +20,6 @@ from bombus_inference.backends.torch.backend import TorchBackend
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.thread import EngineThread
 from bombus_inference.server import BODY_BYTES_MAX, App
-from bombus_inference.service import url_of
 from bombus_inference.settings import ComputeSettings, ServerSettings
 from tests.inference.backends.small_engines import Answer, another, engine_for, finish, llama, request
 from tests.patience import until

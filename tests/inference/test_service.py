@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from bombus.bus import Bus, Reader
 from bombus.config.job import RunConfig
+from bombus.errors import Refused
 from bombus.hive import events as ev
 from bombus.hive.generation import FrameReader, encode_request
 from bombus.hive.inbox import AnyMessage, LoadBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
 from bombus_inference import cli, service
-from bombus_inference.settings import ComputeSettings, InferenceSettings
+from bombus_inference.settings import ComputeSettings, InferenceSettings, ServerSettings
 from bombus_trainer.publish.directories import remove_others
 from tests.inference.backends.small_engines import Answer, another, llama, request, worst_difference
 from tests.patience import PATIENCE_S
@@ -114,6 +115,27 @@ async def ask(bus: Bus, url: str, run: int, prompt: list[int]) -> Answer:
     for frame in FrameReader().feed(response.content):
         answer.take(frame)
     return answer
+
+
+async def test_a_replica_at_every_address_says_by_which_it_is_reached(
+    coordinator: FakeCoordinator, nats_url: str, hive: str
+) -> None:
+    everywhere = InferenceSettings(
+        hive=hive,
+        bus_url=nats_url,
+        replica="r1",
+        alive_every_s=0.05,
+        compute=COMPUTE,
+        http=ServerSettings(host="0.0.0.0"),
+    )
+    refused = r"0\.0\.0\.0:\d+ stands for every address.*give --advertise-url http://HOST:\d+, or"
+    with pytest.raises(Refused, match=refused):
+        await service.run(everywhere)
+    running = asyncio.create_task(service.run(everywhere.model_copy(update={"advertise_url": "http://worker-3:8000"})))
+    assert (await coordinator.receive(ReplicaAlive)).url == "http://worker-3:8000"
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
 
 
 async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(

@@ -11,12 +11,13 @@ from bombus import telemetry
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
-from bombus.errors import BusUnavailable, EngineFault
+from bombus.errors import BusUnavailable, Code, EngineFault, Refused
 from bombus.hive.events import ReplicaQuarantined, WeightsReady
 from bombus.hive.generation import replica_key
 from bombus.hive.inbox import LoadBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.subjects import SIGNING_SECRET
+from bombus.host.advertising import url_for_others, url_of
 from bombus.host.host_names import OwnHostsOnly, host_of
 from bombus.host.http_limits import HttpLimits
 from bombus.host.http_server import http_server
@@ -285,18 +286,28 @@ class ReplicaService:
             await asyncio.sleep(self._settings.alive_every_s)
 
 
-def url_of(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+async def advertised_url(bus: Bus, settings: InferenceSettings, bound: socket.socket) -> str:
+    """Return the address by which gateways reach this replica. Raises `Refused` where nothing says which."""
+    url = settings.advertise_url or url_of(bound)
+    own = await bus.own_address()
+    reached = url_for_others(url, own)
+    if not reached:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"{url} stands for every address of this machine, and the connection to the bus, which comes from {own}, "
+            "does not show by which of them gateways reach this replica: give --advertise-url "
+            f"http://HOST:{bound.getsockname()[1]}, or listen at one address with --host",
+        )
+    return reached
 
 
 async def run(settings: InferenceSettings) -> None:
     """Serve an engine of a hive until cancelled. Raises `BusUnavailable` without a bus, or what broke the engine."""
     telemetry.configure("inference")
     bound = listen(settings.http.host, settings.http.port)
-    url = settings.advertise_url or url_of(bound)
     async with await Bus.connect(settings.bus_url, settings.hive, name=f"inference-{settings.engine}") as bus:
         await bus.until_streams_exist()
+        url = await advertised_url(bus, settings, bound)
         key = replica_key(await bus.secret(SIGNING_SECRET))
         replica = ReplicaService(bus, settings, url)
         try:

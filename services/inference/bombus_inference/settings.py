@@ -205,9 +205,9 @@ class InferenceSettings(BaseModel):
         default="torch", description="torch in this process, vLLM as a child of it, or an external server"
     )
     http: ServerSettings = ServerSettings()
-    advertise_url: Annotated[str, Flag(metavar="URL", default="where it listens")] = Field(
-        default="", description="how gateways reach it, such as http://10.0.0.7:8000"
-    )
+    advertise_url: Annotated[
+        str, Flag(metavar="URL", default="where it listens; at every address, the one from which it reaches the bus")
+    ] = Field(default="", description="how gateways reach it, such as http://10.0.0.7:8000")
     replica: Annotated[str, Flag(metavar="NAME", default="a new name")] = Field(
         default="", description="its name on the log"
     )

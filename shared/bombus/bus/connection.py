@@ -207,6 +207,19 @@ class Bus:
             return encode_answer(Refusal(position=answer.position, code=refused.code, why=refused.why))
         return body
 
+    async def own_address(self) -> str:
+        """Return the address from which this machine reaches the bus. Raises `BusUnavailable`."""
+        server = self._client.connected_url
+        if server is None:
+            raise BusUnavailable("the bus is not connected")
+        try:
+            async with asyncio.timeout(LOOK_S):
+                _, writer = await asyncio.open_connection(server.hostname, server.port or DEFAULT_PORT)
+        except OSError as error:
+            raise BusUnavailable(f"the bus cannot be reached at {server.hostname}: {error}") from error
+        writer.close()
+        return str(writer.get_extra_info("sockname")[0])
+
     # ---- streams ----------------------------------------------------------------------------------------------
 
     async def ensure_streams(self, limits: StreamLimits = AS_THEY_ARE) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import secrets
+import socket
 from collections.abc import Callable
 
 import msgspec
@@ -14,6 +15,7 @@ from bombus.bus.requests import ApiCall
 from bombus.bus.streams import lease_stream
 from bombus.bus.wire import decode_info
 from bombus.errors import BusUnavailable
+from bombus.host.advertising import url_for_others
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +40,16 @@ class ShownServer(msgspec.Struct, frozen=True, kw_only=True):
 async def announce(counts: Callable[[], dict[str, int]], nats: str, hive: str, url: str) -> None:
     """Write how many slots are leased to the bus, again and again, until cancelled.
 
+    A server that listens at every address is shown at the one from which the bus is reached, or by its machine's name.
     The bus is for show: without it the server goes on, and its slots stay leases all the same.
     """
     name = secrets.token_hex(6)
     while True:
         try:
             async with await Bus.connect(nats, hive, name="env") as bus:
+                shown = url_for_others(url, await bus.own_address()) or url_for_others(url, socket.gethostname())
                 while True:
-                    await show(bus, name, ShownServer(url=url, **counts()))
+                    await show(bus, name, ShownServer(url=shown, **counts()))
                     await asyncio.sleep(RENEW_S)
         except (BusUnavailable, ServerRefused) as error:
             log.warning("the bus does not show this server's slots: %s", error)

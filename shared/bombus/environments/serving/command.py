@@ -18,6 +18,7 @@ from bombus.environments.serving.server import EnvironmentServer
 from bombus.environments.serving.settings import SLOTS_MAX, ServingSettings
 from bombus.environments.variables import number_of
 from bombus.errors import Code, Refused
+from bombus.host.advertising import url_of
 from bombus.host.host_names import is_loopback
 from bombus.host.process import listen, run_service
 from bombus.terminal import say
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         host_names=tuple(arguments.host_name or ()),
     )
     bound = listen(arguments.host, arguments.port)
-    url = f"http://{arguments.host}:{bound.getsockname()[1]}"
+    url = url_of(bound)
     beside = [lambda server: announce(server.counts, arguments.nats, arguments.hive, url)] if arguments.nats else []
 
     def ready(server: EnvironmentServer) -> None:
