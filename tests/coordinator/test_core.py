@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from bombus.errors import Code
@@ -224,6 +225,21 @@ def test_a_waiting_claim_is_refused_when_its_slice_is_over() -> None:
     assert waiting.id not in harness.answers
     harness.tick(after_s=1)
     refused(harness.answers[waiting.id], Code.NO_EPISODES)
+
+
+def test_a_claim_that_is_sent_again_without_a_wait_ends_its_wait() -> None:
+    harness = CoreHarness()
+    harness.boot(max_open_claims=1)
+    (episode,) = harness.claim()
+    waiting = harness.claim_message(wait_s=2)
+    harness.send(waiting)
+    given_up = msgspec.structs.replace(waiting, id="again", wait_s=0.0)
+    harness.send(given_up)
+    for message in (waiting, given_up):
+        refused(harness.answers[message.id], Code.NO_EPISODES)
+    harness.call(episode)
+    harness.end(episode)
+    assert not harness.engine.open, "nobody waits for it any more"
 
 
 def test_r13_claims_are_fair_between_a_greedy_client_and_a_modest_one() -> None:

@@ -29,7 +29,7 @@ class Plain:
         found = self.claims.get(claim.claim)
         if found is not None:
             found.commands.append(claim.id)
-            found.until_ns = max(found.until_ns, until_ns)
+            found.until_ns = max(found.until_ns, until_ns) if until_ns > now_ns else now_ns
             return
         asked = min(claim.first_asked_ns or now_ns, now_ns)
         self.claims[claim.claim] = Waiting(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
@@ -17,7 +18,7 @@ from bombus import AsyncSwarmClient, Credentials, EpisodesFailed, InfraError, Jo
 from bombus.bus import Bus
 from bombus.hive.episodes import without_secret
 from bombus.hive.events import AbortReason
-from bombus.hive.inbox import Claim, Touch
+from bombus.hive.inbox import AnyMessage, Claim, Touch
 from bombus.hive.state import Phase
 from bombus.host.hive_keys import HiveKeys
 from bombus.sdk import running, threads, transport
@@ -528,8 +529,8 @@ async def test_many_threads_share_a_client(url: str, played: PlayedHive) -> None
 
 
 PROGRAM = """
-import faulthandler, sys, time
-from bombus import SwarmClient, Task, WorkflowOutput
+import asyncio, faulthandler, sys, time
+from bombus import AsyncSwarmClient, SwarmClient, Task, WorkflowOutput
 
 faulthandler.enable()
 client = SwarmClient(sys.argv[1], verbose=False)
@@ -542,8 +543,16 @@ def play(task):
 def play_group(task):
     client.run_group(task, lambda task, credentials: time.sleep(3600), 2, discard_episode_timeout=3600)
 
+async def claim():
+    async with AsyncSwarmClient(sys.argv[1], verbose=False) as client:
+        await client.begin_episode()
+
 tasks = [Task(task_id=str(number)) for number in range(4)]
 match sys.argv[2]:
+    case "one":
+        client.begin_episode()
+    case "async":
+        asyncio.run(claim())
     case "all":
         client.run_episodes_until_all_complete(tasks, play)
     case "group":
@@ -585,13 +594,24 @@ async def test_ctrl_c_ends_a_program_whose_agents_are_at_work_and_gives_up_their
     assert {closed.aborted for closed in played.engine.closed.values()} == {AbortReason.CLIENT}
 
 
-async def test_ctrl_c_ends_a_program_whose_claims_wait(played: PlayedHive, url: str) -> None:
+async def test_ctrl_c_ends_a_program_whose_claims_wait_at_once_and_their_wait_too(played: PlayedHive, url: str) -> None:
     held = [(await played.claim())["episode_uuid"] for _ in range(8)]
-    process = await program(url, "all")
-    await played.until_received(lambda message: isinstance(message, Claim) and message.client != "c1")
-    await interrupted(process)
+    processes = [await program(url, what) for what in ("one", "async", "all")]
+    waiting: set[str] = set()
+
+    def all_wait(message: AnyMessage) -> bool:
+        if isinstance(message, Claim) and message.client != "c1":
+            waiting.add(message.claim)
+        return len(waiting) == 6  # four of them are of threads
+
+    await played.until_received(all_wait)
+    began = time.monotonic()
+    await asyncio.gather(*map(interrupted, processes))
+    assert time.monotonic() - began < threads.LEAVE_S, "no thread is waited for"
     await played.post("/abort_episodes", {"client_uuid": "c1", "episode_uuids": held})
-    await played.gateway.follower.wait_for(lambda _: not played.engine.open, PATIENCE_S)
+    await played.claim()
+    assert [episode.client for episode in played.engine.open.values()] == ["c1"]
+    assert {closed.client for closed in played.engine.closed.values()} == {"c1"}, "whoever has gone was given none"
 
 
 async def test_a_group_that_is_cancelled_while_the_hive_is_away_ends_at_once(url: str) -> None:

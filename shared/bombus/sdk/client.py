@@ -68,6 +68,7 @@ class SwarmClient:
         self._core = HiveCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
         options = transport.client_options(self.server_url, engine, key)
         self._http = httpx.Client(transport=transport_, **options)
+        self._connections = transport.OpenConnections()
         self._heartbeat = Heartbeat(self._core, options) if transport_ is None else None
         if self._heartbeat is not None:
             self._core.on_claimed = self._heartbeat.begin
@@ -127,7 +128,8 @@ class SwarmClient:
     def _send(self, request: ServerRequest) -> ServerReply | NoReply:
         with telemetry.span("sdk.request", path=request.path):
             try:
-                response = self._http.request(**transport.request_options(request))
+                extensions = {"trace": self._connections.note}
+                response = self._http.request(**transport.request_options(request), extensions=extensions)
             except httpx.RequestError as error:
                 return transport.no_reply(self._http.base_url, error)
         return transport.reply_of(response)
@@ -514,6 +516,7 @@ class SwarmClient:
         except BaseException:
             agents.interruption.tell()
             if not agents.is_inner:
+                self._connections.end()
                 self._give_up(agents.interruption)
                 agents.leave()
                 self._give_up(agents.interruption)  # what a thread had just claimed

@@ -1,8 +1,12 @@
 """What both drivers share: an `ServerRequest` as an httpx request, and an httpx response as an `ServerReply`."""
 
 import os
+import socket
 import ssl
+import threading
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -15,6 +19,7 @@ from bombus.sdk.core import NoReply, ServerReply, ServerRequest
 
 CONNECTIONS_MAX = 512
 CONNECT_S = 10.0
+_CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 
 
 def address(server_url: str, api_key: str | None, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
@@ -57,6 +62,27 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
 def _certificates(trusts_environment: bool) -> ssl.SSLContext:
     """Return what checks certificates. It takes 25 ms to make, so one is for all clients, and for their heartbeats."""
     return httpx.create_ssl_context(trust_env=trusts_environment)
+
+
+class OpenConnections:
+    """The connections of a client, which whoever interrupts it can end: no thread goes on waiting for a reply then."""
+
+    def __init__(self) -> None:
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def note(self, event: str, facts: Mapping[str, Any]) -> None:
+        """Learn of a connection from httpx, which calls this at each step of a request (its extension `trace`)."""
+        if event in _CONNECTED:
+            with self._lock:
+                self._sockets.add(facts["return_value"].get_extra_info("socket"))
+
+    def end(self) -> None:
+        """End all of them. Requests that come later make new ones."""
+        with self._lock:
+            for each in self._sockets:
+                with suppress(OSError):  # it has ended already
+                    each.shutdown(socket.SHUT_RDWR)
 
 
 def request_options(request: ServerRequest) -> dict[str, Any]:

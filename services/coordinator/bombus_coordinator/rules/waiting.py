@@ -161,7 +161,8 @@ class Queue:
         return Place(self.held_by(waiting.share).total, waiting.first_asked_ns, waiting.claim.claim)
 
     def add(self, claim: Claim, now_ns: int, until_ns: int, elsewhere: int = 0) -> None:
-        """Let a claim wait until a time. One that waits already goes on waiting. Raises `Refused` for one too many.
+        """Let a claim wait until a time. One that waits already goes on waiting, unless that time is now: whoever is
+        interrupted ends its wait so. Raises `Refused` for one too many.
 
         `elsewhere` is how many claims of its share wait for the same engine in other queues.
         """
@@ -169,7 +170,7 @@ class Queue:
         if waiting is not None:
             waiting.commands.append(claim.id)
             self._ends.remove((waiting.until_ns, claim.claim))
-            waiting.until_ns = max(waiting.until_ns, until_ns)
+            waiting.until_ns = max(waiting.until_ns, until_ns) if until_ns > now_ns else now_ns
         else:
             self._check_room(claim, elsewhere)
             waiting = Waiting(
