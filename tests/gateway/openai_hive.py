@@ -146,9 +146,13 @@ class ScriptedReplica:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
-            for writer in [*self._open]:
-                writer.transport.abort()
+            self.drop()
             await self._server.wait_closed()
+
+    def drop(self) -> None:
+        """Break all connections."""
+        for writer in [*self._open]:
+            writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1

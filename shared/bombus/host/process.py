@@ -15,6 +15,7 @@ from typing import Any
 
 from bombus import task_groups
 from bombus.errors import BombusError, Code, Refused
+from bombus.host import open_files
 from bombus.host.watchdog import keep_alive
 
 TERMINATED = 143  # the exit code that a shell reports of a program that SIGTERM has ended
@@ -111,7 +112,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _until_signal(service: Coroutine[Any, Any, None]) -> None:
     task = asyncio.ensure_future(service)
-    alive = asyncio.ensure_future(keep_alive())
+    beside = [asyncio.ensure_future(each) for each in (keep_alive(), open_files.watch())]
     loop = asyncio.get_running_loop()
     stopped: list[signal.Signals] = []
 
@@ -127,7 +128,8 @@ async def _until_signal(service: Coroutine[Any, Any, None]) -> None:
         if not stopped:
             raise
     finally:
-        alive.cancel()
+        for each in beside:
+            each.cancel()
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
