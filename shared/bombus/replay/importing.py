@@ -27,7 +27,7 @@ from bombus.replay import upkeep
 from bombus.replay.archive import FileSource
 from bombus.replay.export import bodies_held_by, calls_held_by, calls_of
 from bombus.replay.running import BadUsage
-from bombus.replay.source import CALLS, OPS, RECORDS_AT_ONCE, TRAJECTORIES
+from bombus.replay.source import CALLS, OPS, RECORDS_AT_ONCE, TRAJECTORIES, ReadProgress
 
 DRAFT = ".nats-import"
 IN_FLIGHT_MAX = 1_000
@@ -72,7 +72,7 @@ class _ReadLog(msgspec.Struct):
         return {stream: below - 1 for stream, below in released.items()}
 
 
-async def _read(source: FileSource, progress: Callable[[int, int], None]) -> _ReadLog:
+async def _read(source: FileSource, progress: ReadProgress) -> _ReadLog:
     """Fold the log, and check that the file has the calls that are still needed, before anything is written."""
     hive, base = await source.base()
     end = (await source.end()).seq
@@ -142,36 +142,35 @@ class _Writer:
         if self._source.header.base:
             await snapshots.store(self._bus, self._source.header.base, self._log.base)
         await self._write_calls(partial(progress, "writing call"))
-        await self._write_bodies()
+        await self._write_bodies(partial(progress, "writing body"))
         answered = await self._write_events(partial(progress, "writing event"))
         # The inbox goes on after the last message that was answered, as if it was trimmed up to there.
         await self._bus.purge_below(self._bus.subjects.inbox_stream, answered + 1)
 
-    async def _write_calls(self, progress: Callable[[int, int], None]) -> None:
+    async def _write_calls(self, progress: ReadProgress) -> None:
         subjects, end = self._bus.subjects, self._log.last_call
-        async with _writing(self._bus, subjects.calls_stream, subjects.call(NOBODY, ""), end) as stream:
+        async with _writing(self._bus, subjects.calls_stream, subjects.call(NOBODY, ""), end, progress) as stream:
             for seq, body in self._source.all_messages(CALLS):
                 record = decode_record(body)
                 await stream.put(seq, subjects.call(record.engine, record.episode), body, {MSG_ID: record.id})
-                progress(seq, end)
 
-    async def _write_bodies(self) -> None:
+    async def _write_bodies(self, progress: ReadProgress) -> None:
         """Write the bodies of operations and scored groups that somebody may still need."""
         subjects = self._bus.subjects
         skipped = {OPS: subjects.operation(NOBODY, ""), TRAJECTORIES: subjects.trajectory(NOBODY)}
         held = list(bodies_held_by(self._log.hive, subjects))
         for name, end in self._log.last_parts.items():
             wanted = {seq: subject for stream, subject, body in held if stream == name for seq in body.seqs}
-            async with _writing(self._bus, limited_streams(subjects)[name], skipped[name], end) as writer:
+            async with _writing(self._bus, limited_streams(subjects)[name], skipped[name], end, progress) as writer:
                 for seq, body in self._source.all_messages(name):
                     if seq in wanted:
                         await writer.put(seq, wanted[seq], body, {MSG_ID: f"import.{seq}"})
 
-    async def _write_events(self, progress: Callable[[int, int], None]) -> int:
+    async def _write_events(self, progress: ReadProgress) -> int:
         """Write the events, and return which message of the inbox the last one answers."""
         subjects, answered, end = self._bus.subjects, 0, (await self._source.end()).seq
         async with (
-            _writing(self._bus, subjects.events_stream, subjects.event(NOBODY, NOBODY), end) as stream,
+            _writing(self._bus, subjects.events_stream, subjects.event(NOBODY, NOBODY), end, progress) as stream,
             aclosing(self._source.in_order(self._log.base)) as events,
         ):
             async for stored in events:
@@ -180,14 +179,15 @@ class _Writer:
                 event = read_event(stored)
                 await stream.put(stored.seq, subjects.event(event.engine, kind_of(event)), stored.data, own | headers)
                 answered = int(stored.headers.get(INBOX, 0))
-                progress(stored.seq, end)
         return answered
 
 
 @asynccontextmanager
-async def _writing(bus: Bus, stream: str, skipped: str, end: int) -> AsyncIterator["_StreamWriter"]:
+async def _writing(
+    bus: Bus, stream: str, skipped: str, end: int, progress: ReadProgress
+) -> AsyncIterator["_StreamWriter"]:
     """Yield what writes into an empty stream. It goes on after `end` then, or after what was written."""
-    writer = _StreamWriter(bus, stream, skipped)
+    writer = _StreamWriter(bus, stream, skipped, lambda position: progress(position, end))
     try:
         yield writer
         await writer.skip_to(end + 1)
@@ -202,7 +202,8 @@ class _StreamWriter:
     To get there, messages are stored on the subject `skipped`, and removed again.
     """
 
-    def __init__(self, bus: Bus, stream: str, skipped: str) -> None:
+    def __init__(self, bus: Bus, stream: str, skipped: str, progress: Callable[[int], None]) -> None:
+        self._progress = progress
         self._bus = bus
         self._stream = stream
         self._skipped = skipped
@@ -242,6 +243,7 @@ class _StreamWriter:
     async def _send(self, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
         fenced = {**headers, EXPECTED_LAST: str(self._next - 1)}
         self._sent.append(await self._bus.publisher.submit_once(subject, body, msg_id=headers[MSG_ID], headers=fenced))
+        self._progress(self._next)
         self._next += 1
         if len(self._sent) > IN_FLIGHT_MAX:
             await self._sent.popleft()
