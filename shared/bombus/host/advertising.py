@@ -1,8 +1,9 @@
 """The address by which a service says that others reach it."""
 
-import ipaddress
 import socket
 from urllib.parse import urlsplit
+
+from bombus.host.host_names import address_of
 
 
 def url_of(bound: socket.socket) -> str:
@@ -18,7 +19,7 @@ def url_for_others(url: str, own: str) -> str:
     reach it: it is loopback's, or IPv6's where only IPv4 is listened at.
     """
     parts = urlsplit(url)
-    listens_at, mine = _address(parts.hostname or ""), _address(own)
+    listens_at, mine = address_of(parts.hostname or ""), address_of(own)
     if listens_at is None or not listens_at.is_unspecified:
         return url
     if mine is not None and (mine.is_loopback or mine.is_link_local or mine.version > listens_at.version):
@@ -29,10 +30,3 @@ def url_for_others(url: str, own: str) -> str:
 def _netloc(host: str, port: int | None) -> str:
     where = f"[{host}]" if ":" in host else host
     return where if port is None else f"{where}:{port}"
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None

@@ -31,7 +31,7 @@ class OwnHostNames:
 
     def __init__(self, listens_at: str, names: Iterable[str] = ()) -> None:
         self._names = {name.lower() for name in ("localhost", listens_at, *names) if name}
-        own = _address(listens_at)
+        own = address_of(listens_at)
         self._everywhere = listens_at == "" or (own is not None and own.is_unspecified)
 
     def include(self, host: str) -> bool:
@@ -40,7 +40,7 @@ class OwnHostNames:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
         except ValueError:
             return False
-        address = _address(name)
+        address = address_of(name)
         return name in self._names or (address is not None and (self._everywhere or address.is_loopback))
 
 
@@ -71,14 +71,15 @@ def host_of(url: str) -> str:
 def is_loopback(host: str) -> bool:
     """Return whether a host is this machine, as far as its name says."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ipaddress_of(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a host's name is, None for another name."""
     try:
-        return ipaddress.ip_address(name)
+        return ipaddress.ipaddress_of(name)
     except ValueError:
         return None
 
