@@ -25,10 +25,12 @@ from bombus.hive.records import CallRef
 from bombus.hive.state import FORMATS_MAX, EngineState, Hive, Phase, evolve
 from bombus_coordinator.core import Core, PendingDecision
 from tests.hive.phases import TRANSITIONS
+from tests.hive.pinned import PinLedger
 
 SECOND = 1_000_000_000
 ENGINE = "main"
 CLIENTS = ("ann", "bob")
+KEYS = {"ann": "", "bob": "bobs-key"}
 TASKS = ("t1", "t2", "t3")
 REPLICAS = ("r1", "r2")
 MOVES = (
@@ -51,6 +53,7 @@ class World:
         self.inbox: list[tuple[inbox.AnyMessage, int]] = []
         self.log: list[Logged] = []
         self.fold = Hive()  # the fold of the log, as all services have it
+        self.pins = PinLedger()
         self.core = Core()
         self.now_ns = 1_000 * SECOND
         self.ticked_ns = 0  # when the last tick was sent
@@ -76,6 +79,7 @@ class World:
         for logged in self.log:
             evolve(hive, logged.event)
         assert hive == self.fold, "the fold of the log is the state"
+        self.pins.check(hive)
         self.read = self.log[-1].answers if self.log else 0
         self.core = Core(hive)
         self.given = {}
@@ -118,6 +122,7 @@ class World:
                 self._check_before(event, self.fold.engine(ENGINE))
                 self.log.append(Logged(event, each.answers))
                 evolve(self.fold, event)
+                self.pins.note(event)
                 if before is not None:
                     after = self.fold.engine(ENGINE).phase
                     assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
@@ -242,7 +247,7 @@ class World:
             self._send(
                 inbox.Claim(
                     id=self._id(), engine=ENGINE, claim=claim, client=client, count=count, type=kind,
-                    wait_s=wait_s, discard_timeout_s=limit_s,
+                    wait_s=wait_s, discard_timeout_s=limit_s, owner=KEYS[client],
                 )
             )  # fmt: skip
             return
@@ -267,7 +272,7 @@ class World:
         newest = oldest = engine.version
         if engine.collection.max_staleness:  # a replica that lags, sometimes by more than allowed
             oldest = max(0, newest - self.random.choice((0, 0, 0, 1, 1, 2, 3)))
-        call = NotedCall(episode, ref, 5, 3, oldest, newest)
+        call = NotedCall(episode, ref, 5, 3, oldest, newest, bytes=1000 + self.ids)
         self._send(inbox.CallRecorded(id=self._id(), engine=ENGINE, run=engine.run, call=call))
 
     def _trainer(self) -> None:

@@ -27,7 +27,7 @@ async def play(bus: Bus, harness: TrainedHarness, reward: float, *records: CallR
     parent: CallRef | None = None
     for record in records:
         body = encode_record(msgspec.structs.replace(record, parent=parent, episode=episode))
-        ack = await bus.publisher.publish(bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
+        ack = await bus.publisher.publish(bus.subjects.call(ENGINE, ""), body, msg_id=record.id)
         parent = CallRef(ack.seq, record.id, digest(body))
         noted = NotedCall(episode, parent, 2, 1, 0, 0)
         harness.send(inbox.CallRecorded(id=record.id, engine=ENGINE, run=harness.engine.run, call=noted))

@@ -11,9 +11,10 @@ from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, EpisodeType, NotedCall, Weights
+from bombus.hive.pins import HeldCalls
 from bombus.hive.records import CallRef, digest
 from bombus.hive.state import STEPS_NEEDED, EngineState, Hive, evolve
-from bombus_coordinator.retention import FILL_FOR_REPLAY, Floor, Purge, floor, floors_of, run
+from bombus_coordinator.retention import FILL_FOR_REPLAY, Floor, Purge, floor, floors_of, floors_of_holders, run
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.core_world import World
 from tests.coordinator.test_shell import boot, claim, end, leading
@@ -210,14 +211,30 @@ def needed(engine: EngineState, steps: Sequence[ev.BatchReady]) -> set[int]:
     return found
 
 
+def needed_by(engine: EngineState, calls: HeldCalls, steps: Sequence[ev.BatchReady]) -> set[int]:
+    """Return those of the episodes of one holder."""
+    pool = {name: [ref.seq for ref in each.calls] for name, each in engine.pool.items()}
+    opened = {name: [call.ref.seq for call in each.calls] for name, each in engine.open.items()}
+    found = {seq for name in calls.pins for seq in (*pool.get(name, ()), *opened.get(name, ()))}
+    return found | {
+        ref.seq
+        for batch in steps
+        for group in batch.groups
+        for each in group.episodes
+        for ref in each.calls
+        if each.episode in calls.pins
+    }
+
+
 def test_r12_no_call_below_an_earlier_floor_is_ever_needed() -> None:
     """Purge at every position of random logs, with crashes, stops and calls that are reported late."""
-    purged = most = 0
+    purged = most = kept_longer = 0
     for seed in range(150):
         world = Gateways(seed)
         for _ in range(500):
             world.step()
         hive, gone, steps = Hive(), 0, list[ev.BatchReady]()
+        gone_of: dict[str, int] = {}  # by holder
         for position, logged in enumerate(world.log, start=1):
             evolve(hive, logged.event)
             engine = hive.engine(ENGINE)
@@ -227,16 +244,23 @@ def test_r12_no_call_below_an_earlier_floor_is_ever_needed() -> None:
             assert not lost, f"seed {seed}, event {position}: calls {sorted(lost)} were purged below {gone}"
             assert floor(engine).kept <= floor(engine).needed
             gone = max(gone, floor(engine).needed)
+            of_holders = floors_of_holders(hive)
+            for holder, calls in engine.calls.holders.items():
+                lost = {seq for seq in needed_by(engine, calls, steps[-STEPS_NEEDED:]) if seq < gone_of.get(holder, 0)}
+                assert not lost, f"seed {seed}, event {position}: calls {sorted(lost)} of {holder!r} were purged"
+                gone_of[holder] = max(gone_of.get(holder, 0), of_holders[ENGINE, holder].needed)
+                kept_longer += of_holders[ENGINE, holder].needed > gone
         purged += gone
         most += world.stored
     assert purged > most / 5, "and many of them were purged"
+    assert kept_longer > 1_000, "and nobody keeps the calls of others"
 
 
 async def fill(bus: Bus, engine: str, count: int, size: int = 64 << 10) -> int:
     """Store calls of an engine and return the sequence of the last one."""
     for number in range(count):
         ack = await bus.publisher.publish(
-            bus.subjects.call(engine, "e"), b"x" * size, msg_id=f"{engine}-{size}-{number}"
+            bus.subjects.call(engine, ""), b"x" * size, msg_id=f"{engine}-{size}-{number}"
         )
     return ack.seq
 
@@ -316,7 +340,7 @@ async def episode(bus: Bus, name: str) -> None:
         body = call_id.encode() * (RECORD_BYTES // len(call_id))
         while (await bus.state(bus.subjects.calls_stream)).fill > 0.9:  # gateways refuse
             await asyncio.sleep(0.01)
-        ack = await bus.publisher.publish(bus.subjects.call(ENGINE, granted.episodes[0]), body, msg_id=call_id)
+        ack = await bus.publisher.publish(bus.subjects.call(ENGINE, ""), body, msg_id=call_id)
         noted = NotedCall(granted.episodes[0], CallRef(ack.seq, call_id, digest(body)), 5, 3, 0, 0)
         await bus.inbox.send(inbox.CallRecorded(id=call_id, engine=ENGINE, run=1, call=noted))
     await bus.inbox.request(end(granted.episodes[0], 1.0))

@@ -158,7 +158,7 @@ class PlayedHive:
             messages=messages,
         )
         body = encode_record(record)
-        ack = await self.bus.publisher.publish(self.bus.subjects.call(self.name, episode), body, msg_id=record.id)
+        ack = await self.bus.publisher.publish(self.bus.subjects.call(self.name, ""), body, msg_id=record.id)
         ref = CallRef(ack.seq, record.id, digest(body))
         noted = NotedCall(episode, ref, 2, 1, self.engine.version, self.engine.version, CallStatus.COMPLETE)
         await self.send(inbox.CallRecorded(id=record.id, engine=self.name, run=self.engine.run, call=noted))

@@ -8,6 +8,7 @@ import pytest
 
 from bombus.bus import Bus
 from bombus.errors import Code, Refused
+from bombus.hive.state import Hive
 from bombus.host.hive_keys import HiveKeys, NamedKey
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.capacity import CallCapacity
@@ -25,7 +26,7 @@ def test_the_admin_is_known_by_its_key_also_where_clients_need_none() -> None:
 
 
 async def test_thousands_of_samples_leave_room_for_calls_of_episodes_and_for_samples_of_others(bus: Bus) -> None:
-    capacity = CallCapacity(bus, GatewaySettings(open_calls_max=8))
+    capacity = CallCapacity(bus, GatewaySettings(open_calls_max=8), Hive)
     with ExitStack() as opened:
 
         def count(kind: str, holder: str) -> int:

@@ -108,7 +108,7 @@ async def test_conversations_that_are_continued_by_name_keep_each_message_once(b
             messages=({"role": "user", "content": text},),
         )
         body = encode_record(record)
-        ack = await bus.publisher.publish(bus.subjects.call("main", claims.episode), body, msg_id=record.id)
+        ack = await bus.publisher.publish(bus.subjects.call("main", ""), body, msg_id=record.id)
         conversation.add(CallRef(ack.seq, record.id, digest(body)), record, node, record.id.encode())
         (node,) = conversation.sampled.after(record.id.encode())
         named = structs.replace(nothing, continues=record.id)

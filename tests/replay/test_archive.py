@@ -50,7 +50,7 @@ async def record_call(bus: Bus, episode: str, name: str, parent: CallRef | None 
         sampling=SamplingParams(),
     )
     body = encode_record(record)
-    ack = await bus.publisher.publish(bus.subjects.call(ENGINE, episode), body, msg_id=name)
+    ack = await bus.publisher.publish(bus.subjects.call(ENGINE, ""), body, msg_id=name)
     ref = CallRef(ack.seq, name, digest(body))
     if note:
         call = NotedCall(episode, ref, 2, 1, 0, 0)

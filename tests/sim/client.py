@@ -106,6 +106,7 @@ class Client(Caller):
             count=pick.choice((1, 1, 2, 3)),
             type=EpisodeType.EVAL if pick.random() < 0.1 else EpisodeType.TRAIN,
             discard_timeout_s=pick.choice((2.0, 10.0, 40.0)),
+            owner="" if self.name == "ann" else self.name,
         )
         wait_s = pick.choice((0.0, 2.0, 5.0))
         granted = await self.request_until_answered(

@@ -196,7 +196,8 @@ class Gateway(Process):
             raise Refused(Code.EPISODE_OVER, f"{episode} is over")
 
     async def _report(self, ref: CallRef, record: Record) -> None:
-        call = NotedCall(record.episode, ref, 5, 3, record.oldest, record.newest, record.status)
+        size = 1000 + ref.seq
+        call = NotedCall(record.episode, ref, 5, 3, record.oldest, record.newest, record.status, bytes=size)
         noted = inbox.CallRecorded(id=record.id, engine=ENGINE, run=record.run, call=call)
         key = record.episode, record.request
         if record.status == CallStatus.COMPLETE:

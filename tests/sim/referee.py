@@ -16,6 +16,7 @@ from bombus.hive.state import EngineState, Hive, Phase, ended_calls, evolve
 from bombus_coordinator.rules.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_replicas, check_stays
 from tests.hive.phases import TRANSITIONS
+from tests.hive.pinned import PinLedger
 from tests.sim.grouped_ledger import GROUPED_ENGINE, GroupedLedger
 from tests.sim.joint_ledger import SIDE, JointLedger
 from tests.sim.scored import SCORED_ENGINE, ScoredLedger
@@ -66,6 +67,7 @@ class Referee:
 
     def __init__(self) -> None:
         self.hive = Hive()  # the fold of the log
+        self.pins = PinLedger()
         self.position = 0
         self.ledger: Ledger | None = None  # of a hive that serves training operations
         self.scored: ScoredLedger | None = None  # of a hive that takes scored groups
@@ -120,6 +122,7 @@ class Referee:
         for message in messages:
             event = message.event
             self._check_order(message, event)
+            self.pins.note(event)
             if self.joint is not None and event.engine == ENGINE:
                 self.joint.check(event, self.hive.engine(ENGINE))
             if event.engine in (OPS_ENGINE, SCORED_ENGINE, GROUPED_ENGINE, SIDE):
@@ -370,6 +373,7 @@ class Referee:
         if position == self.position:
             assert hive == self.hive, "the live state is the fold of the log"
             self.seen["states compared"] += 1
+            self.seen["bytes pinned"] += self.pins.check(hive)
 
     def replied(self, message: inbox.AnyMessage, answer: Answer) -> None:
         """Check that the same command gets the same answer, where the fold has it and as long as its run lasts."""
@@ -420,6 +424,7 @@ class Referee:
         assert self.training == pool | self.batched | self.gone, "every ended episode is in the pool, a batch, or gone"
         assert not pool & (self.batched | self.gone)
         assert not self.batched & self.gone
+        self.pins.check(self.hive)
         for episode, outcome in self.acknowledged_ended.items():
             assert self.ended.get(episode) == outcome, f"the end of {episode} is lost"
         current = f"{ENGINE}-{engine.run}-"

@@ -74,6 +74,7 @@ def test_many_hives_keep_every_guarantee_through_crashes_partitions_and_clock_ju
     assert seen["ends acknowledged"] > 5 * SEEDS
     assert seen["rewarded by call"] > SEEDS / 2, "episodes of several calls"
     assert seen["calls purged"] > SEEDS / 2
+    assert seen["bytes pinned"] > 100_000 * SEEDS, "they are counted again at each comparison"
     assert seen["steps made again to the bytes on the log"] > SEEDS / 20, "some checkpoints are some steps apart"
     assert seen["trainers that hung"] > SEEDS / 40
     assert seen["sealed with episodes open"] > SEEDS / 2, "asynchronous runs are among them"

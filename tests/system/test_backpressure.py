@@ -14,10 +14,15 @@ import pytest
 
 from bombus.bus import Blobs, Bus, EmbeddedServer, PubAck
 from bombus.bus.streams import blob_stream
+from bombus.config.streams import StreamLimits
 from bombus.errors import BusUnavailable
 from bombus.hive import inbox
+from bombus.hive.events import AbortReason, NotedCall
+from bombus.hive.records import CallRef, digest
 from bombus.hive.state import Hive
+from bombus.host.hive_keys import HiveKeys, NamedKey
 from bombus_coordinator import storage
+from bombus_coordinator.retention import Purge, floors_of, floors_of_holders
 from bombus_gateway.keys import Keys
 from tests.conftest import MB, SMALL_STREAMS, freeze, kill, thaw
 from tests.gateway.openai_hive import ENGINE, MODEL, SECRET, GatewayHive, gateway_hive, new_id
@@ -232,6 +237,65 @@ async def test_clients_are_told_at_once_that_a_stream_is_full_and_decisions_are_
         await _resize(bus, stream, state.max_bytes)
         assert (await http.post("/end_episode", json=ending)).json()["success"]
         await hive.until(lambda engine: list(engine.pool) == [episode])
+
+
+ALICE, BOB, ADMIN = "the-key-of-alice-for-tests", "the-key-of-bob-for-tests", "an-admin-key-for-tests"
+NAMED = HiveKeys(admin=ADMIN, clients={"alice": NamedKey(key=ALICE), "bob": NamedKey(key=BOB)})
+RECORD_BYTES = 64 << 10
+
+
+async def claim_with(http: httpx.AsyncClient, key: str) -> dict[str, Any]:
+    body = {"client_uuid": "c1", "claim_id": new_id(), "wait_s": 0.0}
+    claimed: dict[str, Any] = (await http.post("/claim_episodes", json=body, headers={"x-api-key": key})).json()
+    return claimed
+
+
+async def claimed_with(hive: GatewayHive, http: httpx.AsyncClient, key: str) -> tuple[str, str]:
+    """Claim an episode with a client's key; return it and its own key."""
+    assert hive.gateway is not None
+    (found,) = (await claim_with(http, key))["episodes"]
+    return hive.gateway.keys.episode_of(found["episode_uuid"]), found["openai_api_key"]
+
+
+async def record(hive: GatewayHive, holder: str, episode: str, count: int) -> list[int]:
+    """Store calls of an episode as a gateway does, which are large. Return where they are."""
+    for _ in range(count):
+        name, body = new_id(), b"x" * RECORD_BYTES
+        ack = await hive.bus.publisher.publish(hive.bus.subjects.call(ENGINE, holder), body, msg_id=name)
+        ref = CallRef(ack.seq, name, digest(body))
+        noted = NotedCall(episode, ref, 5, 3, 0, 0, bytes=len(body))
+        await hive.bus.inbox.send(inbox.CallRecorded(id=name, engine=ENGINE, run=1, call=noted))
+    before = len(hive.engine.open[episode].calls)
+    await wait_until(hive, lambda state: len(state.engine(ENGINE).open[episode].calls) >= before + count)
+    return [call.ref.seq for call in hive.engine.open[episode].calls]
+
+
+async def test_a_key_that_fills_the_stream_of_calls_loses_its_oldest_episode_and_all_others_go_on(bus: Bus) -> None:
+    await bus.ensure_streams(StreamLimits(calls_bytes_max=MB))
+    async with (
+        gateway_hive(bus, keys=NAMED) as hive,
+        watched(hive, bus),
+        httpx.AsyncClient(base_url=hive.base_url, timeout=30) as http,
+    ):
+        of_alice, alices_key = await claimed_with(hive, http, ALICE)
+        await record(hive, "alice", of_alice, 13)
+        with pytest.raises(openai.InternalServerError, match="more than its share") as refused:
+            await ask(hive, alices_key)
+        assert refused.value.code == "overloaded"
+        why = (await claim_with(http, ALICE))["fail_cause"]
+        assert why.startswith("No available episodes to claim. The episodes of this key keep 85")
+        of_admin, admins_key = await claimed_with(hive, http, ADMIN)
+        of_bob, bobs_key = await claimed_with(hive, http, BOB)
+        await asyncio.gather(ask(hive, admins_key), ask(hive, bobs_key))
+        kept = await record(hive, "bob", of_bob, 2)
+        await wait_until(hive, lambda state: of_alice not in state.engine(ENGINE).open)
+        assert hive.engine.closed[of_alice].aborted == AbortReason.CROWDED
+        await Purge(bus).below(floors_of(hive.follower.hive), floors_of_holders(hive.follower.hive))
+        await wait_until(hive, lambda state: not state.full)
+        await asyncio.gather(ask(hive, admins_key), ask(hive, bobs_key))
+        assert {of_admin, of_bob} == hive.engine.open.keys()
+        assert len(await bus.get_many(bus.subjects.calls_stream, kept)) == 3, "what others need is there"
+        assert (await claim_with(http, ALICE))["success"]
 
 
 # ---- the disk is full ----

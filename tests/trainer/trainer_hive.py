@@ -140,9 +140,7 @@ class Stage:
                 second = make(f"{episode}-b", [5, 6], [30 + (number + shift) % 8, 31, 32], parent=first)
                 for record in (first, second):
                     body = encode_record(record)
-                    ack = await self.bus.publisher.publish(
-                        self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id
-                    )
+                    ack = await self.bus.publisher.publish(self.bus.subjects.call(ENGINE, ""), body, msg_id=record.id)
                     spoiled = task == spoil and record is second
                     ref = CallRef(ack.seq, record.id, b"x" * 16 if spoiled else digest(body))
                     said_of = NotedCall(episode, ref, record.prompt_tokens, 2, oldest=noted, newest=noted)

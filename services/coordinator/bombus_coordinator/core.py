@@ -17,6 +17,7 @@ from bombus.hive.state import EngineState, Hive, evolve
 from bombus_coordinator import storage
 from bombus_coordinator.rules import (
     claims,
+    crowding,
     engines,
     episodes,
     log_upkeep,
@@ -66,9 +67,11 @@ class Core:
         self._noted: dict[tuple[str, int], list[NotedCall]] = {}
         self._noted_seq = 0
 
-    def open_epoch(self, leader: str) -> Decision:
+    def open_epoch(self, leader: str, calls_bytes_max: int = 0) -> Decision:
         """Decide the first event of a new leader (R4). Nobody counts as silent for longer (R5)."""
-        opened = ev.EpochOpened(at_ns=self.hive.now_ns, epoch=self.hive.epoch + 1, leader=leader)
+        opened = ev.EpochOpened(
+            at_ns=self.hive.now_ns, epoch=self.hive.epoch + 1, leader=leader, calls_bytes_max=calls_bytes_max
+        )
         return self._fold(Decision(events=(opened,)), 0).decision
 
     def note_lost(self, lost: Iterable[ev.StreamWentBack]) -> Decision:
@@ -260,6 +263,9 @@ class Core:
     def _pass_time(self) -> Iterator[PendingDecision]:
         changed: list[str] = []
         self._follow_clients()
+        for pending in self._folded(crowding.make_room(self.hive, self.live)):
+            changed += _engines_of(pending)
+            yield pending
         for engine in list(self.hive.engines.values()):
             for pending in self._safely(engine, self._tick(engine)):
                 changed += (name for name in _engines_of(pending) if name != engine.name)

@@ -1,4 +1,4 @@
-"""Purge calls: the leader removes, for each engine, those that can no longer be needed (R12).
+"""Purge calls: the leader removes, for each engine and each holder, those that can no longer be needed (R12).
 
 Why nothing is purged that is needed later: a call is stored before it is noted, and an episode's key exists only once
 its claim is on the log. So all calls of an episode come after every call that was noted before its claim, including
@@ -16,6 +16,7 @@ of them is noted yet. Their episodes would fail like those whose calls the power
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from itertools import islice
 from math import ceil
 
 import msgspec
@@ -23,12 +24,16 @@ import msgspec
 from bombus.bus import Bus, ServerRefused
 from bombus.errors import BusUnavailable
 from bombus.hive.state import EngineState, Hive
+from bombus.hive.steps import episodes_of
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
 FILL_FOR_REPLAY = 0.5  # of the stream: above it, calls kept only for replay are purged
 SHARE_MIN = 0.125  # of these calls at once, so that the stream is not above this mark again soon
+
+
+NO_HOLDERS: Mapping[tuple[str, str], "Floor"] = {}
 
 
 class Floor(msgspec.Struct, frozen=True):
@@ -56,6 +61,26 @@ def floors_of(hive: Hive) -> dict[str, Floor]:
     return {name: floor(engine) for name, engine in hive.engines.items() if engine.newest_call or engine.open}
 
 
+def floors_of_holders(hive: Hive) -> dict[tuple[str, str], Floor]:
+    """Return the floor of each holder's calls on each engine, by which nobody keeps the calls of others (pins.py).
+
+    An engine whose state is that of an earlier release does not know of all that is needed whose it is. Then everything
+    is kept for everybody.
+    """
+    return {
+        (name, holder): Floor(kept=min(whole.kept, needed), needed=needed)
+        for name, engine in hive.engines.items()
+        for whole, is_known in [(floor(engine), _knows_pins(engine))]
+        for holder, calls in engine.calls.holders.items()
+        for needed in [calls.floor(engine.newest_call) if is_known else whole.needed]
+    }
+
+
+def _knows_pins(engine: EngineState) -> bool:
+    pinned = {name for calls in engine.calls.holders.values() for name in calls.pins}
+    return pinned.issuperset((*engine.open, *engine.pool, *episodes_of(engine.needed_steps)))
+
+
 async def run(bus: Bus, hive: Callable[[], Hive], stored: Callable[[], int], period_s: float = PERIOD_S) -> None:
     """Purge periodically until cancelled.
 
@@ -64,25 +89,27 @@ async def run(bus: Bus, hive: Callable[[], Hive], stored: Callable[[], int], per
     """
     purge = Purge(bus)
     while True:
-        floors = floors_of(hive())
+        floors, of_holders = floors_of(hive()), floors_of_holders(hive())
         position = stored()
         await asyncio.sleep(period_s)
         if stored() == position:
             continue
         try:
-            await purge.below(floors)
+            await purge.below(floors, of_holders)
         except (BusUnavailable, ServerRefused) as error:
             log.warning("the log of calls could not be trimmed: %s", error)
 
 
 class Purge:
-    """Purges calls, and remembers up to where each engine's calls are purged."""
+    """Purges calls, and remembers up to where those of each engine, and of each holder on it, are purged."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._purged: dict[str, int] = {}
+        self._purged: dict[str, int] = {}  # by subject
 
-    async def below(self, floors: Mapping[str, Floor]) -> None:
+    async def below(
+        self, floors: Mapping[str, Floor], of_holders: Mapping[tuple[str, str], Floor] = NO_HOLDERS
+    ) -> None:
         """Purge what is not kept and, while the stream is overfull, the oldest part of what is kept only for replay."""
         if not floors:
             return
@@ -90,19 +117,23 @@ class Purge:
         state = await self._bus.state(stream)
         overfull = state.fill > FILL_FOR_REPLAY
         share = max(SHARE_MIN, 1 - FILL_FOR_REPLAY / state.fill) if overfull else 0.0
-        purged = {name: max(self._purged.get(name, 0), state.first_seq) for name in floors}
-        targets = {name: _target(floor, purged[name], share, state.last_seq) for name, floor in floors.items()}
-        least = min(targets.values())
+        subjects = self._bus.subjects
+        parts = {subjects.calls_of(name): floor for name, floor in floors.items()}
+        whole = len(parts)
+        parts |= {subjects.call(*each): floor for each, floor in of_holders.items()}
+        purged = {subject: max(self._purged.get(subject, 0), state.first_seq) for subject in parts}
+        targets = {each: _target(floor, purged[each], share, state.last_seq) for each, floor in parts.items()}
+        least = min(islice(targets.values(), whole))  # of the engines, which have all calls
         if least > state.first_seq:
             await self._bus.purge_below(stream, least)
-        self._purged = {name: max(least, position) for name, position in purged.items()}
+        self._purged = {subject: max(least, position) for subject, position in purged.items()}
         if not overfull:
             return
-        # Engines share the stream. Purging the calls of one engine costs the server a search: only do it when needed.
-        for name, target in targets.items():
-            if target > self._purged[name]:
-                await self._bus.purge_below(stream, target, self._bus.subjects.calls_of(name))
-                self._purged[name] = target
+        # They share the stream. Purging the calls of one of them costs the server a search: only do it when needed.
+        for subject, target in targets.items():
+            if target > self._purged[subject]:
+                await self._bus.purge_below(stream, target, subject)
+                self._purged[subject] = target
 
 
 def _target(floor: Floor, purged: int, share: float, last: int) -> int:

@@ -181,7 +181,8 @@ class Coordinator:
 
         Then say what streams have lost, after which the inbox is read from another place (R6).
         """
-        await self._append_own([self.core.open_epoch(self.leader)])
+        calls = await self.bus.state(self.bus.subjects.calls_stream)
+        await self._append_own([self.core.open_epoch(self.leader, max(0, calls.max_bytes))])
         self._answered = found.answered
         self._consumed = found.answered.seq
         if found.lost:

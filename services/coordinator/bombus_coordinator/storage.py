@@ -1,7 +1,8 @@
 """Watch the fill of the streams and the disk, and refuse new work while one is nearly full (R12, R20).
 
 New work is refused while less than the reserve is left, which is kept for work in progress. It is accepted again once
-one and a half times the reserve is free, so that it does not go back and forth. Nothing is dropped to make room.
+one and a half times the reserve is free, so that it does not go back and forth. Nothing is dropped to make room but
+what one key has too much of (rules/crowding.py).
 """
 
 import asyncio

@@ -31,6 +31,7 @@ class AbortReason(StrEnum):
     INFRA = "infra"  # an infrastructure failure: no reward, not in its group's statistics
     JOINT = "joint"  # another episode of its joint episode was aborted
     SILENT = "silent"  # its client, which touches, was not heard from for too long
+    CROWDED = "crowded"  # its key pinned more than its share of a full stream of calls
 
 
 class DropReason(StrEnum):
@@ -144,8 +145,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
 
 class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epoch.opened"):
+    """Another coordinator leads. The stream `calls` has a limit of `calls_bytes_max` then, 0 where it has none."""
+
     epoch: int
     leader: str
+    calls_bytes_max: int = 0
 
 
 class LeadingPaused(Event, frozen=True, kw_only=True, omit_defaults=True, tag="leading.paused"):
@@ -297,7 +301,8 @@ class SamplerWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
     """One claim was granted: one episode or a whole group. `version` is the policy version at the claim.
 
-    `owner` is the name of the client's key, "" where it has none. Only in a run of operations is there a `sampler`.
+    `owner` is the name of the client's key, "" where it has none, and `admin` says that it is the hive's own. Only in a
+    run of operations is there a `sampler`.
     Those of joint episodes have `partners` on other engines, which are claimed in the same decision: by engine, in the
     order of `episodes`. `touches`: the client shows that it lives for as long as it holds them.
     """
@@ -314,6 +319,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     sampler: SamplerWeights | None = None
     partners: dict[str, tuple[str, ...]] = {}
     touches: bool = False
+    admin: bool = False
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -330,6 +336,7 @@ class NotedCall(msgspec.Struct, frozen=True, array_like=True):
     merged: bool = False  # it extended an earlier call of its episode token for token
     masked: bool = False  # a side call of its harness, which the job does not train
     incomplete: bool = False  # a part of its conversation, such as an image, was left out of its prompt
+    bytes: int = 0  # that its record takes in the stream `calls`
 
 
 class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="calls.noted"):

@@ -4,7 +4,8 @@ Every service folds the same log with the same function, so all of them have the
 `evolve` never refuses an event: what is on the log has happened.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import TypeVar
 
@@ -15,15 +16,17 @@ from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import LeftRun, goes_on, keep, leave, step_of
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall, RunKind
 from bombus.hive.pauses import Pause, note_pause
+from bombus.hive.pins import SHARED, StoredCalls, why_no_share
 from bombus.hive.records import BodyRef, CallRef, CallStatus
 from bombus.hive.rollouts import STEPS_KEPT, RolloutFigures, silent_after
-from bombus.hive.steps import SealedStep, complete, lacking, up_to
+from bombus.hive.shares import share_name
+from bombus.hive.steps import SealedStep, complete, episodes_of, lacking, up_to
 from bombus.hive.tenants import state as tenancy
 from bombus.hive.tenants.state import Tenants
 from bombus.hive.trajectories import state as scored
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 12  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 13  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -61,10 +64,16 @@ class Episode(msgspec.Struct, kw_only=True):
     calls_from: int = 0  # none of its calls is before this sequence of the `calls` stream (see retention.py)
     last_call_ns: int = 0
     owner: str = ""  # the name of its client's key
+    admin: bool = False  # that key is the hive's own
     sampler: ev.SamplerWeights | None = None  # what its calls sample from, in a run of operations
     partners: dict[str, str] = {}  # by engine: the other episodes of its joint episode, open for as long as it is
     oldest: int | None = None  # the oldest policy version of its tokens that are trained
     touches: bool = False  # whether the client that holds it shows that it lives
+
+    @property
+    def holder(self) -> str:
+        """Return for whose share its calls count."""
+        return share_name(self.owner, self.admin)
 
     def complete_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
@@ -100,11 +109,15 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a closed episode: the digest of its outcome, or the reason of its abort."""
+    """The end of a closed episode: the digest of its outcome, or the reason of its abort.
+
+    `holder` is for whose share its calls count.
+    """
 
     client: str
     outcome: bytes = b""
     aborted: AbortReason | None = None
+    holder: str = ""
 
 
 class Replica(msgspec.Struct, kw_only=True):
@@ -203,6 +216,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
     pool_bytes: int = 0
     newest_call: int = 0  # sequence of the call noted last, in any run
+    calls: StoredCalls = msgspec.field(default_factory=StoredCalls)  # in any run
     batch: ev.BatchReady | None = None  # sealed, with its step not completed; its episodes have their calls
     steps: list[SealedStep] = []  # those that may have to be made again, oldest first
     steps_from: list[int] = []  # `calls_from` of the newest sealed steps, in any run: the replay window
@@ -281,6 +295,10 @@ class EngineState(msgspec.Struct, kw_only=True):
         return max(STEPS_NEEDED, lacking(self.steps))
 
     @property
+    def needed_steps(self) -> list[SealedStep]:
+        return self.steps[-self.steps_needed :]
+
+    @property
     def usable(self) -> dict[str, Replica]:
         """Return the replicas that are not quarantined."""
         return {name: replica for name, replica in self.replicas.items() if replica.quarantined is None}
@@ -352,6 +370,7 @@ def engine_of(episode: str) -> str:
     return episode.rpartition("-")[0].rpartition("-")[0]
 
 
+CALLS = "calls"  # the stream of recorded calls
 SCORED_GROUPS = "trajectories"  # the stream that only scored groups need
 
 
@@ -366,6 +385,7 @@ class Hive(msgspec.Struct, kw_only=True):
     went_back: dict[str, ev.StreamWentBack] = {}  # by stream: the newest loss of its end
     released: int = 0  # what is before this sequence of the stream `ops` may be purged
     trajectories_released: int = 0  # the same of the stream `trajectories`
+    calls_bytes_max: int = 0  # of the stream `calls` when this epoch began, 0 where it has no limit
 
     @property
     def refusing(self) -> str:
@@ -380,6 +400,20 @@ class Hive(msgspec.Struct, kw_only=True):
     def refusing_of(self, engine: EngineState) -> str:
         """Return why an engine takes no new work, "" while it does."""
         return self.refusing_groups if engine.takes_trajectories else self.refusing
+
+    def pinned_calls(self) -> Counter[str]:
+        """Return how many bytes of the stream `calls` each holder pins."""
+        found: Counter[str] = Counter()
+        for engine in self.engines.values():
+            found.update({holder: calls.pinned for holder, calls in engine.calls.holders.items()})
+        return found
+
+    def why_no_calls(self, holder: str, more: int = 1) -> str:
+        """Return why a holder may not store so many bytes `more` of calls, "" where it may."""
+        size = self.calls_bytes_max
+        if not size or sum(engine.calls.pinned for engine in self.engines.values()) + more <= SHARED * size:
+            return ""
+        return why_no_share(self.pinned_calls(), holder, size, more)
 
     def bodies_needed(self) -> Iterator[tuple[str, BodyRef]]:
         """Yield the bodies of scored groups that are kept, with the names of their engines.
@@ -442,6 +476,7 @@ def _evolve_hive(hive: Hive, event: Event) -> None:
     match event:
         case ev.EpochOpened():
             hive.epoch = event.epoch
+            hive.calls_bytes_max = event.calls_bytes_max
         case ev.LeadingPaused():
             note_pause(hive.pauses, event.since_ns, event.at_ns)
         case ev.StorageFilled():
@@ -536,6 +571,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         commands=engine.commands,
         refused=engine.refused,
         newest_call=engine.newest_call,
+        calls=engine.calls,
         steps_from=engine.steps_from,
         left=engine.checkpoints_left(),
         stage=NO_TRAINER,
@@ -551,6 +587,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
             fresh.rollouts = [each for each in engine.rollouts if each.step <= event.begins.step]
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))
+    engine.calls.keep(episodes_of(engine.needed_steps))
     _release_replicas(engine)
     _enter(engine, Phase.BOOTING, event.at_ns)
     _remember(engine, event.command)
@@ -703,11 +740,13 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
             version=event.version,
             task_hint=event.task_hint,
             owner=event.owner,
+            admin=event.admin,
             calls_from=engine.newest_call,
             sampler=event.sampler,
             partners={name: ids[number] for name, ids in event.partners.items() if number < len(ids)},
             touches=event.touches,
         )
+        engine.calls.claim(engine.open[episode].holder, episode, engine.newest_call)
     if event.type == EpisodeType.TRAIN:
         _count(engine.open_tasks, event.task_hint, len(event.episodes))
     engine.claims[event.claim] = event.episodes
@@ -726,6 +765,8 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
         counters.prompt_tokens += call.prompt_tokens
         counters.completion_tokens += call.completion_tokens
         episode = engine.open.get(call.episode)
+        known = episode or engine.closed.get(call.episode)
+        engine.calls.store("" if known is None else known.holder, call.bytes)
         if call.late or episode is None:
             counters.calls_late += 1
             continue
@@ -736,6 +777,7 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
             _count_aged(engine, episode, 1)
         if call.ref.seq < episode.calls_from:  # a power cut has removed the end of the stream (R6)
             episode.calls_from = call.ref.seq
+            engine.calls.lower(episode.holder, episode.id, call.ref.seq)
         episode.last_call_ns = event.at_ns
         engine.newest_call = call.ref.seq
 
@@ -760,6 +802,7 @@ def _count_aged(engine: EngineState, episode: Episode, more: int) -> None:
 def _close(engine: EngineState, episode_id: str, closed: Closed) -> Episode | None:
     episode = engine.open.pop(episode_id, None)
     if episode is not None:
+        closed = Closed(closed.client, closed.outcome, closed.aborted, episode.holder)
         if episode.type == EpisodeType.TRAIN:
             _count(engine.open_tasks, episode.task_hint, -1)
         _count_aged(engine, episode, -1)
@@ -782,6 +825,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
         if is_eval and (episode is None or episode.sampler is None):
             _count_evaluation(engine, event.version, outcome, episode)
         if is_eval:
+            engine.calls.release((outcome.episode,))
             continue
         before = _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
         if before is None:
@@ -837,6 +881,7 @@ def _note_reward(engine: EngineState, client: str, at_ns: int) -> None:
 @_on(ev.EpisodeAborted)
 def _aborted(engine: EngineState, event: ev.EpisodeAborted) -> None:
     engine.counters.aborted += len(event.episodes)
+    engine.calls.release(event.episodes)
     for episode_id in event.episodes:
         episode = engine.open.get(episode_id)
         _close(engine, episode_id, Closed(episode.client if episode else "", aborted=event.reason))
@@ -859,19 +904,27 @@ def _leave_pool(engine: EngineState, episode_id: str) -> Completed | None:
     return completed
 
 
+def _take(engine: EngineState, episodes: Iterable[str]) -> int:
+    """Let episodes leave the pool whose calls nobody needs any more. Return how many were in it."""
+    gone = [episode for episode in episodes if _leave_pool(engine, episode) is not None]
+    engine.calls.release(gone)
+    return len(gone)
+
+
 @_on(ev.GroupDropped)
 def _group_dropped(engine: EngineState, event: ev.GroupDropped) -> None:
-    engine.counters.dropped += sum(_leave_pool(engine, episode) is not None for episode in event.episodes)
+    engine.counters.dropped += _take(engine, event.episodes)
 
 
 @_on(ev.EpisodesTaken)
 def _episodes_taken(engine: EngineState, event: ev.EpisodesTaken) -> None:
-    engine.counters.taken += sum(_leave_pool(engine, episode) is not None for episode in event.episodes)
+    engine.counters.taken += _take(engine, event.episodes)
 
 
 @_on(ev.PoolCleared)
 def _pool_cleared(engine: EngineState, event: ev.PoolCleared) -> None:
     engine.counters.dropped += len(engine.pool)
+    engine.calls.release(engine.pool)
     engine.pool = {}
     engine.by_task = {}
     engine.pool_bytes = 0
@@ -906,11 +959,17 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
     engine.counters.trained += len(sealed) + sum(group.sequences for group in event.scored)
     engine.steps_from.append(min((completed.calls_from for completed in sealed), default=engine.newest_call))
     engine.steps.append(SealedStep(batch=event))
+    _release_steps(engine, engine.steps)
     engine.collected.step = event.step
     engine.rollouts.append(engine.collected)
     engine.collected = RolloutFigures()
     del engine.rollouts[:-STEPS_KEPT]
     del engine.steps_from[: -max(engine.steps_needed, engine.collection.replay_steps)]
+
+
+def _release_steps(engine: EngineState, before: list[SealedStep]) -> None:
+    """Release the calls of the steps, of those that were kept before, that nobody has to make again."""
+    engine.calls.release(episodes_of(before[: len(before) - len(engine.needed_steps)]))
 
 
 # ---- training and weights -------------------------------------------------------------------------------------
@@ -949,7 +1008,9 @@ def _step_completed(engine: EngineState, event: ev.StepCompleted) -> None:
     engine.step_done = event
     groups = 0 if engine.batch is None else len(engine.batch.groups)
     engine.silent_steps = silent_after(engine.silent_steps, groups, event.metrics)
+    before = engine.steps.copy()
     complete(engine.steps, event)
+    _release_steps(engine, before)
     engine.kept = keep(engine.kept, event, engine.collection.checkpoints_kept)
     engine.batch = None
     engine.step_failures = engine.trainers_lost = 0
@@ -1102,7 +1163,7 @@ def _environment_left(engine: EngineState, event: ev.EnvironmentLeft) -> None:
 @_on(ev.GroupsPushed)
 def _groups_pushed(engine: EngineState, event: ev.GroupsPushed) -> None:
     scored.push(engine.trajectories, event)
-    engine.counters.taken += sum(_leave_pool(engine, episode) is not None for episode in event.episodes)
+    engine.counters.taken += _take(engine, event.episodes)
 
 
 @_on(ev.BatchHandedOut)

@@ -1,5 +1,7 @@
 """The steps that a trainer may have to make again: those that the older of its two newest checkpoints lacks (R11)."""
 
+from collections.abc import Iterable, Iterator
+
 import msgspec
 
 from bombus.hive.events import BatchReady, StepCompleted
@@ -29,6 +31,11 @@ def complete(steps: list[SealedStep], done: StepCompleted) -> None:
             step.done = done
     saved = [number for number, step in enumerate(steps) if step.saved]
     del steps[: max(len(steps) - STEPS_KEPT, saved[-2] if len(saved) > 1 else 0)]
+
+
+def episodes_of(steps: Iterable[SealedStep]) -> Iterator[str]:
+    """Yield the episodes of steps."""
+    return (each.episode for step in steps for group in step.batch.groups for each in group.episodes)
 
 
 def up_to(steps: list[SealedStep], checkpoint: str) -> list[SealedStep]:

@@ -2,9 +2,7 @@
 
 import re
 from hashlib import blake2b
-from zlib import crc32
 
-SHARDS = 64
 SIGNING_SECRET = "episode-keys"  # the name of the secret that signs keys, and of which that for replicas is made
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 
@@ -63,16 +61,22 @@ class Subjects:
         """Return the subject on which the leader says why it decides nothing for now. Not stored."""
         return f"bombus.{self.hive}.undecided"
 
-    def call(self, engine: str, episode: str) -> str:
-        return f"bombus.{self.hive}.call.{engine}.{crc32(episode.encode()) % SHARDS}"
+    def call(self, engine: str, holder: str) -> str:
+        """Return the subject of the calls of one holder (see pins.py)."""
+        return f"bombus.{self.hive}.call.{engine}.{_short(holder)}"
 
     def calls_of(self, engine: str) -> str:
         return f"bombus.{self.hive}.call.{engine}.>"
 
     def operation(self, engine: str, model: str) -> str:
         """Return the subject of the bodies of one model's operations, and of their results."""
-        return f"bombus.{self.hive}.op.{engine}.{blake2b(model.encode(), digest_size=8).hexdigest()}"
+        return f"bombus.{self.hive}.op.{engine}.{_short(model)}"
 
     def trajectory(self, engine: str) -> str:
         """Return the subject of the bodies of an engine's scored groups."""
         return f"bombus.{self.hive}.trajectory.{engine}"
+
+
+def _short(name: str) -> str:
+    """Return what stands in a subject for a name of any characters."""
+    return blake2b(name.encode(), digest_size=8).hexdigest()

@@ -62,6 +62,13 @@ def no_room(live: Live, engine: EngineState | None = None) -> Refused:
     return Refused(Code.STORAGE_FULL, f"{why} Try again when there is room.")
 
 
+def check_share(hive: Hive, claim: Claim) -> None:
+    """Raise `Refused`, in words on which clients ask again, for a claim of who pins more calls than their share."""
+    why = hive.why_no_calls(claim.holder)
+    if why:
+        raise Refused(Code.NO_EPISODES, f"{NONE_AVAILABLE} {why}")
+
+
 def capped(live: Live, engine: EngineState, claim: Claim) -> Refused | None:
     """Return why a claim has to wait for its own key's open episodes, or None if it does not."""
     held = live.queue(engine).held_by(share_of(claim)).most
@@ -195,6 +202,7 @@ def claim(hive: Hive, live: Live, message: Claim) -> Decisions:
     sampler_of(engine, message)
     if live.refusing_of(engine):
         raise no_room(live, engine)
+    check_share(hive, message)
     if engine.phase == Phase.OFFLINE:
         raise why_none(engine)
     queue = live.queue(engine)

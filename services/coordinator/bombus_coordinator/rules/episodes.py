@@ -42,6 +42,11 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
             return f"its batch was closed while it was running. Current status: [{engine.phase}]. Claim another one."
         case AbortReason.JOINT:
             return "another episode of its joint episode was aborted. Claim another one."
+        case AbortReason.CROWDED:
+            return (
+                "the stream of calls was full, and its key pinned more than its share. Claim another one, end episodes "
+                "sooner, or raise the limit with --calls-bytes-max."
+            )
     return f"it was taken away ({reason}). Claim another one."
 
 

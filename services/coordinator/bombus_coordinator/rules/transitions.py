@@ -59,7 +59,7 @@ def _rolling_asynchronously(engine: EngineState, live: Live) -> Decisions:
     bound = oldest_usable(engine)
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
-        yield Decision(events=_dropped(engine, live, DropReason.STALE, stale))
+        yield Decision(events=dropped(engine, live, DropReason.STALE, stale))
     elif engine.batch is None and engine.version == engine.step and enough(engine, live.now_ns):
         if not _is_held(engine, live):
             yield from _seal(engine, live)
@@ -106,7 +106,7 @@ def _drop_untaken(engine: EngineState, live: Live) -> Decisions:
     excess = _excess(engine, len(late))
     for reason, episodes in ((DropReason.UNTAKEN, late), (DropReason.OVERFLOW, excess)):
         if episodes:
-            yield Decision(events=_dropped(engine, live, reason, episodes))
+            yield Decision(events=dropped(engine, live, reason, episodes))
 
 
 def _excess(engine: EngineState, late: int) -> list[str]:
@@ -136,7 +136,7 @@ def _excess(engine: EngineState, late: int) -> list[str]:
     return excess
 
 
-def _dropped(
+def dropped(
     engine: EngineState, live: Live, reason: DropReason, episodes: Sequence[str]
 ) -> tuple[ev.GroupDropped, ...]:
     """Return the events that drop episodes: several for very many, so that each fits into a message."""
@@ -168,8 +168,8 @@ def _draining(engine: EngineState, live: Live) -> Decisions:
 def _seal(engine: EngineState, live: Live) -> Decisions:
     selection = select(engine)
     if selection.no_signal:
-        dropped = [completed.episode for completed in selection.no_signal]
-        yield Decision(events=_dropped(engine, live, DropReason.NO_SIGNAL, dropped))
+        silent = [completed.episode for completed in selection.no_signal]
+        yield Decision(events=dropped(engine, live, DropReason.NO_SIGNAL, silent))
     assert engine.active is not None
     yield Decision(
         events=(
@@ -207,7 +207,7 @@ def _drop_stale(engine: EngineState, live: Live) -> Decisions:
     bound = engine.version - engine.collection.max_carry_staleness
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
-        yield Decision(events=_dropped(engine, live, DropReason.STALE, stale))
+        yield Decision(events=dropped(engine, live, DropReason.STALE, stale))
 
 
 def _drop_incomplete(engine: EngineState, live: Live) -> Decisions:
@@ -229,13 +229,13 @@ def _drop_incomplete(engine: EngineState, live: Live) -> Decisions:
         if episode.type == EpisodeType.TRAIN:
             first_ns = claimed_ns.get(episode.task_hint, episode.claimed_ns)
             claimed_ns[episode.task_hint] = min(first_ns, episode.claimed_ns)
-    dropped = [
+    old = [
         each.episode
         for each in stale
         if not any(claimed_ns.get(task, each.ended_ns + 1) <= each.ended_ns for task in ("", each.task))
     ]
-    if dropped:
-        yield Decision(events=_dropped(engine, live, DropReason.STALE, dropped))
+    if old:
+        yield Decision(events=dropped(engine, live, DropReason.STALE, old))
 
 
 _SETTLE = {

@@ -54,6 +54,7 @@ from bombus_gateway.text.rendering import TextModel
 
 log = logging.getLogger(__name__)
 
+MESSAGE_BYTES = 200  # that a record takes in its stream beside its body, roughly: subject, headers, position
 UNACKNOWLEDGED_MAX = 900  # calls that wait for a retry of their request
 
 
@@ -107,7 +108,7 @@ class Calls:
         self.bodies = gateway.bodies
         self.histories = Histories(gateway.bus, gateway.settings, self.workers)
         self.earlier = EarlierCalls(self.histories)
-        self.capacity = CallCapacity(gateway.bus, gateway.settings)
+        self.capacity = CallCapacity(gateway.bus, gateway.settings, lambda: gateway.follower.hive)
         self.client = ReplicaClient(gateway.keys.for_replicas)
         self.upstream = Upstream(gateway.follower, self.client, gateway.bus.inbox)
         self.attempts = RequestAttempts()
@@ -267,9 +268,11 @@ class Call:
     _generation: Generation | None = None
     _unfinished: int = 0  # choices that the replica has not ended
     _hung_up: bool = False
+    _holder: str = ""
     _resources: ExitStack = field(default_factory=ExitStack)
     _made: CallRecord | None = None
     _stored: tuple[CallRef, CallRecord] | None = None
+    _stored_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Reserve capacity before anything is generated (R9). Raises `Refused` OVERLOADED or TOO_LARGE."""
@@ -280,7 +283,8 @@ class Call:
         if size > calls.bus.publisher.message_bytes_max:
             self._check_size()
         episode = self.engine.open.get(self.request.claims.episode)
-        self._resources.enter_context(calls.capacity.reserve(size, "" if episode is None else episode.owner))
+        self._holder = "" if episode is None else episode.holder
+        self._resources.enter_context(calls.capacity.reserve(size, self._holder))
         self._resources.enter_context(calls.heartbeats.keep_alive(self.engine.name, self.request.claims.episode))
         if plan.prompt.node is not None:
             conversation = calls.histories.conversation(self.request.claims)
@@ -368,11 +372,12 @@ class Call:
 
     async def _store(self, record: CallRecord) -> None:
         calls, request, body = self.calls, self.request, encode_record(record)
-        subject = calls.bus.subjects.call(record.engine, record.episode)
+        subject = calls.bus.subjects.call(record.engine, self._holder)
         headers = {"traceparent": request.traceparent} if request.traceparent else None
         limit_s = calls.settings.bus_timeout_s
         ack = await calls.bus.publisher.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
         self._stored = CallRef(ack.seq, record.id, digest(body)), record
+        self._stored_bytes = len(body) + MESSAGE_BYTES
         calls.histories.conversation(request.claims).stored_bytes += len(body)
 
     async def notify(self) -> None:
@@ -552,6 +557,7 @@ class Call:
             merged=record.parent is not None,
             masked=self.plan.masked,
             incomplete=any(each.is_content for each in self.request.completion.unsupported),
+            bytes=self._stored_bytes,
         )
 
     def _remember(self, ref: CallRef, record: CallRecord) -> None:

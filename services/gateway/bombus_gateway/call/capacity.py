@@ -3,12 +3,13 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from bombus.bus import Bus
 from bombus.errors import BombusError, Code, Refused
 from bombus.hive.shares import has_share
+from bombus.hive.state import Hive
 from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -27,12 +28,14 @@ def record_bytes(body_bytes: int, new_tokens: int, sampled_tokens: int) -> int:
 class CallCapacity:
     """Tracks the fill of the `calls` stream as it was last read, and what open calls may still add to it."""
 
-    def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
+    def __init__(self, bus: Bus, settings: GatewaySettings, hive: Callable[[], Hive]) -> None:
         self._bus = bus
         self._settings = settings
+        self._hive = hive
         self._used = 0
         self._size = 0  # 0: not known, or no limit
         self.reserved = 0
+        self._reserved: Counter[str] = Counter()  # the same bytes, by whose share they count for
         self.open_calls = 0
         self._open: Counter[str] = Counter()  # the same calls, by whose share they count for
 
@@ -75,11 +78,14 @@ class CallCapacity:
             self._open[holder] -= 1
 
     @contextmanager
-    def reserve(self, size: int, owner: str = "") -> Iterator[None]:
+    def reserve(self, size: int, holder: str = "") -> Iterator[None]:
         """Reserve room for one call of `size` bytes while the block runs. Raises `Refused` OVERLOADED.
 
-        `owner` is the name of the key with which its episode was claimed.
+        `holder` is for whose share its episode counts.
         """
+        why = self._hive().why_no_calls(holder, size + self._reserved[holder])
+        if why:
+            raise Refused(Code.OVERLOADED, why)
         limit = self._settings.log_fill_max * self._size
         if self._size and self._used + self.reserved + size > limit:
             share = self._used / self._size
@@ -87,10 +93,12 @@ class CallCapacity:
                 Code.OVERLOADED,
                 f"The log of calls is {share:.0%} full; calls are taken again when the coordinator has trimmed it.",
             )
-        with self._opened(owner):
+        with self._opened(holder):
             self.reserved += size
+            self._reserved[holder] += size
             try:
                 yield
             finally:
                 self.reserved -= size
+                self._reserved[holder] -= size
                 self._used += size  # until it is read again

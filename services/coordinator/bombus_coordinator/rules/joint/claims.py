@@ -62,6 +62,7 @@ def claim(hive: Hive, live: Live, message: JointClaim) -> Decisions:
         _check(engine, message)
     if live.refusing:
         raise claims.no_room(live)
+    claims.check_share(hive, message)
     _wait(engines, live, message)
     yield from claims.grant(hive, engines[0], live)
     yield from lapse(hive, live)

@@ -90,6 +90,7 @@ def episodes_claimed(
         version=max(engine.version, 0) if version is None else version,  # None: its calls will wait for a replica
         task_hint=claim.task_hint,
         owner=claim.owner,
+        admin=claim.admin,
         sampler=sampler,
         partners=dict(partners),
         touches=claim.touches,

@@ -1,0 +1,93 @@
+"""What the holders of keys pin of the stream `calls`: what cannot be purged while their episodes still need it (R12).
+
+The calls of each holder have a subject of their own, which is purged up to the claim of the holder's oldest episode
+that needs its calls. So an episode pins everything that its holder has stored since its claim, whatever became of it,
+and nothing of what others have stored.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from bombus.figures import byte_size
+from bombus.hive.shares import has_share
+
+SHARED = 0.75  # of the stream: what is left lets others in, and lets episodes end that are open
+
+
+class Pin(msgspec.Struct, frozen=True, array_like=True):
+    """The claim of an episode, before whose calls the holder had stored so many `bytes`.
+
+    None of its calls is before `calls_from` in the stream.
+    """
+
+    calls_from: int
+    bytes: int
+
+
+class HeldCalls(msgspec.Struct):
+    """The calls of one holder on an engine. `pins` has the episodes that need theirs, in the order of their claims."""
+
+    bytes: int = 0  # of all that were noted, late ones too
+    pinned: int = 0  # of them, those that cannot be purged
+    pins: dict[str, Pin] = {}
+
+    def floor(self, newest_call: int) -> int:
+        """Return the sequence below which no call of the holder is needed, now or later."""
+        return min((pin.calls_from for pin in self.pins.values()), default=newest_call)
+
+
+class StoredCalls(msgspec.Struct):
+    """The calls of an engine, by whose share they count for, and how many bytes of them all holders pin."""
+
+    holders: dict[str, HeldCalls] = {}
+    pinned: int = 0
+
+    def claim(self, holder: str, episode: str, newest_call: int) -> None:
+        calls = self.holders.get(holder) or self.holders.setdefault(holder, HeldCalls())
+        calls.pins[episode] = Pin(newest_call, calls.bytes)
+
+    def store(self, holder: str, size: int) -> None:
+        calls = self.holders.get(holder) or self.holders.setdefault(holder, HeldCalls())
+        calls.bytes += size
+        if calls.pins:
+            calls.pinned += size
+            self.pinned += size
+
+    def lower(self, holder: str, episode: str, seq: int) -> None:
+        """Note that an episode has a call at a sequence that was used before its claim (R6)."""
+        pins = self.holders[holder].pins
+        if episode in pins:
+            pins[episode] = Pin(seq, pins[episode].bytes)
+
+    def release(self, episodes: Iterable[str]) -> None:
+        """Note that nobody needs the calls of these episodes any more."""
+        names = tuple(episodes)
+        for calls in self.holders.values():
+            before = len(calls.pins)
+            for name in names:
+                calls.pins.pop(name, None)
+            if len(calls.pins) < before:
+                self._count(calls)
+
+    def keep(self, episodes: Iterable[str]) -> None:
+        """Note that nobody needs the calls of other episodes than these any more."""
+        kept = set(episodes)
+        self.release([name for calls in self.holders.values() for name in calls.pins if name not in kept])
+
+    def _count(self, calls: HeldCalls) -> None:
+        oldest = next(iter(calls.pins.values()), None)
+        pinned = 0 if oldest is None else calls.bytes - oldest.bytes
+        self.pinned += pinned - calls.pinned
+        calls.pinned = pinned
+
+
+def why_no_share(pinned: Mapping[str, int], holder: str, size: int, more: int = 1) -> str:
+    """Return why a holder may not pin so many bytes `more` of a stream of this `size`, "" where it may."""
+    if has_share(pinned, holder, int(SHARED * size), more):
+        return ""
+    return (
+        f"The episodes of this key keep {byte_size(pinned.get(holder, 0))} of recorded calls from being removed, and "
+        f"all keys together {byte_size(sum(pinned.values()))} of {byte_size(size)}: more than its share. End or abort "
+        "its oldest episodes and try again, or raise the limit with --calls-bytes-max."
+    )
