@@ -400,6 +400,7 @@ def test_a_full_pool_of_incomplete_tasks_is_cleared() -> None:
 def test_a_group_of_episodes_waits_while_the_queue_is_full() -> None:
     harness = pooled()
     harness.scored.queue.groups.update(dict.fromkeys(range(GROUPS_MAX), harness.group()))
+    harness.scored.queue.others.groups = GROUPS_MAX
     assert grouped(harness, harness.group()) == []
     assert len(harness.engine.pool) == 2
     harness.scored.queue.groups.clear()

@@ -1,5 +1,6 @@
 """The queue of scored groups: what is kept of them through everything that environments and trainers do."""
 
+from collections import Counter
 from time import process_time
 
 import msgspec
@@ -79,6 +80,9 @@ def test_what_was_combined_with_a_lost_group_waits_for_other_groups() -> None:
 def check(queue: TrajectoryQueue) -> None:
     """Check every sum that is kept against the groups themselves, and that a snapshot has all of it."""
     assert queue.tokens == sum(group.tokens for group in queue.groups.values())
+    counted = Counter(map(queue.owner_of, queue.groups.values()))
+    shares = {queues.OTHERS: queue.others, **{name: each.share for name, each in queue.environments.items()}}
+    assert {owner: share.groups for owner, share in shares.items() if share.groups} == counted
     kept = entries(queue)
     in_lines: list[int] = []
     for owner, share in queue.shares():
@@ -304,7 +308,22 @@ def test_the_queue_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = queue_of(8)
     push(queue, groups(None, 1, 1))
     assert why_no_room(queue, groups(None, 1)) == ""
-    assert why_no_room(queue, groups(None, 1, 1)).startswith("2 groups are queued, and there is room for 3.")
+    assert why_no_room(queue, groups(None, 1, 1)).startswith("2 groups are queued, and there is room for 3 of all keys")
+
+
+def test_a_key_that_fills_the_queue_leaves_all_others_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "GROUPS_MAX", 4)
+    greedy, modest = environment(0, 8), environment(1, 1)
+    greedy.owner, modest.owner = "greedy", "modest"
+    queue = queue_of(8, greedy, modest)
+    push(queue, groups(0, 3, 3, 1, 4))
+    assert why_no_room(queue, groups(0, 1)).startswith("4 groups are queued")
+    assert not why_no_room(queue, groups(1, 1, 1))
+    assert not why_no_room(queue, groups(None, 1))
+    push(queue, groups(1, 1, 1))
+    assert why_no_room(queue, groups(1, 1))
+    take(queue, list(queue.groups))
+    assert not why_no_room(queue, groups(0, 1, 1, 1)), "what was taken takes no room"
 
 
 def test_groups_that_wait_to_be_combined_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

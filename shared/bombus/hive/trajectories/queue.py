@@ -18,7 +18,7 @@ from bombus.hive.shares import has_share
 from bombus.hive.trajectories.filling import ExactFill, Pool
 
 BATCH_SEQUENCES_MAX = 16_384
-GROUPS_MAX = 1_000_000  # queued, of all environments
+GROUPS_MAX = 1_000_000  # queued, of all environments; then each key still has its share
 HELD_MAX = 4_096  # groups of one environment that wait to be combined
 ENVIRONMENTS_MAX = 1_024  # connected at once, and remembered; those that have left stay while they have groups
 NAMES_KEPT = 4_096  # names of environments whose next number is known
@@ -49,10 +49,12 @@ class GroupLine(msgspec.Struct):
 class EnvironmentShare(msgspec.Struct):
     """The groups of an environment that a batch can take, and what was taken of them so far.
 
-    `served` is its virtual time: the sequences that were taken, divided by the environment's weight.
+    `groups` counts those that are queued, also while they are held. `served` is its virtual time: the sequences that
+    were taken, divided by the environment's weight.
     """
 
     lines: dict[int, GroupLine] = {}  # by the number of sequences
+    groups: int = 0
     sequences: int = 0
     served: float = 0.0
 
@@ -113,6 +115,16 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
         environment = OTHERS if group.environment is None else group.environment
         return environment if environment in self.environments else OTHERS
 
+    def key_of(self, group: QueuedGroup) -> str:
+        """Return the name of the key to whose environment a group belongs."""
+        known = self.environments.get(self.owner_of(group))
+        return "" if known is None else known.owner
+
+    def count(self, group: QueuedGroup, sign: int) -> None:
+        """Count a group that is queued now (1), or not any more (-1)."""
+        self.tokens += sign * group.tokens
+        self.share_of(self.owner_of(group)).groups += sign
+
     def share_of(self, owner: int) -> EnvironmentShare:
         known = self.environments.get(owner)
         return self.others if known is None else known.share
@@ -163,10 +175,12 @@ def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str
 def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
     """Return why there is no room for these groups yet: a sentence for their client, empty if there is."""
     if len(queue.groups) + len(groups) > GROUPS_MAX:
-        return (
-            f"{len(queue.groups)} groups are queued, and there is room for {GROUPS_MAX}. Send them again after the "
-            "trainer has taken batches."
-        )
+        held = _queued_by_key(queue)
+        if not all(has_share(held, key, GROUPS_MAX, more) for key, more in Counter(map(queue.key_of, groups)).items()):
+            return (
+                f"{len(queue.groups)} groups are queued, and there is room for {GROUPS_MAX} of all keys together, and "
+                "for a share of each. Send them again after the trainer has taken batches."
+            )
     arriving: dict[int, int] = {}
     for group in groups:
         holder = _holder(queue, group)
@@ -181,6 +195,14 @@ def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
                 "that size, or register the environment again with the size that it sends."
             )
     return ""
+
+
+def _queued_by_key(queue: TrajectoryQueue) -> Counter[str]:
+    """Return how many groups are queued by the name of each key."""
+    found = Counter({"": queue.others.groups})
+    for environment in queue.environments.values():
+        found[environment.owner] += environment.share.groups
+    return found
 
 
 def why_no_batch_size(batch_size: int) -> str:
@@ -292,7 +314,7 @@ def push(queue: TrajectoryQueue, groups: Iterable[QueuedGroup]) -> None:
         number = queue.arrived
         owner = queue.owner_of(group)
         queue.groups[number] = group if owner != OTHERS else msgspec.structs.replace(group, environment=None)
-        queue.tokens += group.tokens
+        queue.count(group, 1)
         holder = _holder(queue, group)
         if holder is None:
             _enqueue(queue, queue.share_of(owner), number, group.sequences)
@@ -311,7 +333,7 @@ def take(queue: TrajectoryQueue, numbers: Iterable[int]) -> list[QueuedGroup]:
     taken = {number: queue.groups.pop(number) for number in sorted(inner.union(gone)) if number in queue.groups}
     served: dict[int, int] = {}
     for number, group in taken.items():
-        queue.tokens -= group.tokens
+        queue.count(group, -1)
         if number in inner and number not in together:
             continue
         size = sum(taken[each].sequences for each in together.get(number, (number,)) if each in taken)
@@ -370,11 +392,12 @@ def give_up(queue: TrajectoryQueue, numbers: Iterable[int]) -> None:
         if holder is not None and _is_held(holder, number, group.sequences):
             _let_go(holder, number, group.sequences)
             del queue.groups[number]
-            queue.tokens -= group.tokens
+            queue.count(group, -1)
             continue
         whole = next((each for each, members in queue.combined.items() if number in members), number)
         taken = {each: queue.groups.pop(each) for each in queue.combined.pop(whole, (number,))}
-        queue.tokens -= sum(each.tokens for each in taken.values())
+        for each in taken.values():
+            queue.count(each, -1)
         size, share = sum(each.sequences for each in taken.values()), queue.share_of(queue.owner_of(group))
         _removed(queue, share, size)
         _erase(share, whole, size)
@@ -394,7 +417,7 @@ def _queue_again(
     for number, group in sorted(groups.items()):
         owner = queue.owner_of(group)
         queue.groups[number] = group if owner != OTHERS else msgspec.structs.replace(group, environment=None)
-        queue.tokens += group.tokens
+        queue.count(group, 1)
     for number, group in sorted(groups.items()):
         share = queue.share_of(queue.owner_of(group))
         if number in together:
