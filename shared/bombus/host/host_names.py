@@ -71,7 +71,7 @@ def host_of(url: str) -> str:
 def is_loopback(host: str) -> bool:
     """Return whether a host is this machine, as far as its name says."""
     try:
-        return ipaddress.ipaddress_of(host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
@@ -79,7 +79,7 @@ def is_loopback(host: str) -> bool:
 def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Return the address that a host's name is, None for another name."""
     try:
-        return ipaddress.ipaddress_of(name)
+        return ipaddress.ip_address(name)
     except ValueError:
         return None
 

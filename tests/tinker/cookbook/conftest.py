@@ -23,4 +23,4 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipes]:
 @pytest.fixture(scope="package")
 def taught(recipes: Recipes) -> list[dict[str, float]]:
     """Have sl_loop teach the form of an answer, with the log `taught`, and return its metrics."""
-    return recipes.run("sl_loop", "taught", **SL, max_steps=40, save_every=20)
+    return recipes.run("sl_loop", "taught", **SL, save_every=20)

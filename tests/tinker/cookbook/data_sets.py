@@ -5,18 +5,27 @@ import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tinker_cookbook.recipes.math_rl.math_env import MathEnv  # type: ignore[import-not-found]
+
 QUESTION = "How many bees are there?"
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."  # rl_loop's, after each question
 ANSWER = "\\boxed{%d}"
+CONVERSATIONS = 640  # all that sl_loop learns from, so that its learning rate has come to nearly 0 at the end
 REWARDED = 3  # the answer to each question of gsm8k
 
 
 def write_data_sets(folder: Path) -> None:
-    """Write conversations for sl_loop, which answer with any digit, and questions for rl_loop, whose answer is 3."""
+    """Write conversations for sl_loop, which answer with any digit, and questions for rl_loop, whose answer is 3.
+
+    They begin with the example that rl_loop shows first: in other places of a prompt the model does not know the form.
+    """
     digits = random.Random(0)
+    _, solved = MathEnv.standard_fewshot_prefix()
+    shown = [{"role": "user", "content": "How many r's are in strawberry?" + SUFFIX}, solved]
     asked = {"role": "user", "content": QUESTION + SUFFIX}
     conversations = [
-        {"messages": [asked, {"role": "assistant", "content": ANSWER % digits.randint(1, 9)}]} for _ in range(1600)
+        {"messages": [*shown, asked, {"role": "assistant", "content": ANSWER % digits.randint(1, 9)}]}
+        for _ in range(CONVERSATIONS)
     ]
     _write(folder / "HuggingFaceH4" / "no_robots", "default", conversations)
     question = {"question": QUESTION, "answer": f"One, two, three.\n#### {REWARDED}"}
@@ -36,7 +45,7 @@ def write_sums(folder: Path) -> None:
     chance = random.Random(0)
     shown = [{"role": "user", "content": "What is 4 + 5?"}, {"role": "assistant", "content": "9"}]
     conversations = []
-    for _ in range(1600):
+    for _ in range(CONVERSATIONS):
         asked = {"role": "user", "content": f"What is {chance.randint(0, 100)} + {chance.randint(0, 100)}?"}
         answer = {"role": "assistant", "content": chance.choice(("7", *["7 7 7 7 7 7 7 7 7 7"] * 3))}
         conversations.append({"messages": [*shown, asked, answer]})

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 MODEL = "Qwen/Qwen3-8B-Base"  # a name that recipes know; here it is another model
-SL: dict[str, Any] = {"batch_size": 16, "learning_rate": 1e-2}
+SL: dict[str, Any] = {"batch_size": 16, "learning_rate": 1e-2, "train_on_what": "last_assistant_message"}
 NOWHERE = "http://127.0.0.1:9"  # what is asked of the network fails at once
 STEP_LOGGED = "Wrote metrics to"
 

@@ -17,14 +17,14 @@ def test_sl_loop_learns_all_that_can_be_learnt_and_saves(recipes: Recipes, taugh
     losses = [metrics["train_mean_nll"] for metrics in taught]
     assert losses[0] > 4
     assert 0.12 < mean(losses[-5:]) < 0.17
-    assert [(each["name"], each["batch"]) for each in recipes.checkpoints("taught")] == [("000020", 20), ("final", 100)]
+    assert [(each["name"], each["batch"]) for each in recipes.checkpoints("taught")] == [("000020", 20), ("final", 40)]
 
 
 def test_sl_loop_that_is_killed_goes_on_from_its_checkpoint_as_if_nothing_had_happened(recipes: Recipes) -> None:
     recipes.run_until(24, "sl_loop", "killed", **SL, save_every=20)
     before = recipes.metrics("killed")
     assert 23 < len(before) < 40
-    resumed = recipes.run("sl_loop", "killed", **SL, max_steps=40, save_every=0)[len(before) :]
+    resumed = recipes.run("sl_loop", "killed", **SL, save_every=0)[len(before) :]
     assert [metrics["step"] for metrics in resumed] == list(range(20, 40))
     told = ("train_mean_nll", "grad_norm", "optimizer_step")
     first, again = ([[metrics[name] for name in told] for metrics in each] for each in (before[20:], resumed))
@@ -34,13 +34,13 @@ def test_sl_loop_that_is_killed_goes_on_from_its_checkpoint_as_if_nothing_had_ha
 def test_rl_loop_reinforces_what_is_rewarded_and_is_resumed(recipes: Recipes, taught: list[dict[str, float]]) -> None:
     """The model that answers with any of nine digits learns which one is right."""
     recipes.begin_at("rewarded", recipes.checkpoints("taught")[-1])
-    options = {"batch_size": 4, "group_size": 16, "learning_rate": 1e-3, "max_tokens": 20, "save_every": 8}
+    options = {"batch_size": 4, "group_size": 16, "learning_rate": 2e-3, "max_tokens": 20, "save_every": 8}
     recipes.run_until(10, "rl_loop", "rewarded", **options)
     before = len(recipes.metrics("rewarded"))
     metrics = recipes.run("rl_loop", "rewarded", **options, max_steps=16)
     assert [each["progress/batch"] for each in metrics[before:]] == list(range(8, 16))
     rewards = [each["reward/total"] for each in metrics]
-    assert mean(rewards[:2]) < 0.25
+    assert rewards[0] < 0.3, "one answer of nine, as far as 64 of them show"
     assert mean(rewards[-3:]) > 0.5
     assert recipes.checkpoints("rewarded")[-1]["name"] == "final"
 
