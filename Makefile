@@ -72,12 +72,13 @@ demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 m
 # In random order, on one process more than there are cores. When one of them dies the run ends: pytest-xdist would start
 # another, and with groups of tests it may wait for that for ever.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+LONGER := --timeout 3600 -o faulthandler_timeout=3590
 
 test: $(DEV_STAMP)  ## the tests that need no environment of their own, in 12 minutes on two cores (ROOM=trainer: those of tests/trainer)
 	$(PYTEST) tests/$(ROOM)
 
 test-long: $(DEV_STAMP)  ## the same and those that take longer: more seeds, more kills, more real processes (ROOM=sim)
-	BOMBUS_TEST_LONG=1 $(PYTEST) --timeout 3600 -o faulthandler_timeout=3590 tests/$(ROOM)
+	BOMBUS_TEST_LONG=1 $(PYTEST) $(LONGER) tests/$(ROOM)
 
 # vLLM and verl live in environments of their own, which `bombus install` makes: some gigabytes, and no part of `test`.
 test-vllm: $(DEV_STAMP)  ## those that need vLLM, in an environment that it makes
@@ -125,7 +126,7 @@ $(ATROPOS_STAMP): tests/atropos/requirements.txt locks/$(TORCH).txt
 	touch $(ATROPOS_STAMP)
 
 test-atropos: $(DEV_STAMP) $(ATROPOS_STAMP)  ## Atropos's server beside ours, and its environments, unmodified, on a hive (SEQUENCES=2000, CHECKOUT=its repository for its own tests)
-	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) BOMBUS_ATROPOS_CHECKOUT=$(CHECKOUT) BOMBUS_TEST_LONG=1 $(BIN)/python -m pytest tests/atropos tests/gateway/atropos tests/gateway/scored tests/trainer/test_scored_runs.py tests/system/test_scored_training.py
+	BOMBUS_ATROPOS_SEQUENCES=$(SEQUENCES) BOMBUS_ATROPOS_CHECKOUT=$(CHECKOUT) BOMBUS_TEST_LONG=1 $(BIN)/python -m pytest $(LONGER) tests/atropos tests/gateway/atropos tests/gateway/scored tests/trainer/test_scored_runs.py tests/system/test_scored_training.py
 	$(BIN)/python -m tests.atropos.faults
 
 # Some 600 MB in .venv-environments: OpenEnv and MiniStack, of the versions in tests/environments/outside/requirements.txt.
@@ -146,7 +147,7 @@ $(TASKS_STAMP): $(DEV_STAMP) pyproject.toml constraints.txt locks/build.txt
 
 # What `make test` has of environments, pools, tasks, hooks and joint episodes, and what needs the two environments above.
 test-environments: $(DEV_STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environments, pools, the curriculum, ready tasks, slime's hooks, Harbor's folders and joint episodes; OpenEnv, MiniStack, awscli and TextArena, unmodified; then how far steps overlap
-	BOMBUS_TEST_LONG=1 $(PYTEST) tests/environments tests/curriculum tests/tasks tests/slime tests/rollout/harbor \
+	BOMBUS_TEST_LONG=1 $(PYTEST) $(LONGER) tests/environments tests/curriculum tests/tasks tests/slime tests/rollout/harbor \
 	  tests/sdk/test_groups.py tests/sdk/test_joint.py tests/gateway/test_joint.py tests/coordinator/test_joint.py \
 	  "tests/system/test_up.py::test_a_planner_and_a_worker_on_two_engines_train_together"
 	$(ENVIRONMENTS_VENV)/bin/python -m pytest tests/environments/outside

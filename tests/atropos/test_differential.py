@@ -21,7 +21,6 @@ from tests.atropos.run_api import run_api
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = Path(os.environ.get("BOMBUS_ATROPOS_PYTHON", ROOT / ".venv-atropos/bin/python"))
 SEQUENCES = int(os.environ.get("BOMBUS_ATROPOS_SEQUENCES", "60"))
-as_long_as_there_are_sequences = pytest.mark.timeout(300 + SEQUENCES)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,6 @@ def hive(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield client
 
 
-@as_long_as_there_are_sequences
 def test_every_difference_to_atropos_is_one_on_the_list(atropos: httpx.Client) -> None:
     with adapter.client() as ours:
         found = compare(ours, atropos, range(SEQUENCES))
@@ -55,7 +53,6 @@ def test_every_difference_to_atropos_is_one_on_the_list(atropos: httpx.Client) -
         assert set(found.explained) == set(DIFFERENCES), "a difference that does not come up any more"
 
 
-@as_long_as_there_are_sequences
 def test_every_difference_of_a_whole_hive_is_one_on_the_list_too(atropos: httpx.Client, hive: httpx.Client) -> None:
     found = compare(hive, atropos, range(SEQUENCES))
     assert not found.unexplained, found.unexplained[0]
