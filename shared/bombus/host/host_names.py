@@ -70,10 +70,8 @@ def host_of(url: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether a host is this machine, as far as its name says."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    address = address_of(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
 def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
