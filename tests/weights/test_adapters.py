@@ -198,7 +198,7 @@ async def test_our_engine_in_float32_computes_with_the_trainers_weights_whatever
     made: Made,
 ) -> None:
     """The adapter is merged in the engine's precision, not in the file's: bfloat16 rounds most of a step away."""
-    compute = ComputeSettings(dtype="float32")
+    compute = ComputeSettings(dtype="float32", kv_cache_bytes=4 << 20)
     adapter = Adapter(Path(made.adapters[1].where))
     state = read_state(Path(made.base.where), compute, Path(made.adapters[1].where))
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
@@ -230,7 +230,7 @@ def logprobs(engine: Engine) -> list[float]:
 async def test_our_engine_in_half_precision_computes_adapters_beside_its_weights_and_exchanges_them_alone(
     made: Made,
 ) -> None:
-    compute = ComputeSettings(dtype="bfloat16")
+    compute = ComputeSettings(dtype="bfloat16", kv_cache_bytes=4 << 20)
     base, adapters = Path(made.base.where), [Path(weights.where) for weights in made.adapters]
     engine = Engine(load_policy(base, compute, adapters[0]), compute, run=1, version=0)
     first = logprobs(engine)
@@ -255,7 +255,7 @@ async def test_in_half_precision_a_replica_reads_the_model_only_once(made: Made)
     async def ignore_stage(_: str) -> None:
         pass
 
-    compute = ComputeSettings(dtype="bfloat16")
+    compute = ComputeSettings(dtype="bfloat16", kv_cache_bytes=4 << 20)
     base, adapters = Path(made.base.where), [Path(weights.where) for weights in made.adapters]
     expected = logprobs(Engine(load_policy(base, compute, adapters[1]), compute, run=1, version=1))
     backend = TorchBackend(compute, lambda _: None)
