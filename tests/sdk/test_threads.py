@@ -50,6 +50,34 @@ def test_a_result_does_not_wait_for_a_thread_that_its_agent_has_left() -> None:
     assert ended.wait(PATIENCE_S)
 
 
+async def test_no_thread_undoes_its_own_before_an_interruption_has_ended_what_they_wait_for() -> None:
+    sleeps, told, undone = threading.Event(), threading.Event(), threading.Event()
+
+    def attempt(index: int) -> None:
+        sleeps.set()
+        try:
+            threads.sleep(3600)
+        finally:
+            undone.set()
+
+    def end() -> None:
+        told.set()
+        assert not undone.wait(0.1)
+
+    agents = threads.AgentThreads([0], attempt, 1)
+
+    def run() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            agents.run()
+
+    running = asyncio.create_task(asyncio.to_thread(run))
+    assert await asyncio.to_thread(sleeps.wait, PATIENCE_S)
+    await asyncio.to_thread(agents.interruption.tell, end)
+    await running
+    assert told.is_set()
+    assert undone.is_set()
+
+
 async def test_an_interruption_cancels_coroutines_of_agents_too() -> None:
     begun, cancelled = threading.Event(), threading.Event()
 

@@ -514,9 +514,10 @@ class SwarmClient:
         try:
             agents.run()
         except BaseException:
-            agents.interruption.tell()
-            if not agents.is_inner:
-                self._connections.end()
+            if agents.is_inner:
+                agents.interruption.tell()
+            else:
+                agents.interruption.tell(self._connections.end)
                 self._give_up(agents.interruption)
                 agents.leave()
                 self._give_up(agents.interruption)  # what a thread had just claimed

@@ -25,15 +25,24 @@ class Interruption:
 
     def __init__(self) -> None:
         self._told = threading.Event()
+        self._is_acted_on = threading.Event()
         self._lock = threading.Lock()
         self._claimed: dict[str, None] = {}
         self._told_too: list[Callable[[], object]] = []
 
-    def tell(self) -> None:
+    def tell(self, end: Callable[[], object] = lambda: None) -> None:
+        """Interrupt all threads, and end what they wait for: none of them begins to undo its own before that is done.
+
+        Otherwise `end` could end that too.
+        """
         with self._lock:
             self._told.set()
-            for each in self._told_too:
-                each()
+            try:
+                end()
+                for each in self._told_too:
+                    each()
+            finally:
+                self._is_acted_on.set()
 
     @contextmanager
     def telling(self, call: Callable[[], object]) -> Iterator[None]:
@@ -50,6 +59,7 @@ class Interruption:
     def check(self) -> None:
         """Raise `KeyboardInterrupt` once the program is interrupted."""
         if self._told.is_set():
+            self._is_acted_on.wait()
             raise KeyboardInterrupt
 
     def sleep(self, seconds: float) -> None:
