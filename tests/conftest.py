@@ -6,7 +6,9 @@ import importlib.util
 import itertools
 import os
 import resource
+import shutil
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -38,6 +40,7 @@ LONGEST = [
     "test_operations",
     "test_installing",
 ]
+MEMORY_BYTES = 4 << 30  # that the files of the shared nats-server may take at most
 _numbers = itertools.count(1)
 
 if importlib.util.find_spec("hypothesis") is not None:  # the environments of others' clients do without
@@ -100,13 +103,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the URL of a nats-server that runs for the whole session. Tests that kill one start their own."""
+def nats_url() -> Iterator[str]:
+    """Return the URL of a nats-server that runs for the whole session. Tests that kill one start their own.
+
+    Its files are in memory where there is room: tests make thousands of streams, and remove them.
+    """
+    memory = Path("/dev/shm")
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > MEMORY_BYTES
     # Streams reserve their limits. Tests make many hives and fill none, so the sum may exceed the disk.
-    server = EmbeddedServer(tmp_path_factory.mktemp("nats"), store_bytes_max=100 << 40)
-    server.start()
-    yield server.url
-    server.stop()
+    with tempfile.TemporaryDirectory(prefix="bombus-tests-", dir=memory if has_room else None) as folder:
+        server = EmbeddedServer(Path(folder), store_bytes_max=100 << 40)
+        server.start()
+        yield server.url
+        server.stop()
 
 
 async def freeze(server: EmbeddedServer) -> None:
