@@ -9,7 +9,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,8 +23,6 @@ from bombus.tasks.reasoning import score_of
 from bombus.tasks.verifying import AnswerJudge, _ask, _judged
 from tests.patience import PATIENCE_S, wait_until
 
-ENTRY = entry_of("countdown", 0, 0)  # which is an expression, for SymPy
-GOLD = str(ENTRY["answer"])
 HANGS = "9**9**9"  # without leaving Python another turn
 IN_A_PROGRAM = """
 from bombus.tasks.entries import entry_of
@@ -31,6 +31,16 @@ print(judge.score("countdown", "1", entry_of("countdown", 0, 0)), flush=True)
 print(judge._process.pid, flush=True)
 input()
 """
+
+
+@cache
+def the_entry() -> dict[str, Any]:
+    """Return one whose answer is an expression, for SymPy."""
+    return entry_of("countdown", 0, 0)
+
+
+def gold() -> str:
+    return str(the_entry()["answer"])
 
 
 def needs_namespaces() -> None:
@@ -67,38 +77,38 @@ def test_an_answer_sees_no_variable_and_no_connection_of_another_one(
         assert fresh.score("puzzle24", key, entry) != 1.0
     finally:
         fresh.close()
-    hung = threading.Thread(target=lambda: judge.score("countdown", HANGS, ENTRY))
+    hung = threading.Thread(target=lambda: judge.score("countdown", HANGS, the_entry()))
     hung.start()
-    assert judge.score("countdown", GOLD, ENTRY) == 1.0  # by now the other one is being judged
+    assert judge.score("countdown", gold(), the_entry()) == 1.0  # by now the other one is being judged
     # The three standard streams, its own connection, and the folder that is listed.
     assert judge.score("puzzle24", "len(__import__('os').listdir('/proc/self/fd')) + 10 + 7 + 1 + 1", entry) == 1.0
     hung.join(PATIENCE_S)
 
 
 def test_an_answer_that_hangs_is_worth_nothing_and_holds_up_no_other(judge: AnswerJudge) -> None:
-    assert judge.score("countdown", GOLD, ENTRY) == 1.0
+    assert judge.score("countdown", gold(), the_entry()) == 1.0
     hung: list[float | None] = []
-    threads = [threading.Thread(target=lambda: hung.append(judge.score("countdown", HANGS, ENTRY))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: hung.append(judge.score("countdown", HANGS, the_entry()))) for _ in range(4)]
     for thread in threads:
         thread.start()
-    assert judge.score("countdown", GOLD, ENTRY) == 1.0
+    assert judge.score("countdown", gold(), the_entry()) == 1.0
     for thread in threads:
         thread.join(PATIENCE_S)
     assert hung == [None] * 4
-    assert judge.score("countdown", GOLD, ENTRY) == 1.0
+    assert judge.score("countdown", gold(), the_entry()) == 1.0
 
 
 def test_an_answer_that_ends_its_process_is_worth_nothing(judge: AnswerJudge) -> None:
-    assert judge.score("countdown", "__import__('os')._exit(0)", ENTRY) is None
-    assert judge.score("countdown", "__import__('os').abort()", ENTRY) is None
-    assert judge.score("countdown", GOLD, ENTRY) == 1.0
+    assert judge.score("countdown", "__import__('os')._exit(0)", the_entry()) is None
+    assert judge.score("countdown", "__import__('os').abort()", the_entry()) is None
+    assert judge.score("countdown", gold(), the_entry()) == 1.0
 
 
 def test_a_score_that_is_read_late_is_the_score(judge: AnswerJudge) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         judge._hand_over("countdown", theirs)
-        _ask(ours, pickle.dumps((GOLD, ENTRY)))
+        _ask(ours, pickle.dumps((gold(), the_entry())))
         wait_until(lambda: ours.recv(64, socket.MSG_PEEK).endswith(b"-\n"))
         assert _judged(ours, 1.0) == 1.0
 
@@ -107,12 +117,12 @@ def test_an_answer_that_kills_all_processes_kills_no_other_answer() -> None:
     needs_namespaces()
     judge = AnswerJudge()
     try:
-        assert judge.score("countdown", GOLD, ENTRY) == 1.0
+        assert judge.score("countdown", gold(), the_entry()) == 1.0
         ours, theirs = socket.socketpair()
         with ours, theirs:
             judge._hand_over("countdown", theirs)  # it has begun, and waits for what to judge
-            judge.score("countdown", f"__import__('os').kill(-1, 9) or {GOLD}", ENTRY)
-            _ask(ours, pickle.dumps((GOLD, ENTRY)))
+            judge.score("countdown", f"__import__('os').kill(-1, 9) or {gold()}", the_entry())
+            _ask(ours, pickle.dumps((gold(), the_entry())))
             assert _judged(ours, 1.0) == 1.0
     finally:
         judge.close()
@@ -120,10 +130,10 @@ def test_an_answer_that_kills_all_processes_kills_no_other_answer() -> None:
 
 def test_what_an_answer_starts_ends_with_it(judge: AnswerJudge) -> None:
     needs_namespaces()
-    judge.score("countdown", GOLD, ENTRY)
+    judge.score("countdown", gold(), the_entry())
     assert judge._process is not None
     judging = psutil.Process(judge._process.pid)
-    judge.score("countdown", "9**9**9 if __import__('os').fork() == 0 else 1", ENTRY)
+    judge.score("countdown", "9**9**9 if __import__('os').fork() == 0 else 1", the_entry())
     wait_until(lambda: len(judging.children(recursive=True)) == 1)
 
 
@@ -131,18 +141,18 @@ def test_a_program_that_is_killed_leaves_no_folder(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     judge = AnswerJudge()
     try:
-        assert judge.score("countdown", GOLD, ENTRY) == 1.0
+        assert judge.score("countdown", gold(), the_entry()) == 1.0
         assert list(tmp_path.iterdir()) == []
     finally:
         judge.close()
 
 
 def test_a_process_that_was_killed_costs_no_answer(judge: AnswerJudge) -> None:
-    assert judge.score("countdown", GOLD, ENTRY) == 1.0
+    assert judge.score("countdown", gold(), the_entry()) == 1.0
     assert judge._process is not None
     judge._process.kill()
     judge._process.wait()
-    assert judge.score("countdown", GOLD, ENTRY) == 1.0
+    assert judge.score("countdown", gold(), the_entry()) == 1.0
 
 
 def test_the_process_ends_with_its_program_however_that_ends() -> None:
@@ -190,7 +200,7 @@ def test_where_no_namespaces_are_made_answers_are_judged_and_a_warning_says_so(
     judge = AnswerJudge(verify_s=30.0)
     try:
         began = time.monotonic()
-        assert judge.score("countdown", GOLD, ENTRY) == 1.0, time.monotonic() - began
+        assert judge.score("countdown", gold(), the_entry()) == 1.0, time.monotonic() - began
         assert "are judged without namespaces (that needs Linux, with `unshare`" in caplog.text
     finally:
         judge.close()
