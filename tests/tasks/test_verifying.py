@@ -88,7 +88,8 @@ def test_an_answer_sees_no_variable_and_no_connection_of_another_one(
 def test_an_answer_that_hangs_is_worth_nothing_and_holds_up_no_other(judge: AnswerJudge) -> None:
     assert judge.score("countdown", gold(), the_entry()) == 1.0
     hung: list[float | None] = []
-    threads = [threading.Thread(target=lambda: hung.append(judge.score("countdown", HANGS, the_entry()))) for _ in range(4)]
+    hang = lambda: hung.append(judge.score("countdown", HANGS, the_entry()))  # noqa: E731
+    threads = [threading.Thread(target=hang) for _ in range(4)]
     for thread in threads:
         thread.start()
     assert judge.score("countdown", gold(), the_entry()) == 1.0
