@@ -15,6 +15,7 @@ from bombus.cli import main
 from bombus.errors import BusUnavailable, LogCorrupted
 from bombus.hive import inbox
 from bombus.hive.records import decode_record
+from bombus.hive.shares import IMPORTED
 from bombus.replay import upkeep
 from bombus.replay.archive import FileSource
 from bombus.replay.export import bodies_held_by, export
@@ -75,7 +76,7 @@ async def test_r6_a_hive_of_an_exported_log_has_its_state_and_its_calls_and_goes
         assert [logged(each) for each in after] == [logged(each) for each in before], "times and epochs too"
         stored = [await again.get(again.subjects.calls_stream, ref.seq) for ref in refs]
         assert [decode_record(each.data, ref).id for each, ref in zip(stored, refs)] == ["one", "two"]
-        assert [each.subject for each in stored] == [again.subjects.call("main", episode)] * 2
+        assert [each.subject for each in stored] == [again.subjects.call("main", IMPORTED)] * 2, "one subject for all"
         assert (await again.state(again.subjects.calls_stream)).messages == 2
         async with leading(again):
             granted = await again.inbox.request(claim("new", "c2"))

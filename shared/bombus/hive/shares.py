@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TypeVar
 
 ADMIN = "/admin"  # no key has such a name
+IMPORTED = "/imported"  # nor this one: calls of an imported log, of which no message says whose they are
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -21,6 +21,7 @@ from bombus.config.streams import StreamLimits
 from bombus.errors import LogCorrupted
 from bombus.hive.events import kind_of
 from bombus.hive.records import decode_record
+from bombus.hive.shares import IMPORTED
 from bombus.hive.state import Hive, evolve
 from bombus.private import private_folder
 from bombus.replay import upkeep
@@ -152,7 +153,7 @@ class _Writer:
         async with _writing(self._bus, subjects.calls_stream, subjects.call(NOBODY, ""), end, progress) as stream:
             for seq, body in self._source.all_messages(CALLS):
                 record = decode_record(body)
-                await stream.put(seq, subjects.call(record.engine, record.episode), body, {MSG_ID: record.id})
+                await stream.put(seq, subjects.call(record.engine, IMPORTED), body, {MSG_ID: record.id})
 
     async def _write_bodies(self, progress: ReadProgress) -> None:
         """Write the bodies of operations and scored groups that somebody may still need."""
