@@ -265,6 +265,10 @@ def test_an_overfull_stream_is_purged_between_what_idle_models_hold() -> None:
         harness.operate_message("9", model="s:train:1"), body=BodyRef(seqs=(7,), size=1, digest=b"d" * 16)
     )
     refused(harness.request(late), Code.BODY_GONE)
+    (back,) = harness.send(inbox.OperationsStored(id=harness.id(), below=7, shrunk=True))
+    assert isinstance(back, ev.OperationsReleased)
+    assert (back.below, back.models) == (1, (ModelFloor(ENGINE, "s:train:1", 7),)), "the end of the stream was lost"
+    assert isinstance(harness.request(msgspec.structs.replace(late, id=harness.id())), Accepted)
 
 
 def test_r6_a_stream_that_has_lost_its_end_takes_bodies_at_its_old_sequences_again() -> None:

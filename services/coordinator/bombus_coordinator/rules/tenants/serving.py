@@ -102,8 +102,15 @@ def release(hive: Hive, live: Live, message: OperationsStored) -> Decisions:
     Once this is on the log, an operation with an older body is refused, so what is purged is never needed later.
     """
     if message.shrunk:
-        if message.below < hive.released:
-            yield Decision(events=(ev.OperationsReleased(at_ns=live.now_ns, below=message.below),))
+        lowered = tuple(
+            ModelFloor(engine.name, model, message.below)
+            for engine in hive.engines.values()
+            for model, floor in engine.tenants.released.items()
+            if floor > message.below
+        )
+        if message.below < hive.released or lowered:
+            below = min(hive.released, message.below)
+            yield Decision(events=(ev.OperationsReleased(at_ns=live.now_ns, below=below, models=lowered),))
         return
     floors = {
         (engine.name, model.name): floor_of(model, message.below)
