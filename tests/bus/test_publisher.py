@@ -162,7 +162,7 @@ def test_a_full_stream_names_the_flag_that_raises_its_limit(stream: str) -> None
         "events": subjects.event("main", "engine.started"),
         "calls": subjects.call("main", "main-1-1"),
         "ops": subjects.operation("main", "m"),
-        "trajectories": subjects.trajectory("main"),
+        "trajectories": subjects.trajectory("main", ""),
         "blobs": "$O.bucket.C.x",
     }[stream]
     error = error_of(ApiError(code=503, err_code=STREAM_FULL, description="full"), subject)

@@ -45,10 +45,10 @@ class ScoredHarness(CoreHarness):
         assert isinstance(answer, Joined), answer
         return answer.environment
 
-    def group(self, environment: int | None = None, sequences: int = 2) -> QueuedGroup:
+    def group(self, environment: int | None = None, sequences: int = 2, holder: str = "") -> QueuedGroup:
         self.stored += 1
         body = BodyRef(seqs=(self.stored,), size=100, digest=digest(str(self.stored).encode()))
-        return QueuedGroup(environment=environment, sequences=sequences, tokens=20, longest=10, body=body)
+        return QueuedGroup(environment, sequences, tokens=20, longest=10, body=body, holder=holder)
 
     def push(self, *groups: QueuedGroup, key: str = "") -> AnyAnswer:
         return self.request(inbox.PushGroups(id=self.id(), engine=ENGINE, groups=groups, key=key))

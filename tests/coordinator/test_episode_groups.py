@@ -295,4 +295,4 @@ def test_the_bodies_of_a_batch_that_was_handed_out_long_ago_are_moved_and_it_is_
     assert harness.ask(after=0) == 1
     assert harness.scored.batch is not None
     assert [group.body.first for group in harness.scored.batch.groups if group.body] == [50]
-    assert [body.first for body in harness.scored.needed()] == [50]
+    assert [group.body.first for group in harness.scored.needed() if group.body] == [50]

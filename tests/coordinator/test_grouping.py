@@ -59,7 +59,7 @@ async def fill(bus: Bus) -> None:
     for size in (32 << 20, 1 << 20, 64 << 10, 4 << 10, 100):
         with suppress(BusUnavailable):
             while True:
-                await parts.store(bus.subjects.trajectory(ENGINE), bytes(size))
+                await parts.store(bus.subjects.trajectory(ENGINE, ""), bytes(size))
 
 
 def rolling(**registered: object) -> TrainedHarness:

@@ -1,5 +1,7 @@
 """Which bodies of scored groups are stored once more: few, and only where much can be purged for them."""
 
+import msgspec
+
 from bombus.bus import StreamState
 from bombus.hive.events import BatchDelivered, BatchHandedOut, GroupsPushed
 from bombus.hive.records import BodyRef
@@ -38,6 +40,14 @@ def test_what_is_too_much_at_once_is_moved_in_portions_where_all_of_it_is_worth_
     assert BYTES_MAX == 16 * MB
     assert [each.group for each in worth_moving(hive, 201, stream(200))] == [1, 2]
     assert worth_moving(hive, 61, stream(60)) == [], "21 MB are not copied to purge 60"
+
+
+def test_nothing_is_moved_where_what_came_after_it_is_of_other_holders_and_needed() -> None:
+    hive, kept = with_groups((1, 4)), BodyRef(seqs=tuple(range(151, 201)), size=50 * MB, digest=b"d")
+    evolve(hive, GroupsPushed(engine=ENGINE, groups=(QueuedGroup(environment=None, sequences=1, body=kept),)))
+    stored = msgspec.structs.replace(stream(200), messages=54, bytes=54 * MB)
+    assert worth_moving(hive, 201, stored) == []
+    assert [each.group for each in worth_moving(hive, 201, stream(200))] == [1]
 
 
 def test_a_body_that_is_larger_than_a_portion_is_moved_alone() -> None:

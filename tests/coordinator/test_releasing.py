@@ -12,10 +12,10 @@ from bombus.hive import inbox
 from bombus.hive.events import BatchDelivered, BatchHandedOut, Collection, GroupsPushed, Tenancy
 from bombus.hive.inbox import Accepted, BatchTaken, Done, Pushed
 from bombus.hive.records import BodyRef
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import EngineState, Hive, evolve
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus_coordinator.moving import BodyMover
-from bombus_coordinator.releasing import GRACE_S, TRAJECTORIES, Releaser
+from bombus_coordinator.releasing import GRACE_S, OPERATIONS, TRAJECTORIES, Releaser
 from bombus_coordinator.shell import Coordinator
 from tests.coordinator.core_in_memory import ENGINE
 from tests.coordinator.tenants_in_memory import BASE, MODEL, SESSION
@@ -190,7 +190,7 @@ async def test_scored_groups_that_were_taken_are_released_sooner_where_their_str
     parts = Parts(bus, bus.subjects.trajectories_stream)
     releaser = Releaser(bus, lambda: hive, clock=clock, bodies=TRAJECTORIES)
     for reported in (0, 1):
-        await parts.store(bus.subjects.trajectory(ENGINE), bytes(17 << 20))  # twice is over half of 64 MB
+        await parts.store(bus.subjects.trajectory(ENGINE, ""), bytes(17 << 20))  # twice is over half of 64 MB
         await releaser.report()
         assert (await bus.state(bus.subjects.inbox_stream)).last_seq == reported
         clock.now_s += 60
@@ -200,7 +200,7 @@ async def test_a_group_that_fits_nowhere_is_stored_once_more_so_that_what_came_a
     clock, stream, parts = Clock(), bus.subjects.trajectories_stream, Parts(bus, bus.subjects.trajectories_stream)
 
     async def push(size: int, sequences: int) -> None:
-        body = await parts.store(bus.subjects.trajectory(ENGINE), bytes(size))
+        body = await parts.store(bus.subjects.trajectory(ENGINE, ""), bytes(size))
         group = QueuedGroup(environment=None, sequences=sequences, body=body)
         pushed = await bus.inbox.request(inbox.PushGroups(id=secrets.token_hex(8), engine=ENGINE, groups=(group,)))
         assert isinstance(pushed, Pushed)
@@ -241,7 +241,7 @@ async def test_a_group_that_fits_nowhere_is_stored_once_more_so_that_what_came_a
 
 async def test_the_last_batch_is_stored_once_more_while_its_trainer_trains(bus: Bus) -> None:
     clock, stream, parts = Clock(), bus.subjects.trajectories_stream, Parts(bus, bus.subjects.trajectories_stream)
-    subject = bus.subjects.trajectory(ENGINE)
+    subject = bus.subjects.trajectory(ENGINE, "")
     async with leading(bus) as coordinator:
         registers = inbox.RegisterTrainer(
             id="r", engine=ENGINE, trainer="7", batch_size=4, max_token_len=9, checkpoint_dir="c", num_steps=9,
@@ -273,7 +273,7 @@ async def test_the_last_batch_is_stored_once_more_while_its_trainer_trains(bus: 
 
 async def test_nothing_is_stored_once_more_where_nothing_could_be_purged_for_it(bus: Bus) -> None:
     """A batch that was handed out, and has not arrived, keeps what was stored after it."""
-    parts, subject, hive = Parts(bus, bus.subjects.trajectories_stream), bus.subjects.trajectory(ENGINE), Hive()
+    parts, subject, hive = Parts(bus, bus.subjects.trajectories_stream), bus.subjects.trajectory(ENGINE, ""), Hive()
     for _ in range(2):
         body = await parts.store(subject, bytes(1_000))
         evolve(hive, GroupsPushed(engine=ENGINE, groups=(QueuedGroup(environment=None, sequences=1, body=body),)))
@@ -291,7 +291,7 @@ async def test_nothing_is_stored_once_more_where_nothing_could_be_purged_for_it(
 async def test_groups_that_make_up_much_of_a_stream_are_left_where_they_are(bus: Bus) -> None:
     parts = Parts(bus, bus.subjects.trajectories_stream)
     hive = Hive()
-    bodies = [await parts.store(bus.subjects.trajectory(ENGINE), bytes(1_000)) for _ in range(8)]
+    bodies = [await parts.store(bus.subjects.trajectory(ENGINE, ""), bytes(1_000)) for _ in range(8)]
     pushed = tuple(QueuedGroup(environment=None, sequences=1, body=body) for body in bodies)
     evolve(hive, GroupsPushed(engine=ENGINE, groups=pushed))
     state = await bus.state(bus.subjects.trajectories_stream)
@@ -304,10 +304,10 @@ async def test_a_waiting_group_that_is_lost_is_given_up_when_its_body_is_to_be_s
     parts = Parts(bus, bus.subjects.trajectories_stream)
     async with leading(bus) as coordinator:
         for number in range(2):
-            body = await parts.store(bus.subjects.trajectory(ENGINE), bytes(1_000))
+            body = await parts.store(bus.subjects.trajectory(ENGINE, ""), bytes(1_000))
             group = QueuedGroup(environment=None, sequences=1, body=body)
             await bus.inbox.request(inbox.PushGroups(id=f"p{number}", engine=ENGINE, groups=(group,)))
-            await parts.store(bus.subjects.trajectory(ENGINE), bytes(1 << 20))
+            await parts.store(bus.subjects.trajectory(ENGINE, ""), bytes(1 << 20))
         await bus.purge_below(bus.subjects.trajectories_stream, 2)
         state = await bus.state(bus.subjects.trajectories_stream)
         await BodyMover(bus, lambda: coordinator.core.hive).move(state.last_seq, state)
@@ -324,6 +324,14 @@ async def test_r6_what_is_released_goes_back_to_the_end_of_a_stream_that_has_los
         coordinator.core.hive.released = 9
         releaser = Releaser(bus, lambda: coordinator.core.hive)
         await report_until(releaser, tenant, 1)
+        engine = coordinator.core.hive.engines.setdefault(ENGINE, EngineState(name=ENGINE))
+        of_ann = engine.trajectories.queue.kept_of("ann")
+        of_ann.released = engine.tenants.released["m"] = 9
+        for bodies in (OPERATIONS, TRAJECTORIES):
+            await Releaser(bus, lambda: coordinator.core.hive, bodies=bodies).report()
+        async with asyncio.timeout(PATIENCE_S):
+            while (of_ann.released, engine.tenants.released["m"]) != (1, 1):
+                await asyncio.sleep(0.01)
 
 
 async def test_a_hive_without_operations_is_told_nothing(bus: Bus) -> None:

@@ -202,7 +202,8 @@ def test_bodies_of_steps_that_may_have_to_be_made_again_are_not_released() -> No
         harness.step_done(step)
         harness.save_weights(step)
         harness.load(step)
-    assert [body.first for body in harness.engine.bodies_needed()][-4:] == [3, 4, 5, 6]  # of steps 2 and 3
+    needed = [group.body.first for group in harness.engine.groups_needed() if group.body is not None]
+    assert needed[-4:] == [3, 4, 5, 6]  # of steps 2 and 3
     harness.send(inbox.TrajectoriesStored(id=harness.id(), engine=ev.HIVE, below=100))
     assert harness.core.hive.trajectories_released == 3
 
@@ -211,8 +212,8 @@ def test_a_run_that_is_over_needs_no_bodies() -> None:
     harness = rolling()
     harness.push_batch()
     harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
-    assert list(harness.engine.bodies_needed()) == []
-    assert [body.first for _, body in harness.core.hive.bodies_needed()] == [2], "the newest example"
+    assert list(harness.engine.groups_needed()) == []
+    assert [body.first for *_, body in harness.core.hive.bodies_needed()] == [2], "the newest example"
 
 
 def test_the_fold_of_the_log_is_the_cores_state() -> None:
@@ -400,7 +401,7 @@ def test_a_full_pool_of_incomplete_tasks_is_cleared() -> None:
 def test_a_group_of_episodes_waits_while_the_queue_is_full() -> None:
     harness = pooled()
     harness.scored.queue.groups.update(dict.fromkeys(range(GROUPS_MAX), harness.group()))
-    harness.scored.queue.others.groups = GROUPS_MAX
+    harness.scored.queue.kept_of("").groups = GROUPS_MAX
     assert grouped(harness, harness.group()) == []
     assert len(harness.engine.pool) == 2
     harness.scored.queue.groups.clear()

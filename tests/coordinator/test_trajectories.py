@@ -9,6 +9,7 @@ from bombus.hive import inbox
 from bombus.hive.events import AnyEvent, EnvironmentEnd, RunKind
 from bombus.hive.inbox import BatchTaken, Done, Pushed, Refusal
 from bombus.hive.records import BodyRef, digest
+from bombus.hive.shares import ADMIN
 from bombus.hive.state import Hive, Phase, evolve
 from bombus.hive.status.data import hive_status
 from bombus.hive.trajectories import queue
@@ -295,6 +296,51 @@ def test_r16_bodies_are_released_when_nothing_names_them_and_older_ones_are_refu
     answer = harness.push(old)
     assert isinstance(answer, Refusal)
     assert answer.code == Code.BODY_GONE
+
+
+def test_r16_in_an_overfull_stream_a_group_that_waits_keeps_nothing_of_other_keys() -> None:
+    harness = rolling()
+    harness.push(harness.group(sequences=3, holder="ann"))  # fits no batch of 4 with groups of 2
+    for number in (1, 2):
+        harness.push(harness.group(holder="eve"), harness.group(holder="eve"))
+        assert harness.ask() == number
+        harness.arrived(number)
+    assert harness.send(inbox.TrajectoriesStored(id="s1", below=10)) == []
+    (released,) = harness.send(inbox.TrajectoriesStored(id="s2", below=10, overfull=True))
+    assert isinstance(released, ev.TrajectoriesReleased)
+    assert (released.below, released.holders) == (1, (ev.HolderFloor(ENGINE, "eve", 4),))
+    assert harness.send(inbox.TrajectoriesStored(id="s3", below=10, overfull=True)) == []
+    harness.stored = 2
+    old = harness.group(holder="eve")
+    answer = harness.push(old)
+    assert isinstance(answer, Refusal)
+    assert answer.code == Code.BODY_GONE
+    assert isinstance(harness.push(msgspec.structs.replace(old, holder="ann")), Pushed)
+    (back,) = harness.send(inbox.TrajectoriesStored(id="s4", below=3, shrunk=True))
+    assert isinstance(back, ev.TrajectoriesReleased)
+    assert back.holders == (ev.HolderFloor(ENGINE, "eve", 3),)
+    assert isinstance(harness.push(old), Pushed), "its sequence was used again"
+
+
+def test_r20_a_key_whose_groups_have_more_bytes_than_its_share_pushes_again_once_batches_are_taken() -> None:
+    harness = rolling()
+    harness.core.open_epoch("x", trajectories_bytes_max=1_000)
+    for number in range(7):
+        assert isinstance(harness.push(harness.group(holder="ann"), key=f"{number}"), Pushed)
+    answer = harness.push(harness.group(holder="ann"))
+    assert isinstance(answer, Refusal)
+    assert (answer.code, answer.why) == (
+        Code.OVERLOADED,
+        "The queued groups of this key have 700 B, and those of all keys together 700 B of 1 kB. With 100 B more, this "
+        "key would have more than its share. Send them again after the trainer has taken batches, or raise the limit "
+        "with --trajectories-bytes-max.",
+    )
+    for holder in ("", "eve", ADMIN):
+        assert isinstance(harness.push(harness.group(holder=holder)), Pushed)
+    assert isinstance(harness.push(harness.group(holder="ann")), Refusal)
+    for _ in range(2):
+        harness.arrived(harness.ask())
+    assert isinstance(harness.push(harness.group(holder="ann")), Pushed)
 
 
 def test_a_full_stream_of_scored_groups_refuses_groups_and_nothing_else(harness: ScoredHarness) -> None:

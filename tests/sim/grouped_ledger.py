@@ -136,8 +136,9 @@ class GroupedLedger:
 
     def purged(self) -> None:
         """Check that what is needed is still there, whatever was purged."""
-        for body in self.hive().engine(GROUPED_ENGINE).bodies_needed():
-            self._fetch(body)
+        for group in self.hive().engine(GROUPED_ENGINE).groups_needed():
+            assert group.body is not None
+            self._fetch(group.body)
 
     def acknowledged_end(self, result: EpisodeResult) -> None:
         found = self._ends.get(result.episode)

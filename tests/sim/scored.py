@@ -132,8 +132,9 @@ class ScoredLedger:
 
     def purged(self) -> None:
         """Check that what is needed is still there, whatever was purged."""
-        for body in self.hive().engine(SCORED_ENGINE).trajectories.needed():
-            self._fetch(body)
+        for group in self.hive().engine(SCORED_ENGINE).trajectories.needed():
+            assert group.body is not None
+            self._fetch(group.body)
         self.seen["groups purged"] += self._server.streams[TRAJECTORIES_STREAM].first_seq > 1
 
     @property

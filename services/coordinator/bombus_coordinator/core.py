@@ -62,15 +62,18 @@ class Core:
         self._note_refusing()
         self.live.event_bytes_max = event_bytes_max
         self.live.released = self.hive.released
-        self.live.trajectories_released = self.hive.trajectories_released
         self._follow_clients()
         self._noted: dict[tuple[str, int], list[NotedCall]] = {}
         self._noted_seq = 0
 
-    def open_epoch(self, leader: str, calls_bytes_max: int = 0) -> Decision:
+    def open_epoch(self, leader: str, calls_bytes_max: int = 0, trajectories_bytes_max: int = 0) -> Decision:
         """Decide the first event of a new leader (R4). Nobody counts as silent for longer (R5)."""
         opened = ev.EpochOpened(
-            at_ns=self.hive.now_ns, epoch=self.hive.epoch + 1, leader=leader, calls_bytes_max=calls_bytes_max
+            at_ns=self.hive.now_ns,
+            epoch=self.hive.epoch + 1,
+            leader=leader,
+            calls_bytes_max=calls_bytes_max,
+            trajectories_bytes_max=trajectories_bytes_max,
         )
         return self._fold(Decision(events=(opened,)), 0).decision
 
@@ -151,8 +154,6 @@ class Core:
                 self._note_refusing()
             elif isinstance(event, ev.OperationsReleased):
                 self.live.released = self.hive.released
-            elif isinstance(event, ev.TrajectoriesReleased):
-                self.live.trajectories_released = self.hive.trajectories_released
         for reply in decision.replies:
             self.live.remember(reply.command, reply.answer)
         return PendingDecision(decision, answers, bodies)
@@ -332,6 +333,9 @@ _HIVE_RULES: dict[type[inbox.Message], Callable[[Hive, Live, Any], Decisions]] =
     inbox.TrajectoriesStored: batches.release,
 }
 _COMMANDS_OF_SEVERAL: dict[type[inbox.Message], Callable[[Hive, Live, Any], Decisions]] = {
+    inbox.PushGroups: batches.push,
+    inbox.BodiesStored: batches.move,
+    inbox.EpisodesGrouped: batches.group_episodes,
     inbox.Claim: claims.claim,
     inbox.JointClaim: joint_claims.claim,
     inbox.JointEnd: joint_outcomes.end,
@@ -377,12 +381,9 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.JoinEnvironment: registering.join,
     inbox.LeaveEnvironment: registering.leave,
     inbox.ResetGroups: registering.reset,
-    inbox.PushGroups: batches.push,
     inbox.TakeBatch: batches.take,
     inbox.BatchSent: batches.sent,
     inbox.GiveUpGroups: batches.give_up,
-    inbox.BodiesStored: batches.move,
-    inbox.EpisodesGrouped: batches.group_episodes,
     inbox.AskRest: serving.ask_rest,
     inbox.TrainerRests: serving.trainer_rests,
     inbox.AddEndpoint: endpoints.add,

@@ -48,7 +48,8 @@ class EpisodeGrouper:
         for engine in list(self._hive().engines.values()):
             if engine.groups_episodes and not self._hive().refusing_groups and (job := self._job(engine)) is not None:
                 for episodes in list(_complete(engine)):
-                    if episodes[0].episode not in self._made:
+                    is_made = episodes[0].episode in self._made
+                    if not is_made and not self._hive().why_no_groups(_holder(engine, episodes)):
                         self._made[episodes[0].episode] = now_s
                         await self._make(engine, job, episodes)
 
@@ -69,15 +70,18 @@ class EpisodeGrouper:
         group, why = await self._group(engine, job, episodes)
         queued = None
         if group is not None:
-            record = await asyncio.to_thread(encode_group, group)
+            record, holder = await asyncio.to_thread(encode_group, group), _holder(engine, episodes)
+            if self._hive().why_no_groups(holder, len(record)):
+                return
             try:
-                body = await self._parts.store(self._bus.subjects.trajectory(engine.name), record)
+                body = await self._parts.store(self._bus.subjects.trajectory(engine.name, holder), record)
                 queued = QueuedGroup(
                     environment=None,
                     sequences=group.sequences,
                     tokens=group.total_tokens,
                     longest=group.longest,
                     body=body,
+                    holder=holder,
                 )
             except Refused as refusal:
                 why = refusal.why
@@ -122,6 +126,12 @@ class EpisodeGrouper:
         return GroupedEpisode(
             reward=completed.reward, records=records, context=context, call_rewards=completed.call_rewards
         )
+
+
+def _holder(engine: EngineState, episodes: Sequence[Completed]) -> str:
+    """Return for whose share a group counts: that of its first episode."""
+    closed = engine.closed.get(episodes[0].episode)
+    return "" if closed is None else closed.holder
 
 
 def _complete(engine: EngineState) -> Iterator[list[Completed]]:

@@ -33,6 +33,7 @@ class _Movable(NamedTuple):
     first: int
     engine: str
     group: int
+    holder: str
     body: BodyRef
 
 
@@ -52,23 +53,24 @@ class BodyMover:
         hive = self._hive()
         chosen = worth_moving(hive, below, stream)
         for engine in list(hive.engines.values()):
-            bodies = [(each.group, each.body) for each in chosen if each.engine == engine.name]
+            bodies = [each for each in chosen if each.engine == engine.name]
             if bodies:
                 await self._move(engine, bodies)
 
-    async def _move(self, engine: EngineState, bodies: list[tuple[int, BodyRef]]) -> None:
+    async def _move(self, engine: EngineState, bodies: list[_Movable]) -> None:
         run = engine.run
         moved: list[MovedBody] = []
         was: list[int] = []
         lost: dict[LostGroup, str] = {}
-        for number, body in bodies:
+        for each in bodies:
             try:
-                found = await self._parts.fetch(body)
+                found = await self._parts.fetch(each.body)
             except LogCorrupted as error:
-                lost[LostGroup(number, body.first)] = str(error)
+                lost[LostGroup(each.group, each.first)] = str(error)
                 continue
-            moved.append(MovedBody(number, await self._parts.store(self._bus.subjects.trajectory(engine.name), found)))
-            was.append(body.first)
+            subject = self._bus.subjects.trajectory(engine.name, each.holder)
+            moved.append(MovedBody(each.group, await self._parts.store(subject, found)))
+            was.append(each.first)
         if moved:
             log.info("the bodies of %d scored groups of engine %s are stored once more", len(moved), engine.name)
             message = BodiesStored(id=_id(), engine=engine.name, moved=tuple(moved), was=tuple(was))
@@ -87,7 +89,7 @@ def worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
     them are returned: the others are moved the next time, by the same reckoning.
     """
     older = (
-        _Movable(group.body.first, engine.name, number, group.body)
+        _Movable(group.body.first, engine.name, number, group.holder, group.body)
         for engine in hive.engines.values()
         for number, group in engine.trajectories.movable(hive.now_ns)
         if group.body is not None and group.body.first < below
@@ -95,8 +97,9 @@ def worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
     )
     found = nsmallest(LOOKED_AT_MAX, older)
     firsts = {each.first for each in found}
-    stays = min((body.first for _, body in hive.bodies_needed() if body.first not in firsts), default=below)
-    mean = stream.bytes / max(1, stream.messages)
+    stays = min((body.first for *_, body in hive.bodies_needed() if body.first not in firsts), default=below)
+    mean = stream.bytes / max(1, stream.last_seq + 1 - stream.first_seq)
+    spare = stream.bytes - sum(engine.trajectories.queue.bytes for engine in hive.engines.values())
     room = (stream.max_bytes - stream.bytes) // 2
     copied = worth = 0
     for number, each in enumerate(found, start=1):
@@ -104,7 +107,7 @@ def worth_moving(hive: Hive, below: int, stream: StreamState) -> list[_Movable]:
         if copied > room:
             break
         kept = min(below, stays, found[number].first if number < len(found) else below)
-        if copied * WORTH <= mean * (kept - stream.first_seq):
+        if copied * WORTH <= min(spare, mean * (kept - stream.first_seq)):  # a holder may have released its part of it
             worth = number
     sizes = accumulate(each.body.size for each in found[:worth])
     at_once = sum(size <= BYTES_MAX for size in sizes)

@@ -5,8 +5,8 @@ messages are needed. Those of the last ten minutes are left alone, or of the las
 than half of their stream. Beyond them the core says on the log what is released, and refuses what has an older body
 from then on: its sender stores it again. Only then is it purged.
 
-A queued group keeps all bodies after its own. In an overfull stream the few that have waited for long are stored once
-more (`moving`).
+A queued group keeps all bodies after its own, in an overfull stream those of its holder alone, which have a subject of
+their own. There the few that have waited for long are stored once more (`moving`).
 
 After a power cut on one replica the stream may end earlier and use sequences again (R6). Then what is released goes
 back to its end.
@@ -25,6 +25,7 @@ from bombus.bus.streams import limited_streams
 from bombus.errors import BusUnavailable
 from bombus.hive.inbox import Message, OperationsStored, TrajectoriesStored
 from bombus.hive.state import Hive
+from bombus.hive.subjects import Subjects
 from bombus_coordinator.moving import BodyMover
 from bombus_coordinator.rules.decision import Decisions
 from bombus_coordinator.rules.live import Live
@@ -44,18 +45,38 @@ class KeptBodies:
     """A stream of bodies, and the rule by which it is released."""
 
     name: str
-    released: Callable[[Hive], int]
+    released: Callable[[Hive, Subjects], dict[str, int]]
     release: Callable[[Hive, Live, Any], Decisions]
     overfull_grace_s: float  # the grace where the stream is overfull
 
     def message(self, message_id: str, below: int, overfull: bool, shrunk: bool) -> Message:
-        if self is OPERATIONS:
-            return OperationsStored(id=message_id, below=below, overfull=overfull, shrunk=shrunk)
-        return TrajectoriesStored(id=message_id, below=below, shrunk=shrunk)
+        kind = OperationsStored if self is OPERATIONS else TrajectoriesStored
+        return kind(id=message_id, below=below, overfull=overfull, shrunk=shrunk)
 
 
-OPERATIONS = KeptBodies("ops", lambda hive: hive.released, release, GRACE_S)
-TRAJECTORIES = KeptBodies("trajectories", lambda hive: hive.trajectories_released, batches.release, OVERFULL_GRACE_S)
+def _of_models(hive: Hive, subjects: Subjects) -> dict[str, int]:
+    """Return up to where the state releases each subject of `ops`, and under "" the whole stream."""
+    own = {
+        subjects.operation(engine.name, model): below
+        for engine in hive.engines.values()
+        for model, below in engine.tenants.released.items()
+        if below > hive.released
+    }
+    return {"": hive.released, **own}
+
+
+def _of_holders(hive: Hive, subjects: Subjects) -> dict[str, int]:
+    """Return up to where the state releases each subject of `trajectories`, and under "" the whole stream."""
+    own = {
+        subjects.trajectory(*each): below
+        for each, below in hive.released_of_holders().items()
+        if below > hive.trajectories_released
+    }
+    return {"": hive.trajectories_released, **own}
+
+
+OPERATIONS = KeptBodies("ops", _of_models, release, GRACE_S)
+TRAJECTORIES = KeptBodies("trajectories", _of_holders, batches.release, OVERFULL_GRACE_S)
 
 
 class Releaser:
@@ -93,7 +114,7 @@ class Releaser:
     def _stored(self, state: StreamState) -> Message | None:
         end, now = state.last_seq + 1, self._clock()
         message_id = f"{self._bodies.name}-{self._bus.token}-{self._count}"
-        if end < self._bodies.released(self._hive()):
+        if end < max(self.released().values()):
             self._ends.clear()
             return self._bodies.message(message_id, below=end, overfull=False, shrunk=True)
         self._ends.append((now, end))
@@ -108,15 +129,7 @@ class Releaser:
 
     def released(self) -> dict[str, int]:
         """Return up to where the state releases each subject, and under "" the whole stream."""
-        hive = self._hive()
-        found = {"": self._bodies.released(hive)}
-        if self._bodies is not OPERATIONS:
-            return found
-        for engine in hive.engines.values():
-            for model, below in engine.tenants.released.items():
-                if below > hive.released:
-                    found[self._bus.subjects.operation(engine.name, model)] = below
-        return found
+        return self._bodies.released(self._hive(), self._bus.subjects)
 
     async def purge(self, released: dict[str, int]) -> None:
         """Purge what was released. Only what the log has may be given here."""

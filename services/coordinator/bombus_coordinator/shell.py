@@ -181,8 +181,9 @@ class Coordinator:
 
         Then say what streams have lost, after which the inbox is read from another place (R6).
         """
-        calls = await self.bus.state(self.bus.subjects.calls_stream)
-        await self._append_own([self.core.open_epoch(self.leader, max(0, calls.max_bytes))])
+        subjects = self.bus.subjects
+        shared = [await self.bus.state(each) for each in (subjects.calls_stream, subjects.trajectories_stream)]
+        await self._append_own([self.core.open_epoch(self.leader, *(max(0, each.max_bytes) for each in shared))])
         self._answered = found.answered
         self._consumed = found.answered.seq
         if found.lost:

@@ -83,9 +83,10 @@ def _oldest_group(hive: Hive) -> str:
         return ""
     _, engine, number, group = min(queued, key=lambda found: found[0])
     sender = "no environment" if group.environment is None else f"environment {group.environment}"
+    which = f"group {number} of engine {engine} ({group.sequences} sequences, of {sender})"
     return (
-        f" Nothing that is stored after group {number} of engine {engine} ({group.sequences} sequences, of {sender}) "
-        "is trimmed before a batch takes it. `bombus status` says why groups are in none; a new /register drops them."
+        f" Of what its key has stored, nothing after {which} is trimmed before a batch takes it. `bombus status` says "
+        "why groups are in none; a new /register drops them."
     )
 
 

@@ -145,11 +145,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
 
 class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epoch.opened"):
-    """Another coordinator leads. The stream `calls` has a limit of `calls_bytes_max` then, 0 where it has none."""
+    """Another coordinator leads. The streams `calls` and `trajectories` have these limits then, 0 for none."""
 
     epoch: int
     leader: str
     calls_bytes_max: int = 0
+    trajectories_bytes_max: int = 0
 
 
 class LeadingPaused(Event, frozen=True, kw_only=True, omit_defaults=True, tag="leading.paused"):
@@ -858,7 +859,8 @@ class BatchesBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="ba
 class EnvironmentJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="environment.joined"):
     """An environment sends groups. One that fell silent and is heard of again joins under the same number.
 
-    `minimum` is the part of each batch that it asks for, and `owner` the name of its client's key.
+    `minimum` is the part of each batch that it asks for, and `owner` the name of its client's key. `admin`: it is the
+    hive's own.
     """
 
     environment: int
@@ -869,6 +871,7 @@ class EnvironmentJoined(Event, frozen=True, kw_only=True, omit_defaults=True, ta
     group_size: int
     minimum: float | None = None
     owner: str = ""
+    admin: bool = False
 
 
 class EnvironmentLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="environment.left"):
@@ -936,10 +939,22 @@ class GroupsReset(Event, frozen=True, kw_only=True, omit_defaults=True, tag="gro
     """All groups and environments are forgotten."""
 
 
+class HolderFloor(msgspec.Struct, frozen=True, array_like=True):
+    """The sequence of `trajectories` before which nothing of a holder's groups on an engine is needed."""
+
+    engine: str
+    holder: str
+    below: int
+
+
 class TrajectoriesReleased(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trajectories.released"):
-    """The messages of `trajectories` before `below` may be purged. A group whose body is older is refused."""
+    """The messages of `trajectories` before `below` may be purged, and those of some holders before their own floors.
+
+    A group whose body is older is refused.
+    """
 
     below: int
+    holders: tuple[HolderFloor, ...] = ()
 
 
 class MessageSetAside(Event, frozen=True, kw_only=True, omit_defaults=True, tag="message.set_aside"):

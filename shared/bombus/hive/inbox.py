@@ -269,7 +269,8 @@ class RegisterTrainer(Message, frozen=True, kw_only=True, omit_defaults=True, ta
 class JoinEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, tag="join_environment"):
     """Let an environment send groups of `group_size`. `minimum` is the part of each batch that it asks for.
 
-    `owner` is the name of the key that its client has shown, if it has one: nobody else acts for it.
+    `owner` is the name of the key that its client has shown, if it has one: nobody else acts for it. `admin`: that key
+    is the hive's own.
     """
 
     desired_name: str
@@ -278,6 +279,7 @@ class JoinEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, ta
     group_size: int
     minimum: float | None = None
     owner: str = ""
+    admin: bool = False
 
 
 class LeaveEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, tag="leave_environment"):
@@ -285,7 +287,10 @@ class LeaveEnvironment(Message, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class PushGroups(Message, frozen=True, kw_only=True, omit_defaults=True, tag="push_groups"):
-    """Queue scored groups, all or none. Soon after a push of the same `key`, it is the same push."""
+    """Queue scored groups, all or none. Soon after a push of the same `key`, it is the same push.
+
+    With bodies that have no sequences it asks whether they are to be stored: BODY_GONE says that they are.
+    """
 
     groups: tuple[QueuedGroup, ...]
     key: str = ""
@@ -594,11 +599,13 @@ class OperationsStored(Message, frozen=True, kw_only=True, omit_defaults=True, t
 class TrajectoriesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trajectories.stored"):
     """The messages of `trajectories` before `below` have been there for long: those that nothing needs can go.
 
-    `shrunk`: the stream has lost its end, and `below` is where it ends now.
+    `overfull`: the stream is more than half full, so that those in between are purged too. `shrunk`: the stream has
+    lost its end, and `below` is where it ends now.
     """
 
     below: int
     shrunk: bool = False
+    overfull: bool = False
 
 
 class BodiesStored(Message, frozen=True, kw_only=True, omit_defaults=True, tag="bodies.stored"):

@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from bombus.figures import byte_size
-from bombus.hive.shares import has_share
-
-SHARED = 0.75  # of the stream: what is left lets others in, and lets episodes end that are open
+from bombus.hive.shares import SHARED, has_share
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):

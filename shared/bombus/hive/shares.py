@@ -11,6 +11,7 @@ from typing import TypeVar
 
 ADMIN = "/admin"  # no key has such a name
 IMPORTED = "/imported"  # nor this one: calls of an imported log, of which no message says whose they are
+SHARED = 0.75  # of a stream that keys fill: what is left lets others in, and work in progress end
 
 K = TypeVar("K")
 V = TypeVar("V")

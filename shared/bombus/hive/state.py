@@ -16,17 +16,19 @@ from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import LeftRun, goes_on, keep, leave, step_of
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall, RunKind
 from bombus.hive.pauses import Pause, note_pause
-from bombus.hive.pins import SHARED, StoredCalls, why_no_share
+from bombus.hive.pins import StoredCalls, why_no_share
 from bombus.hive.records import BodyRef, CallRef, CallStatus
 from bombus.hive.rollouts import STEPS_KEPT, RolloutFigures, silent_after
-from bombus.hive.shares import share_name
+from bombus.hive.shares import SHARED, share_name
 from bombus.hive.steps import SealedStep, complete, episodes_of, lacking, up_to
 from bombus.hive.tenants import state as tenancy
 from bombus.hive.tenants.state import Tenants
+from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories import state as scored
+from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import Trajectories
 
-FOLD = 13  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 14  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -277,11 +279,11 @@ class EngineState(msgspec.Struct, kw_only=True):
         """Return whether a run is on whose ended episodes become scored groups."""
         return self.has_policy and self.collection.episode_groups
 
-    def bodies_needed(self) -> Iterator[BodyRef]:
-        """Yield the bodies of scored groups that can still be asked for, or trained again."""
+    def groups_needed(self) -> Iterator[QueuedGroup]:
+        """Yield the scored groups that can still be asked for, or trained again."""
         yield from self.trajectories.needed()
         for step in self.steps if self.trains_scored else ():
-            yield from (group.body for group in step.batch.scored if group.body is not None)
+            yield from step.batch.scored
 
     @property
     def collection(self) -> Collection:
@@ -386,6 +388,7 @@ class Hive(msgspec.Struct, kw_only=True):
     released: int = 0  # what is before this sequence of the stream `ops` may be purged
     trajectories_released: int = 0  # the same of the stream `trajectories`
     calls_bytes_max: int = 0  # of the stream `calls` when this epoch began, 0 where it has no limit
+    trajectories_bytes_max: int = 0  # the same of the stream `trajectories`
 
     @property
     def refusing(self) -> str:
@@ -415,18 +418,43 @@ class Hive(msgspec.Struct, kw_only=True):
             return ""
         return why_no_share(self.pinned_calls(), holder, size, more)
 
-    def bodies_needed(self) -> Iterator[tuple[str, BodyRef]]:
-        """Yield the bodies of scored groups that are kept, with the names of their engines.
+    def why_no_groups(self, holder: str, more: int = 1) -> str:
+        """Return why a holder may not queue scored groups with so many bytes `more`, "" where it may."""
+        size, engines = self.trajectories_bytes_max, self.engines.values()
+        if not size or sum([each.trajectories.queue.bytes for each in engines]) + more <= SHARED * size:
+            return ""
+        kept: Counter[str] = Counter()
+        for engine in engines:
+            kept.update({name: each.bytes for name, each in engine.trajectories.queue.holders.items()})
+        return queues.why_no_share(kept, holder, size, more)
+
+    def groups_released(self, engine: EngineState, holder: str) -> int:
+        """Return the sequence before which bodies of a holder's scored groups may be gone."""
+        kept = engine.trajectories.queue.holders.get(holder)
+        return self.trajectories_released if kept is None else max(self.trajectories_released, kept.released)
+
+    def released_of_holders(self) -> dict[tuple[str, str], int]:
+        """Return the same of each holder alone, by engine and holder."""
+        return {
+            (name, holder): kept.released
+            for name, engine in self.engines.items()
+            for holder, kept in engine.trajectories.queue.holders.items()
+        }
+
+    def bodies_needed(self) -> Iterator[tuple[str, str, BodyRef]]:
+        """Yield the bodies of scored groups that are kept, with the names of their engines and holders.
 
         The one that was pushed last is an example to look at, and is kept until the stream of scored groups is full.
         """
         for name, engine in self.engines.items():
-            yield from ((name, body) for body in engine.bodies_needed())
+            for group in engine.groups_needed():
+                if group.body is not None:
+                    yield name, group.holder, group.body
             latest = engine.trajectories.latest
             if latest is None or latest.body is None or SCORED_GROUPS in self.full:
                 continue
-            if latest.body.first >= self.trajectories_released:
-                yield name, latest.body
+            if latest.body.first >= self.groups_released(engine, latest.holder):
+                yield name, latest.holder, latest.body
 
     def engine(self, name: str) -> EngineState:
         """Return the state of an engine; an empty one, which is not kept, when no event has named it yet."""
@@ -477,6 +505,7 @@ def _evolve_hive(hive: Hive, event: Event) -> None:
         case ev.EpochOpened():
             hive.epoch = event.epoch
             hive.calls_bytes_max = event.calls_bytes_max
+            hive.trajectories_bytes_max = event.trajectories_bytes_max
         case ev.LeadingPaused():
             note_pause(hive.pauses, event.since_ns, event.at_ns)
         case ev.StorageFilled():
@@ -488,7 +517,7 @@ def _evolve_hive(hive: Hive, event: Event) -> None:
         case ev.OperationsReleased():
             _released(hive, event)
         case ev.TrajectoriesReleased():
-            hive.trajectories_released = event.below
+            _groups_released(hive, event)
         case ev.LogCompacted() | ev.CompactionFailed():
             hive.uncompacted = event.why if isinstance(event, ev.CompactionFailed) else ""
         case ev.StreamWentBack():
@@ -503,6 +532,13 @@ def _released(hive: Hive, event: ev.OperationsReleased) -> None:
     for floor in event.models:
         if floor.engine in hive.engines:
             tenancy.release(hive.engines[floor.engine].tenants, floor)
+
+
+def _groups_released(hive: Hive, event: ev.TrajectoriesReleased) -> None:
+    hive.trajectories_released = event.below
+    for floor in event.holders:
+        if floor.engine in hive.engines:
+            hive.engines[floor.engine].trajectories.queue.kept_of(floor.holder).released = floor.below
 
 
 def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:

@@ -72,9 +72,9 @@ class Subjects:
         """Return the subject of the bodies of one model's operations, and of their results."""
         return f"bombus.{self.hive}.op.{engine}.{_short(model)}"
 
-    def trajectory(self, engine: str) -> str:
-        """Return the subject of the bodies of an engine's scored groups."""
-        return f"bombus.{self.hive}.trajectory.{engine}"
+    def trajectory(self, engine: str, holder: str) -> str:
+        """Return the subject of the bodies of one holder's scored groups. Older releases had one for each engine."""
+        return f"bombus.{self.hive}.trajectory.{engine}.{_short(holder)}"
 
 
 def _short(name: str) -> str:

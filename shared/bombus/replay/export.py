@@ -194,8 +194,8 @@ def bodies_held_by(hive: Hive, subjects: Subjects) -> Iterator[tuple[Literal["op
     for engine in hive.engines.values():
         for name, model in engine.tenants.models.items():
             yield from ((OPS, subjects.operation(engine.name, name), body) for body in model.needed())
-    for engine_name, body in hive.bodies_needed():
-        yield TRAJECTORIES, subjects.trajectory(engine_name), body
+    for engine_name, holder, body in hive.bodies_needed():
+        yield TRAJECTORIES, subjects.trajectory(engine_name, holder), body
 
 
 def _tokenizers_of(hive: Hive) -> list[str]:

@@ -69,7 +69,11 @@ class _ReadLog(msgspec.Struct):
     def last_parts(self) -> dict[str, int]:
         """Return for each stream of bodies the place up to which some of its messages may be purged."""
         of_models = [below for engine in self.hive.engines.values() for below in engine.tenants.released.values()]
-        released = {OPS: max([self.hive.released, *of_models]), TRAJECTORIES: self.hive.trajectories_released}
+        of_holders = self.hive.released_of_holders().values()
+        released = {
+            OPS: max([self.hive.released, *of_models]),
+            TRAJECTORIES: max([self.hive.trajectories_released, *of_holders]),
+        }
         return {stream: below - 1 for stream, below in released.items()}
 
 
@@ -158,7 +162,7 @@ class _Writer:
     async def _write_bodies(self, progress: ReadProgress) -> None:
         """Write the bodies of operations and scored groups that somebody may still need."""
         subjects = self._bus.subjects
-        skipped = {OPS: subjects.operation(NOBODY, ""), TRAJECTORIES: subjects.trajectory(NOBODY)}
+        skipped = {OPS: subjects.operation(NOBODY, ""), TRAJECTORIES: subjects.trajectory(NOBODY, "")}
         held = list(bodies_held_by(self._log.hive, subjects))
         for name, end in self._log.last_parts.items():
             wanted = {seq: subject for stream, subject, body in held if stream == name for seq in body.seqs}

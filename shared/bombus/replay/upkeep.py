@@ -108,7 +108,7 @@ async def _look_for_groups(bus: Bus, hive: Hive) -> tuple[int, tuple[str, ...]]:
     The bodies of batches are read; of those that are queued, of which there may be very many, only the places.
     """
     stream = bus.subjects.trajectories_stream
-    needed = list(hive.bodies_needed())
+    needed = [(name, body) for name, _, body in hive.bodies_needed()]
     if not needed:
         return 0, ()
     state, parts = await bus.state(stream), Parts(bus, stream)

@@ -125,7 +125,7 @@ async def test_batches_are_written_while_there_are_fewer_threads_than_clients(hi
     assert len(record) > PART_BYTES_MAX
     parts = Parts(bus, bus.subjects.trajectories_stream)
     for number in range(count):
-        body = await parts.store(bus.subjects.trajectory(ENGINE), record)
+        body = await parts.store(bus.subjects.trajectory(ENGINE, ""), record)
         pushed = QueuedGroup(environment=None, sequences=2, tokens=180_000, longest=90_000, body=body)
         await bus.inbox.request(inbox.PushGroups(id=f"{number}", engine=ENGINE, groups=(pushed,), key=f"{number}"))
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as clients:

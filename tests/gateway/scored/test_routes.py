@@ -128,6 +128,7 @@ async def test_r16_a_post_that_is_sent_again_counts_once(hive: PlayedHive) -> No
     for _ in range(3):
         assert await post(hive, "/scored_data", group(1.0, environment)) == {"status": "received"}
     assert (await get(hive, "/status"))["queue_size"] == 1
+    assert (await hive.bus.state(hive.bus.subjects.trajectories_stream)).last_seq == 1, "it is stored once"
     for key in ("a", "b"):
         answer = await hive.http.post("/scored_data", json=group(2.0, environment), headers={"x-idempotency-key": key})
         assert answer.status_code == 200

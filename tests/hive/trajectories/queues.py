@@ -2,6 +2,7 @@
 
 from random import Random
 
+from bombus.hive.records import BodyRef
 from bombus.hive.trajectories.forming import form
 from bombus.hive.trajectories.queue import (
     Environment,
@@ -37,7 +38,11 @@ def environment(
 
 
 def groups(environment: int | None, *sizes: int) -> list[QueuedGroup]:
-    return [QueuedGroup(environment, size, tokens=size * SEQUENCE_TOKENS) for size in sizes]
+    holder = "" if environment is None else f"key-{environment % 2}"
+    return [
+        QueuedGroup(environment, size, size * SEQUENCE_TOKENS, body=BodyRef((1,), 7 * size, b""), holder=holder)
+        for size in sizes
+    ]
 
 
 def next_batch(queue: TrajectoryQueue) -> tuple[int, ...] | None:

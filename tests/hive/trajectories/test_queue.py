@@ -80,9 +80,13 @@ def test_what_was_combined_with_a_lost_group_waits_for_other_groups() -> None:
 def check(queue: TrajectoryQueue) -> None:
     """Check every sum that is kept against the groups themselves, and that a snapshot has all of it."""
     assert queue.tokens == sum(group.tokens for group in queue.groups.values())
-    counted = Counter(map(queue.owner_of, queue.groups.values()))
-    shares = {queues.OTHERS: queue.others, **{name: each.share for name, each in queue.environments.items()}}
-    assert {owner: share.groups for owner, share in shares.items() if share.groups} == counted
+    sizes: Counter[str] = Counter()
+    for group in queue.groups.values():
+        sizes[group.holder] += group.body.size if group.body else 0
+    counted = Counter(group.holder for group in queue.groups.values())
+    assert {holder: each.groups for holder, each in queue.holders.items() if each.groups} == counted
+    assert {holder: each.bytes for holder, each in queue.holders.items() if each.bytes} == sizes
+    assert queue.bytes == sizes.total()
     kept = entries(queue)
     in_lines: list[int] = []
     for owner, share in queue.shares():
@@ -95,10 +99,10 @@ def check(queue: TrajectoryQueue) -> None:
         assert share.sequences == sum(size * line.count for size, line in share.lines.items())
     assert sorted(in_lines) == sorted(kept)
     for each in queue.environments.values():
-        sizes = {size: line.count for size, line in each.held.items()}
-        assert each.held_groups == sum(sizes.values())
-        assert each.held_sequences == sum(size * count for size, count in sizes.items())
-        assert all(0 < size < each.group_size for size in sizes)
+        held = {size: line.count for size, line in each.held.items()}
+        assert each.held_groups == sum(held.values())
+        assert each.held_sequences == sum(size * count for size, count in held.items())
+        assert all(0 < size < each.group_size for size in held)
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(queue), type=TrajectoryQueue)
     assert again == queue
     assert form(again) == form(queue)
@@ -284,7 +288,7 @@ def test_a_reset_forgets_everything_but_the_numbers() -> None:
     queue = queue_of(8, environment(0, 4))
     push(queue, groups(0, 4, 2))
     reset(queue)
-    assert queue == TrajectoryQueue(arrived=2)
+    assert queue == TrajectoryQueue(arrived=2, holders={"key-0": queues.KeptGroups()})
 
 
 # ---- what is refused at the door ------------------------------------------------------------------------------
@@ -313,9 +317,7 @@ def test_the_queue_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_key_that_fills_the_queue_leaves_all_others_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "GROUPS_MAX", 4)
-    greedy, modest = environment(0, 8), environment(1, 1)
-    greedy.owner, modest.owner = "greedy", "modest"
-    queue = queue_of(8, greedy, modest)
+    queue = queue_of(8, environment(0, 8), environment(1, 1))  # of two keys
     push(queue, groups(0, 3, 3, 1, 4))
     assert why_no_room(queue, groups(0, 1)).startswith("4 groups are queued")
     assert not why_no_room(queue, groups(1, 1, 1))
@@ -324,6 +326,14 @@ def test_a_key_that_fills_the_queue_leaves_all_others_their_share(monkeypatch: p
     assert why_no_room(queue, groups(1, 1))
     take(queue, list(queue.groups))
     assert not why_no_room(queue, groups(0, 1, 1, 1)), "what was taken takes no room"
+
+
+def test_the_queue_of_an_earlier_releases_snapshot_is_counted_when_it_is_read() -> None:
+    queue = queue_of(8, environment(0, 8))
+    push(queue, [*groups(0, 3, 5), *groups(None, 2)])
+    kept = msgspec.to_builtins(queue)
+    del kept["holders"], kept["bytes"]
+    assert msgspec.convert(kept, TrajectoryQueue) == queue
 
 
 def test_groups_that_wait_to_be_combined_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +374,8 @@ def test_connected_environments_have_a_limit(monkeypatch: pytest.MonkeyPatch) ->
     queue = queue_of(8, environment(0, 4))
     assert why_not_joined(queue, environment(0, 4)) == ""
     assert why_not_joined(queue, environment(1, 4)).startswith("1 environments are connected, 1 of them by this key")
+    of_admin = msgspec.structs.replace(environment(1, 4), admin=True)
+    assert why_not_joined(queue, of_admin) == "", "the hive's own key has a share beside that of keys without a name"
     leave(queue, 0)
     assert why_not_joined(queue, environment(1, 4)) == ""
 

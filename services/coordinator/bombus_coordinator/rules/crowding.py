@@ -1,8 +1,8 @@
 """Make room in a stream of calls that is full: who pins more of it than their share gives up their oldest episodes."""
 
 from bombus.hive.events import AbortReason, DropReason, Event
-from bombus.hive.pins import SHARED, why_no_share
-from bombus.hive.shares import has_share
+from bombus.hive.pins import why_no_share
+from bombus.hive.shares import SHARED, has_share
 from bombus.hive.state import CALLS, EngineState, Hive, Phase
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.episodes import aborted

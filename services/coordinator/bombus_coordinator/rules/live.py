@@ -58,7 +58,6 @@ class Live(msgspec.Struct, kw_only=True):
     refusing: str = ""  # why the hive takes no new work, "" while it does
     refusing_groups: str = ""  # why it takes no scored groups
     released: int = 0  # what is before this sequence of the stream `ops` may be purged
-    trajectories_released: int = 0  # the same of the stream `trajectories`
     began_after: int = 0  # the last event before this epoch
     inherited: int = 0  # the newest inbox message that was there before it
     seq: int = 0  # inbox sequence of the message that is being decided

@@ -282,7 +282,7 @@ class ScoredRoutes:
 
     async def register_environment(self, request: Request) -> Response:
         """Let an environment join, or tell it to wait until the trainer asks for its first batch."""
-        given = read_environment(await self._gateway.bodies.small(request))
+        given, key = read_environment(await self._gateway.bodies.small(request)), self._key(request)
         answer = await self._gateway.carry_out(
             inbox.JoinEnvironment(
                 id=f"join-{secrets.token_hex(16)}",
@@ -292,7 +292,8 @@ class ScoredRoutes:
                 weight=given.weight,
                 group_size=given.group_size,
                 minimum=given.min_batch_allocation,
-                owner=self._key(request).name,
+                owner=key.name,
+                admin=key.admin,
             )
         )
         assert isinstance(answer, inbox.Joined)
@@ -356,7 +357,7 @@ class ScoredRoutes:
         return _answered(request, answers.write_pushed_list([_pushed(each) for each in held]))
 
     async def _push(self, groups: Sequence[ScoredGroup], request: Request) -> tuple[int | None, ...]:
-        return await self._shelf.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""), self._key(request).name)
+        return await self._shelf.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""), self._key(request))
 
 
 def _pushed(held: int | None) -> PushAnswer:

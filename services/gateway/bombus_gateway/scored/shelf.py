@@ -14,13 +14,14 @@ from bombus.bus.large.parts import Parts
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.records import BodyRef, digest
-from bombus.hive.state import EngineState
+from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.owners import may_use
 from bombus.hive.trajectories.queue import QueuedGroup, why_not_queued
 from bombus.hive.trajectories.records import ScoredGroup, decode_group
 from bombus.hive.trajectories.state import HandedOut, Trajectories
 from bombus.hive.trajectories.training import why_not_trained
 from bombus.task_groups import first_failure
+from bombus_gateway.access import NOBODY, KeyHolder
 from bombus_gateway.atropos.scored_data import record_of
 from bombus_gateway.bodies import TRAJECTORIES
 from bombus_gateway.call.workers import CLIENTS
@@ -49,7 +50,6 @@ class GroupShelf:
         self._gateway = gateway
         self.engine = engine
         self._parts = Parts(gateway.bus, gateway.bus.subjects.trajectories_stream)
-        self._subject = gateway.bus.subjects.trajectory(engine)
         self._writers = ThreadPoolExecutor(WRITERS_MAX, "batch")
         self._lost: set[BodyRef] = set()  # that were not there when a batch was sent: they are looked at first
 
@@ -84,23 +84,28 @@ class GroupShelf:
 
     # ---- in -------------------------------------------------------------------------------------------------------
 
-    async def push(self, groups: Sequence[ScoredGroup], key: str = "", holder: str = "") -> tuple[int | None, ...]:
+    async def push(
+        self, groups: Sequence[ScoredGroup], key: str = "", sender: KeyHolder = NOBODY
+    ) -> tuple[int | None, ...]:
         """Put groups on the log, all or none, and return what their environments hold after each.
 
-        Groups of an environment of another key than `holder` are of none, as where there is no such environment.
+        Groups of an environment of another key than the sender's are of none, as where there is no such environment.
 
         They are durable then. Without a `key`, groups with the same bytes that come again soon are the same push. How
         long ago it came is for the coordinator to say: the fold has no clock but the time of the last event.
         Raises `Refused` and `BusUnavailable`.
         """
+        holder = sender.name
         groups = await self._as_sent_by(holder, groups)
         await self._check_queued(groups)
         await self._check_trained(groups)
         records = await self._apart(_bytes_of(groups), lambda: [_recorded(group) for group in groups])
         key = _own_key(f"{holder}//{key}" if holder else key, groups) if key else _key_of(records, holder)
+        unstored = [BodyRef(seqs=(), size=len(record.body), digest=record.digest) for record in records]
+        asks_first = self._may_be_refused(key, sender.share, sum(body.size for body in unstored))
         for attempt in range(1, ATTEMPTS_MAX + 1):
-            bodies = await self._store(records)
-            queued = tuple(map(_queued, groups, bodies))
+            bodies = unstored if attempt == 1 and asks_first else await self._store(sender.share, records)
+            queued = tuple(_queued(group, body, sender.share) for group, body in zip(groups, bodies, strict=True))
             message = inbox.PushGroups(id=uuid.uuid4().hex, engine=self.engine, groups=queued, key=key)
             try:
                 answer = await self._gateway.carry_out(message)
@@ -152,9 +157,20 @@ class GroupShelf:
             if why:
                 raise Refused(Code.MALFORMED, f"Group {number} of this push: {why}" if len(groups) > 1 else why)
 
-    async def _store(self, records: Sequence[Recorded]) -> list[BodyRef]:
+    def _may_be_refused(self, key: str, share: str, size: int) -> bool:
+        """Return whether a push may be refused, or be one that came before: its bodies would only fill the stream.
+
+        Then the coordinator is asked before they are stored. It says BODY_GONE where they are wanted.
+        """
+        is_of_another_kind = self.state.phase != Phase.OFFLINE and not self.state.takes_trajectories
+        is_repeated = key in self.trajectories.pushes
+        return is_of_another_kind or is_repeated or bool(self._gateway.follower.hive.why_no_groups(share, size))
+
+    async def _store(self, share: str, records: Sequence[Recorded]) -> list[BodyRef]:
+        subject = self._gateway.bus.subjects.trajectory(self.engine, share)
+
         async def store(record: Recorded) -> BodyRef:
-            return await self._parts.store(self._subject, record.body, known=record.digest)
+            return await self._parts.store(subject, record.body, known=record.digest)
 
         return await _each(store, records) if len(records) > 1 else [await store(records[0])]
 
@@ -277,11 +293,12 @@ def _own_key(key: str, groups: Iterable[ScoredGroup]) -> str:
     return digest(f"{environments} {key}".encode()).hex()
 
 
-def _queued(group: ScoredGroup, body: BodyRef) -> QueuedGroup:
+def _queued(group: ScoredGroup, body: BodyRef, holder: str) -> QueuedGroup:
     return QueuedGroup(
         environment=group.environment,
         sequences=group.sequences,
         tokens=group.total_tokens,
         longest=group.longest,
         body=body,
+        holder=holder,
     )

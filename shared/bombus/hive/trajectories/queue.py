@@ -12,9 +12,10 @@ from math import isfinite
 
 import msgspec
 
+from bombus.figures import byte_size
 from bombus.hive.bounded import trim
 from bombus.hive.records import BodyRef
-from bombus.hive.shares import has_share
+from bombus.hive.shares import SHARED, has_share, share_name
 from bombus.hive.trajectories.filling import ExactFill, Pool
 
 BATCH_SEQUENCES_MAX = 16_384
@@ -29,13 +30,17 @@ CUT_AT = 64  # a line is shortened after so many of its groups have gone, and ne
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A scored group. `environment` is None where it came without one, or with one that was not known."""
+    """A scored group. `environment` is None where it came without one, or with one that was not known.
+
+    `holder` is for whose share it counts, and on whose subject its body is (see `Subjects.trajectory`).
+    """
 
     environment: int | None
     sequences: int
     tokens: int = 0
     longest: int = 0  # tokens of its longest sequence
     body: BodyRef | None = None
+    holder: str = ""
 
 
 class GroupLine(msgspec.Struct):
@@ -49,14 +54,23 @@ class GroupLine(msgspec.Struct):
 class EnvironmentShare(msgspec.Struct):
     """The groups of an environment that a batch can take, and what was taken of them so far.
 
-    `groups` counts those that are queued, also while they are held. `served` is its virtual time: the sequences that
-    were taken, divided by the environment's weight.
+    `served` is its virtual time: the sequences that were taken, divided by the environment's weight.
     """
 
     lines: dict[int, GroupLine] = {}  # by the number of sequences
-    groups: int = 0
     sequences: int = 0
     served: float = 0.0
+
+
+class KeptGroups(msgspec.Struct):
+    """The queued groups of one holder, and the bytes of their bodies.
+
+    Its bodies before the sequence `released` of the stream `trajectories` may be purged.
+    """
+
+    groups: int = 0
+    bytes: int = 0
+    released: int = 0
 
 
 class Environment(msgspec.Struct, kw_only=True):
@@ -69,11 +83,17 @@ class Environment(msgspec.Struct, kw_only=True):
     group_size: int
     minimum: float | None = None  # the part of each batch that it asks for
     owner: str = ""  # the name of its client's key
+    admin: bool = False  # that key is the hive's own
     connected: bool = True
     share: EnvironmentShare = msgspec.field(default_factory=EnvironmentShare)
     held: dict[int, GroupLine] = {}  # smaller than group_size: they wait for others to make up a group of that size
     held_groups: int = 0
     held_sequences: int = 0
+
+    @property
+    def holder(self) -> str:
+        """Return for whose share it counts."""
+        return share_name(self.owner, self.admin)
 
     @property
     def part(self) -> float:
@@ -99,7 +119,15 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
     joined: int = 0
     named: dict[str, int] = {}  # environments that have joined under each name
     tokens: int = 0  # of all queued groups
+    bytes: int = 0  # of their bodies
+    holders: dict[str, KeptGroups] = {}  # that have ever had a group
     clock: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.groups and not self.holders:  # the snapshot of an earlier release, which did not count them
+            self.tokens = 0
+            for group in self.groups.values():
+                self.count(group, 1)
 
     @property
     def sequences(self) -> int:
@@ -115,15 +143,18 @@ class TrajectoryQueue(msgspec.Struct, kw_only=True):
         environment = OTHERS if group.environment is None else group.environment
         return environment if environment in self.environments else OTHERS
 
-    def key_of(self, group: QueuedGroup) -> str:
-        """Return the name of the key to whose environment a group belongs."""
-        known = self.environments.get(self.owner_of(group))
-        return "" if known is None else known.owner
+    def kept_of(self, holder: str) -> KeptGroups:
+        return self.holders.get(holder) or self.holders.setdefault(holder, KeptGroups())
 
     def count(self, group: QueuedGroup, sign: int) -> None:
         """Count a group that is queued now (1), or not any more (-1)."""
+        kept = self.kept_of(group.holder)
+        kept.groups += sign
         self.tokens += sign * group.tokens
-        self.share_of(self.owner_of(group)).groups += sign
+        if group.body is not None:
+            size = sign * group.body.size
+            kept.bytes += size
+            self.bytes += size
 
     def share_of(self, owner: int) -> EnvironmentShare:
         known = self.environments.get(owner)
@@ -175,8 +206,9 @@ def why_not_queued(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str
 def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
     """Return why there is no room for these groups yet: a sentence for their client, empty if there is."""
     if len(queue.groups) + len(groups) > GROUPS_MAX:
-        held = _queued_by_key(queue)
-        if not all(has_share(held, key, GROUPS_MAX, more) for key, more in Counter(map(queue.key_of, groups)).items()):
+        kept = {holder: each.groups for holder, each in queue.holders.items()}
+        arriving_of = Counter(group.holder for group in groups)
+        if not all(has_share(kept, holder, GROUPS_MAX, more) for holder, more in arriving_of.items()):
             return (
                 f"{len(queue.groups)} groups are queued, and there is room for {GROUPS_MAX} of all keys together, and "
                 "for a share of each. Send them again after the trainer has taken batches."
@@ -197,12 +229,16 @@ def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
     return ""
 
 
-def _queued_by_key(queue: TrajectoryQueue) -> Counter[str]:
-    """Return how many groups are queued by the name of each key."""
-    found = Counter({"": queue.others.groups})
-    for environment in queue.environments.values():
-        found[environment.owner] += environment.share.groups
-    return found
+def why_no_share(kept: Mapping[str, int], holder: str, size: int, more: int) -> str:
+    """Return why a holder may not have so many bytes `more` queued in a stream of this `size`, "" where it may."""
+    if has_share(kept, holder, int(SHARED * size), more):
+        return ""
+    return (
+        f"The queued groups of this key have {byte_size(kept.get(holder, 0))}, and those of all keys together "
+        f"{byte_size(sum(kept.values()))} of {byte_size(size)}. With {byte_size(more)} more, this key would have more "
+        "than its share. Send them again after the trainer has taken batches, or raise the limit with "
+        "--trajectories-bytes-max."
+    )
 
 
 def why_no_batch_size(batch_size: int) -> str:
@@ -221,10 +257,10 @@ def why_not_joined(queue: TrajectoryQueue, environment: Environment) -> str:
         return f"weight of {name} is {environment.weight}: it must be a finite number."
     if environment.minimum is not None and not 0 <= environment.minimum <= 1:
         return f"min_batch_allocation of {name} is {environment.minimum}: it must be a part of a batch, from 0 to 1."
-    connected = Counter(each.owner for each in queue.environments.values() if each.connected)
-    if environment.id not in queue.environments and not has_share(connected, environment.owner, ENVIRONMENTS_MAX):
+    connected = Counter(each.holder for each in queue.environments.values() if each.connected)
+    if environment.id not in queue.environments and not has_share(connected, environment.holder, ENVIRONMENTS_MAX):
         return (
-            f"{connected.total()} environments are connected, {connected[environment.owner]} of them by this key, and "
+            f"{connected.total()} environments are connected, {connected[environment.holder]} of them by this key, and "
             f"the limit for all keys together is {ENVIRONMENTS_MAX}. Disconnect those that have ended."
         )
     return ""
@@ -255,7 +291,7 @@ def held_after(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> list[in
     answers: list[int | None] = []
     for group in groups:
         holder = _holder(trial, group)
-        push(trial, [group])
+        _add(trial, group)
         answers.append(None if holder is None else holder.held_sequences)
     return answers
 
@@ -271,12 +307,14 @@ def register(queue: TrajectoryQueue, batch_size: int) -> None:
 
 
 def reset(queue: TrajectoryQueue) -> None:
-    """Forget all groups and environments. Numbers go on."""
-    queue.batch_size = queue.joined = queue.tokens = 0
+    """Forget all groups and environments. Numbers go on, and what is released stays so."""
+    queue.batch_size = queue.joined = queue.tokens = queue.bytes = 0
     queue.clock = 0.0
+    for kept in queue.holders.values():
+        kept.groups = kept.bytes = 0
     queue.others = EnvironmentShare()
-    for kept in (queue.groups, queue.combined, queue.environments, queue.named):
-        kept.clear()
+    for known in (queue.groups, queue.combined, queue.environments, queue.named):
+        known.clear()
 
 
 def join(queue: TrajectoryQueue, environment: Environment, desired_name: str = "") -> None:
@@ -310,16 +348,20 @@ def leave(queue: TrajectoryQueue, environment: int) -> None:
 def push(queue: TrajectoryQueue, groups: Iterable[QueuedGroup]) -> None:
     """Queue groups, which get the next numbers, and combine those that make up the size of their environment."""
     for group in groups:
-        queue.arrived += 1
-        number = queue.arrived
-        owner = queue.owner_of(group)
-        queue.groups[number] = group if owner != OTHERS else msgspec.structs.replace(group, environment=None)
         queue.count(group, 1)
-        holder = _holder(queue, group)
-        if holder is None:
-            _enqueue(queue, queue.share_of(owner), number, group.sequences)
-        else:
-            _hold(queue, holder, number, group.sequences)
+        _add(queue, group)
+
+
+def _add(queue: TrajectoryQueue, group: QueuedGroup) -> None:
+    queue.arrived += 1
+    number = queue.arrived
+    owner = queue.owner_of(group)
+    queue.groups[number] = group if owner != OTHERS else msgspec.structs.replace(group, environment=None)
+    holder = _holder(queue, group)
+    if holder is None:
+        _enqueue(queue, queue.share_of(owner), number, group.sequences)
+    else:
+        _hold(queue, holder, number, group.sequences)
 
 
 def take(queue: TrajectoryQueue, numbers: Iterable[int]) -> list[QueuedGroup]:

@@ -11,7 +11,7 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
-from bombus.hive.records import BodyRef, digest
+from bombus.hive.records import digest
 from bombus.hive.trajectories import queue as queues
 from bombus.hive.trajectories.queue import Environment, EnvironmentShare, QueuedGroup, TrajectoryQueue
 
@@ -81,10 +81,11 @@ class Trajectories(msgspec.Struct, kw_only=True):
         before = self.pushes.get(key) if key else None
         return before if before is not None and now_ns - before.at_ns <= REPEAT_S * 1e9 else None
 
-    def needed(self) -> Iterator[BodyRef]:
-        """Yield the bodies that a batch has, or may have. What was pushed last is kept only while there is room."""
-        groups = [] if self.batch is None else self.batch.groups
-        return (each.body for each in (*self.queue.groups.values(), *groups) if each.body is not None)
+    def needed(self) -> Iterator[QueuedGroup]:
+        """Yield the groups that a batch has, or may have. What was pushed last is kept only while there is room."""
+        yield from self.queue.groups.values()
+        if self.batch is not None:
+            yield from self.batch.groups
 
     def queued_before(self, version: int) -> list[int]:
         """Return the numbers of the groups of episodes that were queued before this policy version."""
@@ -152,6 +153,7 @@ def join(state: Trajectories, event: ev.EnvironmentJoined) -> None:
         group_size=event.group_size,
         minimum=event.minimum,
         owner=event.owner,
+        admin=event.admin,
     )
     queues.join(state.queue, environment, event.desired_name)
     state.heard_ns[event.environment] = event.at_ns

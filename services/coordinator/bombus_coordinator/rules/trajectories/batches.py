@@ -1,6 +1,6 @@
 """Scored groups come in, and go out as batches (R16)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -26,6 +26,7 @@ from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions,
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.replicas import all_loaded
 from bombus_coordinator.rules.tenants.operations import is_body
+from bombus_coordinator.rules.tenants.serving import FLOORS_MAX
 from bombus_coordinator.rules.trajectories.registering import again
 
 GROUPS_MAX = 1_024  # of one push: its event is far below the size of a message
@@ -33,8 +34,9 @@ KEY_CHARS_MAX = 200
 WHY_CHARS_MAX = 500  # of the reason for which groups are given up
 
 
-def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
+def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
     """Queue groups, all or none. Those that come before a trainer wait for it."""
+    engine = hive.engine(message.engine)
     state = engine.trajectories
     repeated = state.repeated(message.key, live.now_ns)
     if repeated is not None:
@@ -58,13 +60,13 @@ def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
         raise Refused(
             Code.MALFORMED, f"A push has 1 to {GROUPS_MAX} groups, and a key of at most {KEY_CHARS_MAX} characters."
         )
-    _check_bodies(live, message.groups)
     why = why_not_queued(state.queue, message.groups)
     if why:
         raise Refused(Code.MALFORMED, why)
-    why = why_no_room(state.queue, message.groups)
+    why = _why_no_room(hive, engine, message.groups)
     if why:
         raise Refused(Code.OVERLOADED, why)
+    _check_bodies(hive, engine, message.groups)
     senders = {group.environment for group in message.groups if group.environment is not None}
     events: tuple[Event, ...] = tuple(event for each in sorted(senders) for event in again(engine, live, each))
     pushed = ev.GroupsPushed(at_ns=live.now_ns, engine=engine.name, groups=message.groups, key=message.key)
@@ -72,11 +74,12 @@ def push(engine: EngineState, live: Live, message: PushGroups) -> Decisions:
     yield Decision(events=(*events, pushed), replies=(CommandReply(message.id, Pushed(held=held)),))
 
 
-def group_episodes(engine: EngineState, live: Live, message: EpisodesGrouped) -> Decisions:
+def group_episodes(hive: Hive, live: Live, message: EpisodesGrouped) -> Decisions:
     """Queue the group that was made of ended episodes, and take them from the pool. One that cannot be is dropped.
 
     What was decided otherwise meanwhile, or has no room yet, is made again.
     """
+    engine = hive.engine(message.engine)
     pool, group = engine.pool, message.group
     episodes = tuple(dict.fromkeys(message.episodes))
     if not engine.groups_episodes or message.run != engine.run or not all(each in pool for each in episodes):
@@ -94,10 +97,10 @@ def group_episodes(engine: EngineState, live: Live, message: EpisodesGrouped) ->
         yield Decision(events=(dropped,))
         return
     try:
-        _check_bodies(live, (group,))
+        _check_bodies(hive, engine, (group,))
     except Refused:
         return
-    if not episodes or live.refusing_groups or why_no_room(engine.trajectories.queue, (group,)):
+    if not episodes or live.refusing_groups or _why_no_room(hive, engine, (group,)):
         return
     pushed = ev.GroupsPushed(
         at_ns=live.now_ns, engine=engine.name, groups=(group,), episodes=episodes, version=max(engine.version, 0)
@@ -105,12 +108,25 @@ def group_episodes(engine: EngineState, live: Live, message: EpisodesGrouped) ->
     yield Decision(events=(pushed,))
 
 
-def _check_bodies(live: Live, groups: Iterable[QueuedGroup]) -> None:
+def _check_bodies(hive: Hive, engine: EngineState, groups: Iterable[QueuedGroup]) -> None:
     for group in groups:
+        if group.body is not None and not group.body.seqs:
+            raise Refused(Code.BODY_GONE, "There is room for this group, and its body is not stored yet: store it.")
         if group.body is None or not is_body(group.body) or group.tokens < 0 or group.longest < 0:
             raise Refused(Code.MALFORMED, "A group is pushed with its body and its sizes: store it again.")
-        if group.body.first < live.trajectories_released:
+        if group.body.first < hive.groups_released(engine, group.holder):
             raise Refused(Code.BODY_GONE, "The body of this group was stored too long ago: store it again.")
+
+
+def _why_no_room(hive: Hive, engine: EngineState, groups: Sequence[QueuedGroup]) -> str:
+    """Return why there is no room for groups, in the queue or for their holder in the stream, empty if there is."""
+    sizes: dict[str, int] = {}
+    for group in groups:
+        sizes[group.holder] = sizes.get(group.holder, 0) + (0 if group.body is None else group.body.size)
+    for holder, size in sizes.items():
+        if why := hive.why_no_groups(holder, size):
+            return why
+    return why_no_room(engine.trajectories.queue, groups)
 
 
 def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
@@ -252,8 +268,9 @@ def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
     return {number: group.body.first for number, group in groups if group.body is not None}
 
 
-def move(engine: EngineState, live: Live, message: BodiesStored) -> Decisions:
+def move(hive: Hive, live: Live, message: BodiesStored) -> Decisions:
     """Note where bodies of groups are now. What was taken meanwhile, and has not arrived, is left where it was."""
+    engine = hive.engine(message.engine)
     movable = dict(engine.trajectories.movable(live.now_ns))
     moved = tuple(
         each
@@ -262,7 +279,7 @@ def move(engine: EngineState, live: Live, message: BodiesStored) -> Decisions:
         and group.body is not None
         and (group.body.first, group.body.digest) == (was, each.body.digest)
         and is_body(each.body)
-        and each.body.first >= live.trajectories_released
+        and each.body.first >= hive.groups_released(engine, group.holder)
     )
     if moved:
         yield Decision(events=(ev.BodiesMoved(at_ns=live.now_ns, engine=engine.name, moved=moved),))
@@ -273,11 +290,28 @@ def release(hive: Hive, live: Live, message: TrajectoriesStored) -> Decisions:
 
     Once this is on the log, a group with an older body is refused, so what is purged is never needed later.
     """
-    released = hive.trajectories_released
     if message.shrunk:
-        below = min(released, message.below)
-    else:
-        needed = (body.first for _, body in hive.bodies_needed())
-        below = max(released, min((message.below, *needed)))
-    if below != released and below != 1:
-        yield Decision(events=(ev.TrajectoriesReleased(at_ns=live.now_ns, below=below),))
+        yield from _lowered(hive, live, message.below)
+        return
+    released = hive.released_of_holders()
+    floors = dict.fromkeys(released, message.below)
+    for engine_name, holder, body in hive.bodies_needed():
+        if body.first < floors.get((engine_name, holder), message.below):
+            floors[engine_name, holder] = body.first
+    below = max(hive.trajectories_released, min((message.below, *floors.values())))
+    own = [
+        ev.HolderFloor(*each, floor)
+        for each, floor in floors.items()
+        if message.overfull and floor > max(below, released.get(each, 0))
+    ]
+    if below > max(hive.trajectories_released, 1) or own:
+        event = ev.TrajectoriesReleased(at_ns=live.now_ns, below=below, holders=tuple(own[:FLOORS_MAX]))
+        yield Decision(events=(event,))
+
+
+def _lowered(hive: Hive, live: Live, end: int) -> Decisions:
+    """Release nothing beyond the end of a stream that has lost what came after it: its sequences are used again."""
+    own = tuple(ev.HolderFloor(*each, end) for each, floor in hive.released_of_holders().items() if floor > end)
+    below = min(hive.trajectories_released, end)
+    if below < hive.trajectories_released or own:
+        yield Decision(events=(ev.TrajectoriesReleased(at_ns=live.now_ns, below=below, holders=own),))

@@ -111,6 +111,7 @@ def join(engine: EngineState, live: Live, message: JoinEnvironment) -> Decisions
         group_size=message.group_size,
         minimum=message.minimum,
         owner=message.owner[:TEXT_CHARS_MAX],
+        admin=message.admin,
     )
     why = why_not_joined(state.queue, environment)
     if why:
@@ -131,6 +132,7 @@ def _joined(engine: EngineState, live: Live, environment: Environment, desired: 
         group_size=environment.group_size,
         minimum=environment.minimum,
         owner=environment.owner,
+        admin=environment.admin,
     )
 
 
