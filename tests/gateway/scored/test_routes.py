@@ -320,6 +320,7 @@ async def test_an_engine_that_plays_episodes_takes_no_groups(hive: PlayedHive) -
     await post(hive, "/start_engine", {})
     answer = await post(hive, "/scored_data", group(), 400)
     assert "is one of episodes" in answer["detail"]
+    assert (await hive.bus.state(hive.bus.subjects.trajectories_stream)).last_seq == 0, "nothing of it is stored"
 
 
 async def test_the_routes_of_an_engine_are_below_its_name_too(hive: PlayedHive) -> None:
