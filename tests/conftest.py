@@ -41,7 +41,8 @@ LONGEST = [
     "test_installing",
 ]
 MEMORY_BYTES = 4 << 30  # that the files of the shared nats-server may take at most
-_numbers = itertools.count(1)
+FREEZE_EVERY = 200  # tests
+_numbers, _ended = itertools.count(1), itertools.count(1)
 
 if importlib.util.find_spec("hypothesis") is not None:  # the environments of others' clients do without
     from hypothesis import HealthCheck, settings
@@ -89,6 +90,12 @@ def pytest_collection_finish() -> None:
     """Look for garbage no more among what was imported and collected: that takes 0.3 s each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Now and then, no more among what pytest keeps of the tests that have run, a hundred objects each."""
+    if next(_ended) % FREEZE_EVERY == 0:
+        pytest_collection_finish()
 
 
 def cpu_seconds() -> float:
