@@ -157,7 +157,7 @@ test-environments: $(DEV_STAMP) $(ENVIRONMENTS_STAMP) $(TASKS_STAMP)  ## environ
 # Some 4 GB in .harnesses/, of the versions in tests/harnesses/requirements/.
 test-harnesses: $(DEV_STAMP)  ## agent harnesses, unmodified, against a hive with a scripted model, and one that is trained: docs/harnesses.md
 	$(BIN)/python -m tests.harnesses.install
-	BOMBUS_HARNESSES=1 $(BIN)/python -m pytest tests/harnesses
+	BOMBUS_HARNESSES=1 $(BIN)/python -m pytest $(LONGER) tests/harnesses
 	$(BIN)/python -m tests.harnesses.table
 
 check: $(DEV_STAMP)  ## ruff and mypy
