@@ -33,12 +33,16 @@ LONGEST = [
     "test_sim",
     "test_chaos",
     "test_fuzz",
-    "test_up",
     "test_kills",
+    "test_up",
+    "test_played",
     "test_hangs",
+    "test_server_kills",
+    "test_driver",
     "test_cluster",
     "test_operations",
     "test_installing",
+    "test_replicas",
 ]
 MEMORY_BYTES = 4 << 30  # that the files of the shared nats-server may take at most
 FREEZE_EVERY = 200  # tests
@@ -64,8 +68,8 @@ os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "no_root.pem")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than there are cores: many tests wait for processes and deadlines."""
-    return (os.cpu_count() or 1) + 1
+    """Two workers more than there are cores: many tests wait for processes and deadlines."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

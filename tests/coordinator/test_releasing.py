@@ -15,7 +15,7 @@ from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Hive, evolve
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus_coordinator.moving import BodyMover
-from bombus_coordinator.releasing import GRACE_S, OPERATIONS, TRAJECTORIES, Releaser
+from bombus_coordinator.releasing import GRACE_S, TRAJECTORIES, Releaser
 from bombus_coordinator.shell import Coordinator
 from tests.coordinator.core_in_memory import ENGINE
 from tests.coordinator.tenants_in_memory import BASE, MODEL, SESSION
@@ -327,8 +327,8 @@ async def test_r6_what_is_released_goes_back_to_the_end_of_a_stream_that_has_los
         engine = coordinator.core.hive.engines.setdefault(ENGINE, EngineState(name=ENGINE))
         of_ann = engine.trajectories.queue.kept_of("ann")
         of_ann.released = engine.tenants.released["m"] = 9
-        for bodies in (OPERATIONS, TRAJECTORIES):
-            await Releaser(bus, lambda: coordinator.core.hive, bodies=bodies).report()
+        for each in (releaser, Releaser(bus, lambda: coordinator.core.hive, bodies=TRAJECTORIES)):
+            await each.report()
         async with asyncio.timeout(PATIENCE_S):
             while (of_ann.released, engine.tenants.released["m"]) != (1, 1):
                 await asyncio.sleep(0.01)

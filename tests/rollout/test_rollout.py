@@ -262,9 +262,9 @@ async def test_a_task_that_always_fails_does_not_end_the_episodes_of_others(
     client: AsyncSwarmClient, folder: Path
 ) -> None:
     (folder / "repo" / "check.sh").write_text('#!/bin/sh\ncase "$BOMBUS_TASK" in *quick*) exit 127;; esac; echo 1\n')
-    tally = await Rolled(folder, client, repeat=8, retries=1, concurrency=16).run()
-    assert tally.rewards == [1.0] * 8
-    assert tally.lost.total() == 8
+    tally = await Rolled(folder, client, repeat=4, retries=1, concurrency=8).run()
+    assert tally.rewards == [1.0] * 4
+    assert tally.lost.total() == 4
 
 
 async def test_an_agent_that_makes_no_call_ends_the_rollout_with_its_last_words(
