@@ -13,6 +13,7 @@ from bombus.hive.describe import line_of
 from bombus.hive.events import Collection, EpisodeType
 from bombus.hive.state import Phase
 from bombus.hive.status.data import engine_status
+from bombus.hive.steps import episodes_of
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 
 MODEL = {"path": "smollm2", "seed": 0}
@@ -88,6 +89,21 @@ def test_r8_a_run_begins_at_the_newest_checkpoint_of_the_same_job_and_goes_on_co
     assert (harness.phase(), engine.version) == (Phase.ROLLING, 2)
     step(harness)
     assert (engine.version, engine.batch) == (3, None)
+
+
+def test_r12_a_run_that_begins_at_an_earlier_step_needs_no_calls_that_were_released_before() -> None:
+    harness = CoreHarness()
+    start(harness, job("auto"))
+    roll(harness, 0)
+    for _ in range(2):
+        step(harness)
+    second = list(episodes_of(harness.engine.steps[-1:]))
+    for reward in (1.0, 0.0):
+        harness.play("t", reward)  # a third batch, with which nobody makes the first step again
+    stop(harness)
+    start(harness, job("auto"))
+    assert (harness.engine.begun, len(harness.engine.steps)) == (2, 2)
+    assert list(episodes_of(harness.engine.needed_steps)) == second
 
 
 def test_a_run_begins_again_at_the_model_as_loaded_where_the_job_does_not_ask_for_more() -> None:

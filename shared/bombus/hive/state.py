@@ -298,7 +298,7 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def needed_steps(self) -> list[SealedStep]:
-        return self.steps[-self.steps_needed :]
+        return [step for step in self.steps[-self.steps_needed :] if not step.released]
 
     @property
     def usable(self) -> dict[str, Replica]:
@@ -1005,7 +1005,10 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 
 def _release_steps(engine: EngineState, before: list[SealedStep]) -> None:
     """Release the calls of the steps, of those that were kept before, that nobody has to make again."""
-    engine.calls.release(episodes_of(before[: len(before) - len(engine.needed_steps)]))
+    gone = before[: len(before) - len(engine.needed_steps)]
+    for step in gone:
+        step.released = True
+    engine.calls.release(episodes_of(gone))
 
 
 # ---- training and weights -------------------------------------------------------------------------------------

@@ -13,10 +13,14 @@ STEPS_KEPT = 2 * STEPS_APART + 2  # with the outstanding batch
 
 
 class SealedStep(msgspec.Struct, kw_only=True):
-    """A step, with its batch. `done` is None while the step is outstanding."""
+    """A step, with its batch. `done` is None while the step is outstanding.
+
+    Once it is `released`, the calls of its episodes may be purged: no run that goes on from an earlier step needs them.
+    """
 
     batch: BatchReady
     done: StepCompleted | None = None
+    released: bool = False
 
     @property
     def saved(self) -> bool:
