@@ -290,14 +290,17 @@ def test_the_log_of_a_hive_beside_which_it_is_played_is_hidden(monkeypatch: pyte
 
 def test_a_hive_elsewhere_and_files_with_its_keys_are_hidden_as_long_as_it_runs() -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as made, tempfile.TemporaryDirectory(dir="/var/tmp") as other:
-        data, key = Path(made, "srv"), Path(other, "admin.key")
+        data, keys = Path(made, "srv"), [Path(other, name) for name in ("admin", "client", "names", "world")]
         store = data / "nats/jetstream"
         store.mkdir(parents=True)
         (data / "nats-url").write_text("nats://somewhere\n")
         (store / "blk").write_text("call\n")
-        key.write_text("sk-admin\n")
-        look = f'ls -A "{data}"; cat "{key}" "{data}/nats-url" 2>/dev/null; true'
-        hive = [sys.executable, "-c", "input()", f"--admin-key-file={key}", f"--store={store}"]
+        for key in keys:
+            key.write_text("sk-secret\n")
+        look = f'ls -A "{data}"; cat {shlex.join(map(str, keys))} "{data}/nats-url" 2>/dev/null; true'
+        flags = ("--admin-key-file", "--client-key", "--client-keys-file", "--key-file")
+        named = [f"{flags[0]}={keys[0]}", *(word for pair in zip(flags[1:], keys[1:]) for word in map(str, pair))]
+        hive = [sys.executable, "-c", "input()", *named, f"--store={store}"]
         with subprocess.Popen(hive, stdin=subprocess.PIPE) as running:
             try:
                 assert in_sandbox(Path(made, "sets"), "", look) == ""
