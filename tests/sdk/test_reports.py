@@ -101,7 +101,14 @@ def test_what_people_put_into_metadata_is_converted(given: object, kept: object)
     assert stored(read_report({"a": given, "b": 1}, None, None)).metadata == {"a": kept, "b": 1}
 
 
-@pytest.mark.parametrize("given", [object(), Hostile(), Endless(), lambda: 1, int, iter([1]), np.zeros(1 << 20)])
+NUMBERS = [10**5000, Fraction(10**400), Decimal("sNaN")]  # that Python does not write
+
+
+@pytest.mark.parametrize(
+    "given",
+    [object(), Hostile(), Endless(), lambda: 1, int, iter([1]), np.zeros(1 << 20), *NUMBERS],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_cannot_be_converted_is_left_out_alone(given: object) -> None:
     assert stored(read_report({"a": given, "b": [given, 1]}, {"c": given, "d": 1}, given)) == AuxiliaryReport(
         metadata={"b": [None, 1]}, log_metrics={"d": 1.0}, is_success=None

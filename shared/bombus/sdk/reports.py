@@ -141,10 +141,8 @@ class _Reading:
             return value
         if isinstance(value, str):
             return without_surrogates(value)
-        if isinstance(value, Integral):
-            return int(value) if int(value) in _INTEGERS else str(int(value))
-        if isinstance(value, Real | Decimal):
-            return float(value) if math.isfinite(value) else None
+        if isinstance(value, Integral | Real | Decimal):
+            return _number_of(value)
         if depth == 0:
             raise _NotPlain(f"it is nested deeper than {DEPTH_MAX}")
         if isinstance(value, Mapping):
@@ -174,6 +172,16 @@ def _encoded_size(value: object) -> int:
         return len(_encode(value))
     except (TypeError, ValueError, OverflowError, RecursionError):
         return 0
+
+
+def _number_of(value: Integral | Real | Decimal) -> int | float | str | None:
+    """Return a number as JSON has it, None for one that is not finite. Raises `_NotPlain`."""
+    try:
+        if isinstance(value, Integral):
+            return int(value) if int(value) in _INTEGERS else str(int(value))
+        return float(value) if math.isfinite(value) else None
+    except Exception as error:  # it is too large to be written, or its own code raises
+        raise _NotPlain(f"{_shown(value)} has no form in JSON") from error
 
 
 def _form_of(value: object) -> object:
