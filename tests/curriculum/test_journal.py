@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from bombus.curriculum.curriculum import Curriculum
@@ -243,3 +244,13 @@ def test_closing_twice_does_nothing_and_writing_afterwards_is_an_error(tmp_path:
     assert len(os.listdir("/proc/self/fd")) == open_before
     with pytest.raises(ValueError, match="is closed"):
         curriculum.record_result("a", True, 1.0)
+
+
+def test_a_reward_is_what_it_is_at_every_door() -> None:
+    curriculum = Curriculum(PLAN)
+    (recorded, *_) = curriculum.record_result("a", True, np.array([0.5]))  # type: ignore[arg-type]
+    assert isinstance(recorded, ResultRecorded)
+    assert recorded.reward == 0.5
+    for wrong in ("0.5", [0.5]):
+        with pytest.raises(Refused, match="the reward of 'a' is no number: a reward is a number"):
+            curriculum.record_result("a", True, wrong)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from bombus.curriculum.journal import CurriculumJournal
 from bombus.curriculum.plan import CurriculumPlan
 from bombus.curriculum.progress import CurriculumProgress
 from bombus.errors import Code, Refused
+from bombus.hive.episodes import reward_number
 from bombus.sdk.types import Task
 
 
@@ -56,10 +57,14 @@ class Curriculum:
         """Record how a group of a task went, once for the whole group, and return what follows from it.
 
         A group that has a name is recorded once: recording it again changes nothing and returns nothing. Raises
-        `Refused` for a task that the curriculum does not have.
+        `Refused` for a task that the curriculum does not have, and for a reward that is not a number.
         """
         name = task.task_id if isinstance(task, Task) else task
-        command = RecordResult(task=name, achieved=achieved, reward=reward, group=group)
+        try:
+            number = reward_number(reward)
+        except ValueError as error:
+            raise Refused(Code.BAD_REWARD, f"the reward of {name!r} is no number: {error}") from error
+        command = RecordResult(task=name, achieved=achieved, reward=number, group=group)
         with self._lock:
             events = decide(command, self.progress)
             if events and self._journal is not None:
