@@ -83,6 +83,12 @@ def test_a_model_that_is_not_here_is_refused_by_name(name: str, tmp_path: Path) 
         resolve_model(name, cache=tmp_path)
 
 
+@pytest.mark.parametrize(("name", "allowed"), [("smollm", False), ("smollm!", True)])  # the hub has no such name
+def test_a_name_that_is_nearly_that_of_a_model_of_ours_is_understood(name: str, allowed: bool, tmp_path: Path) -> None:
+    with pytest.raises(EngineFault, match="did you mean smollm2"):
+        resolve_model(name, cache=tmp_path, allow_download=allowed)
+
+
 def test_a_folder_with_broken_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(EngineFault, match="cannot be loaded"):

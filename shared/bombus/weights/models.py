@@ -176,6 +176,8 @@ def _from_hub(name: str, allow_download: bool, wanted: Sequence[str] = MODEL_FIL
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    close = difflib.get_close_matches(name.lower(), (TINY, SMOLLM2), n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
     if allow_download:
         log.info("getting model %s from the hub: what is not on this machine yet is downloaded, once", name)
     try:
@@ -183,11 +185,9 @@ def _from_hub(name: str, allow_download: bool, wanted: Sequence[str] = MODEL_FIL
     except LocalEntryNotFoundError as error:
         hint = "the hub cannot be reached" if allow_download else "downloads are not allowed"
         todo = "name its folder" if allow_download else "start the trainer (or `bombus up`) with --allow-download"
-        close = difflib.get_close_matches(name.lower(), (TINY, SMOLLM2), n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
         raise EngineFault(f"model {name!r} is not on this machine, and {hint}: {todo}{meant}") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise EngineFault(f"model {name!r} could not be downloaded: {error}") from error
+        raise EngineFault(f"model {name!r} could not be downloaded: {error}{meant}") from error
 
 
 # ---- the model that is made on the spot -----------------------------------------------------------------
