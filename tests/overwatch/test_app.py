@@ -11,6 +11,7 @@ import pytest
 from textual.pilot import Pilot
 
 from bombus.hive import events as ev
+from bombus.hive.records import CallRef
 from bombus_overwatch.app import Help, Overwatch
 from bombus_overwatch.edges import Banner, KeyBar
 from bombus_overwatch.screen import Link
@@ -190,6 +191,16 @@ async def test_how_gateways_read_the_model_is_shown_and_that_they_disagree() -> 
         assert "template 3fa91c2e, tool calls: hermes, reasoning: <think>" in text(app, PhaseBar)
         assert app.screen.query_one(Notice).display
         assert "in 2 ways: gateway of 3fa91c2e has" in text(app, Notice)
+
+
+async def test_calls_that_lack_a_part_of_their_conversation_are_warned_of() -> None:
+    story = rolling(1)
+    noted = ev.NotedCall("main-1-1", CallRef(1, "call", b"d" * 16), 5, 3, 0, 0, incomplete=True)
+    story.tell(ev.CallsNoted(**story.at, run=1, calls=(noted,)))
+    app = app_of(story)
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.pause()
+        assert "! 1 call answered, each without a part of its conversation" in text(app, Notice)
 
 
 async def test_quarantined_replicas_are_named_with_their_reasons() -> None:

@@ -9,7 +9,7 @@ from bombus.figures import byte_size, duration, one_line
 from bombus.hive.collection import Measure
 from bombus.hive.events import EpisodeType, RunKind
 from bombus.hive.state import Phase
-from bombus.hive.status.detail import format_text, way_on
+from bombus.hive.status.detail import format_text, incomplete_text, way_on
 from bombus.hive.status.rows import EngineStatus, ReplicaStatus
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import bar, sparkline
@@ -126,9 +126,9 @@ class Notice(Panel):
 
 
 def _warning(status: EngineStatus) -> str:
-    """Return what is wrong with replicas, gateways or rewards while the run goes on."""
+    """Return what is wrong with replicas, gateways, rewards or calls while the run goes on."""
     apart = [f"{each.replica} is quarantined: {each.quarantined}" for each in status.replicas if each.quarantined]
-    return ". ".join(filter(None, [*apart, status.silent, status.disagreement]))
+    return ". ".join(filter(None, [*apart, status.silent, status.disagreement, incomplete_text(status)]))
 
 
 def _serves(screen: Screen) -> bool:

@@ -68,6 +68,12 @@ def saved(kind: CheckpointKind) -> CheckpointSaved:
             {"metrics": {"step": 3.0, "divisor": 2.0, "grad_norm": 0.5, "learning_rate": 1e-4}, "info": {}},
         ),
         (
+            STEP,
+            StepTaken(step=3, divisor=2.0, grad_norm=0.0, has_gradient=False),
+            {"metrics": {"optimizer_step": 3.0, "divisor": 2.0}, "info": {}},
+            {"metrics": {"step": 3.0, "divisor": 2.0}, "info": {}},
+        ),
+        (
             AbortEpoch(),
             EpochAborted(step=3, operations=2),
             {"success": True, "model_id": "m", "step": 3, "forward_backward_step": 2, "info": {}},

@@ -135,3 +135,11 @@ def silence_of(engine: EngineState) -> str:
         "sometimes, or rewards in parts; raise num_repeat or rollout.temperature; the collection method "
         "rollout_until_finish_enough_non_dummy_tasks leaves such tasks out"
     )
+
+
+def incomplete_text(status: EngineStatus) -> str:
+    """Return how many calls were answered that lacked a part of their conversation, "" where none was."""
+    if not status.calls_incomplete:
+        return ""
+    left_out = "without a part of its conversation, such as an image (bombus replay episode names it)"
+    return f"{counted(status.calls_incomplete, 'call')} answered, each {left_out}"

@@ -8,7 +8,7 @@ from bombus.hive.events import RunKind
 from bombus.hive.pacing import Pace
 from bombus.hive.state import Hive
 from bombus.hive.status.data import hive_status
-from bombus.hive.status.detail import format_text, way_on
+from bombus.hive.status.detail import format_text, incomplete_text, way_on
 from bombus.hive.status.rows import (
     DataSetStatus,
     EngineStatus,
@@ -98,9 +98,8 @@ def _head_lines(status: EngineStatus) -> list[str]:
         lines.append(f"  warning: {one_line(status.disagreement)}")
     elif status.formats:
         lines.append(f"  {one_line(format_text(status.formats[0].format))}")
-    if status.calls_incomplete:
-        left_out = "without a part of its conversation, such as an image (bombus replay episode names it)"
-        lines.append(f"  warning: {counted(status.calls_incomplete, 'call')} answered, each {left_out}")
+    if incomplete := incomplete_text(status):
+        lines.append(f"  warning: {incomplete}")
     return lines
 
 
