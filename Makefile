@@ -74,7 +74,7 @@ demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 m
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 LONGER := --timeout 3600 -o faulthandler_timeout=3590
 
-test: $(DEV_STAMP)  ## the tests that need no environment of their own, in 12 minutes on two cores (ROOM=trainer: those of tests/trainer)
+test: $(DEV_STAMP)  ## the tests that need no environment of their own, in 8 minutes on two cores (ROOM=trainer: those of tests/trainer)
 	$(PYTEST) tests/$(ROOM)
 
 test-long: $(DEV_STAMP)  ## the same and those that take longer: more seeds, more kills, more real processes (ROOM=sim)
