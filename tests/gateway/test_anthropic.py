@@ -298,13 +298,15 @@ async def test_a_retry_gets_the_recorded_answer(served: GatewayHive, stream: boo
 async def test_a_stop_sequence_is_named(served: GatewayHive) -> None:
     _, key = await served.claim()
     fox = "the quick brown fox"
-    served.replica.scripts += [says(fox), says(fox, finish="length"), says(fox)]
+    served.replica.scripts += [says(fox), says(fox, finish="length"), *[says(fox)] * 3]
     stopped = (await post(served, key, stop_sequences=[" brown"])).json()
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", " brown")
     assert stopped["content"] == [{"type": "text", "text": "the quick"}]
     assert (await post(served, key)).json()["stop_reason"] == "max_tokens"
-    ended = (await post(served, key, stop_sequences=["<|im_end|>"])).json()
-    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "<|im_end|>")
+    for stop, text in (("<|im_end|>", fox), ("<|im_end|>\n", fox), (" fox<|im_end|>", "the quick brown")):
+        ended = (await post(served, key, stop_sequences=[stop])).json()
+        assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", stop)
+        assert ended["content"] == [{"type": "text", "text": text}]
 
 
 async def test_what_is_not_done_is_named_in_a_header(served: GatewayHive) -> None:

@@ -220,7 +220,7 @@ async def test_a_stop_string_across_tokens_ends_the_text_and_aborts_the_replica(
 async def test_stop_tokens_and_stop_texts_that_are_special_tokens_end_an_answer_at_the_replica(
     served: GatewayHive,
 ) -> None:
-    """A special token has no text, so its name was never found in one."""
+    """A special token has no text, so its name was never found in one. Within a longer text it is looked for."""
     _, key = await served.claim()
     client = served.client(key)
     start = TEXT.tokenizer.token_id("<|im_start|>") or 0
@@ -228,8 +228,13 @@ async def test_stop_tokens_and_stop_texts_that_are_special_tokens_end_an_answer_
         model=MODEL, prompt="the quick", extra_body={"stop": [5, "x"], "stop_token_ids": [7]}
     )
     await client.chat.completions.create(model=MODEL, messages=USER, stop=["<|im_start|>", "fox"])
+    await client.chat.completions.create(model=MODEL, messages=USER, stop=["<|im_start|>user"])
+    served.replica.scripts.append(says([*TEXT.tokenizer.encode("a\n<|im_start|>b\n<|im_start|>user\nmore")]))
+    turn = "\n<|im_start|>user"  # its token does not end the answer: what comes before and after it has to be there
+    cut = await client.chat.completions.create(model=MODEL, messages=USER, stop=[turn])
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("a\nb", "stop")
     asked = [set(request.sampling.stop_token_ids) for request in served.replica.requests]
-    assert asked == [{IM_END, 5, 7}, {IM_END, start}]
+    assert asked == [{IM_END, 5, 7}, {IM_END, start}, {IM_END, start}, {IM_END}]
     for stop in (-1, 1 << 40):
         with pytest.raises(openai.BadRequestError, match=r"ids of tokens|stop tokens are ids below"):
             await client.completions.create(model=MODEL, prompt="the", extra_body={"stop_token_ids": [stop]})

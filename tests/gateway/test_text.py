@@ -13,6 +13,7 @@ from bombus.errors import EngineFault
 from bombus.hive.records import pack_tokens
 from bombus_gateway.text.message import ChatMessage, id_for_model, id_of_call
 from bombus_gateway.text.rendering import CONTEXT_TOKENS_DEFAULT, TextModel, context_tokens
+from bombus_gateway.text.stops import hidden_names
 from bombus_gateway.text.text_stream import StopScanner, TextStream, tokens_of_parts
 from tests import smollm2_wheel
 from tests.gateway.openai_hive import FILES, IM_END, TEXT
@@ -175,6 +176,22 @@ def test_the_tokens_up_to_the_one_that_completed_a_stop_string_are_counted() -> 
     assert stream.stopped
     assert text == "the X"
     assert TEXT.tokenizer.decode(tokens[:used]) == "the X🐝"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "found", "out"),
+    [
+        ("fox<|im_end|>", "a fox a<|im_end|> fox<|im_end|>b", "fox<|im_end|>", "a fox a "),
+        ("\n<|im_start|>user", "a\n<|im_start|>b\n<|im_start|>user\n", "\n<|im_start|>user", "a\nb"),
+        ("a<|im_end|><|im_start|>", "a<|im_start|>a<|im_end|>", "", "aa"),
+    ],
+)
+def test_a_special_token_within_a_stop_text_is_found_and_is_never_in_the_text(
+    stop: str, text: str, found: str, out: str
+) -> None:
+    stream = TextStream(TEXT.tokenizer.pieces, [stop], hidden_names(TEXT.tokenizer, [stop]))
+    assert stream.feed(TEXT.tokenizer.encode(text))[0] + stream.finish() == out
+    assert (stream.stop, stream.released) == (found, len(out))
 
 
 PIECES = [b"<think>", b"I ", b"loo", b"", b"k.</thi", b"nk>", b" Yes", b"I "]

@@ -133,6 +133,13 @@ async def test_a_text_that_stops_ends_a_sample_with_the_token_that_completes_it(
     answer = await drawn(client, sample(sampler, seq=2, params={"stop": []}))
     assert hive.replica.requests[3].sampling.stop_token_ids == ()
     assert answer.sequences[0].stop_reason == WireStop.LENGTH
+    await drawn(client, sample(sampler, seq=4, params={"stop": ["<|im_end|>\n"]}))
+    assert hive.replica.requests[4].sampling.stop_token_ids == (IM_END,)
+    whole = TEXT.tokenizer.encode("the\n<|im_start|>user\nmore")
+    hive.replica.otherwise = says(whole, finish="length")
+    answer = await drawn(client, sample(sampler, seq=5, params={"stop": ["\n<|im_start|>"]}))
+    assert TEXT.tokenizer.decode(tokens(answer.sequences[0]), with_specials=True) == "the\n<|im_start|>"
+    assert answer.sequences[0].stop_reason == WireStop.STOP
 
 
 async def test_a_prompt_is_scored_with_alternatives_and_only_as_much_of_it_as_is_asked_for(

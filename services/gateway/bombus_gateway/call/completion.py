@@ -13,7 +13,7 @@ from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.text.deltas import Delta, DeltaReader, PlainReader, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.message import id_of_call
 from bombus_gateway.text.rendering import TextModel
-from bombus_gateway.text.stops import named_stops
+from bombus_gateway.text.stops import hidden_names, named_stops
 from bombus_gateway.text.text_stream import TextStream, tokens_of_parts
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,9 @@ class Completion:
         self._call = call
         self._request = request
         self._pieces = model.tokenizer.pieces
-        self._stream = TextStream(self._pieces, request.stops)
-        self._named_stops = named_stops(model.tokenizer, request.stops)
+        names = hidden_names(model.tokenizer, request.stops)
+        self._stream = TextStream(self._pieces, request.stops, names)
+        self._named_stops = named_stops(names, request.stops)
         tools = request.tools if request.parse_tool_calls else ()
         self._reader: DeltaReader = model.renderer.reader(prompt, tools) if request.chat else PlainReader()
         self._unread: list[str] = []  # the texts since the reader has made something of one

@@ -1,6 +1,6 @@
 """Finds the tokens that end a completion: those that the model's files name, and those that its template writes."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from bombus.errors import Code, Refused
 from bombus.text.chat_template import TemplateRefused
@@ -25,12 +25,24 @@ def configured_stops(tokenizer: Tokenizer) -> set[int]:
     return stops if named is None else stops | {named}
 
 
-def named_stops(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
-    """Return the special tokens whose names are stop texts, by id. They have no text in which one could be found."""
+def hidden_names(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
+    """Return the names, by id, of the special tokens without a text that stop texts name, the longest name first."""
     if not texts:
         return {}
-    hidden = {index: name for index, name in tokenizer.specials.items() if not tokenizer.pieces[index]}
-    return {index: name for index, name in hidden.items() if name in texts}
+    given = "\n".join(texts)
+    found = {index: name for index, name in tokenizer.specials.items() if name in given and not tokenizer.pieces[index]}
+    return dict(sorted(found.items(), key=lambda item: -len(item[1]))) if found else found
+
+
+def named_stops(names: Mapping[int, str], texts: Sequence[str]) -> dict[int, str]:
+    """Return the tokens that stop texts begin with, and the shortest such text of each. `names` are `hidden_names`.
+
+    An answer ends at such a token: what the text has after it is not waited for.
+    """
+    if not names:
+        return {}
+    begun = [(next((i for i, name in names.items() if text.startswith(name)), None), text) for text in texts]
+    return {index: text for index, text in sorted(begun, key=lambda each: -len(each[1])) if index is not None}
 
 
 def asked_stops(tokenizer: Tokenizer, texts: Sequence[str], tokens: Sequence[int]) -> set[int]:
@@ -43,7 +55,7 @@ def asked_stops(tokenizer: Tokenizer, texts: Sequence[str], tokens: Sequence[int
         raise Refused(
             Code.MALFORMED, f"{max(tokens)} is no token: stop tokens are ids below {size}, the size of the vocabulary."
         )
-    return {*named_stops(tokenizer, texts), *tokens}
+    return {*named_stops(hidden_names(tokenizer, texts), texts), *tokens}
 
 
 def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -2,10 +2,14 @@
 
 import codecs
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 
 from bombus.errors import EngineFault
+
+_NONE: Mapping[int, str] = MappingProxyType({})
+_FIRST_MARK = 0xD800  # a surrogate: no decoded text has one
 
 
 class StopScanner:
@@ -47,13 +51,17 @@ class TextStream:
     """The text of one completion.
 
     `pieces` has the bytes that each token adds. `decoded` counts the characters of all tokens so far, `released` those
-    that may go out.
+    that may go out. `names` has the tokens without a text that `stops` name, the longest name first. A mark stands for
+    such a token while stop strings are looked for, and never goes out.
     """
 
-    def __init__(self, pieces: Sequence[bytes], stops: Sequence[str] = ()) -> None:
+    def __init__(self, pieces: Sequence[bytes], stops: Sequence[str] = (), names: Mapping[int, str] = _NONE) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._scanner = StopScanner(stops) if stops else None
+        self._marks = {token: chr(_FIRST_MARK + place) for place, token in enumerate(names)}
+        self._unmarked = {ord(mark): None for mark in self._marks.values()}
+        self._marked = _marked(stops, names, self._marks) if names else {}
+        self._scanner = StopScanner((*stops, *self._marked)) if stops else None
         self.stopped = False
         self.decoded = 0
         self.released = 0
@@ -63,13 +71,13 @@ class TextStream:
 
         Raises `EngineFault` for an id outside the vocabulary.
         """
-        pieces = self._pieces
+        pieces, marks = self._pieces, self._marks
         try:
             if self._scanner is None:
                 return self._release(b"".join([pieces[token] for token in tokens]), False), len(tokens)
             out: list[str] = []
             for index, token in enumerate(tokens):
-                out.append(self._release(pieces[token], False))
+                out.append(self._release(pieces[token], False, marks.get(token, "")))
                 if self.stopped:
                     return "".join(out), index + 1
             return "".join(out), len(tokens)
@@ -79,21 +87,36 @@ class TextStream:
     @property
     def stop(self) -> str:
         """The stop string that ended the text; empty while there is none."""
-        return self._scanner.found if self._scanner is not None else ""
+        found = self._scanner.found if self._scanner is not None else ""
+        return self._marked.get(found, found)
 
     def finish(self) -> str:
         """Return the rest of the text: what was held back, and `\\ufffd` for bytes that are not a whole character."""
         return "" if self.stopped else self._release(b"", True)
 
-    def _release(self, piece: bytes, final: bool) -> str:
+    def _release(self, piece: bytes, final: bool, mark: str = "") -> str:
         text = self._decoder.decode(piece, final)
         self.decoded += len(text)
         if self._scanner is not None:
-            text, self.stopped = self._scanner.feed(text)
+            text, self.stopped = self._scanner.feed(text + mark)
             if final and not self.stopped:
                 text += self._scanner.finish()
+            if self._marks:
+                text = text.translate(self._unmarked)
         self.released += len(text)
         return text
+
+
+def _marked(stops: Sequence[str], names: Mapping[int, str], marks: Mapping[int, str]) -> dict[str, str]:
+    """Return stop strings by what they are with marks, but those that begin with one: sampling ends at its token."""
+    found: dict[str, str] = {}
+    for stop in stops:
+        text = stop
+        for token, name in names.items():
+            text = text.replace(name, marks[token])
+        if text != stop and not text.startswith(tuple(marks.values())):
+            found[text] = stop
+    return found
 
 
 def tokens_of_parts(pieces: Sequence[bytes], parts: Iterable[str]) -> int:

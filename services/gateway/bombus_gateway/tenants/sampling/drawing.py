@@ -4,7 +4,7 @@ import asyncio
 import logging
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -21,7 +21,7 @@ from bombus_gateway.call.workers import CLIENTS, NUMBER_BYTES
 from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
 from bombus_gateway.tenants.sampling.samplers import Sampler
 from bombus_gateway.text.rendering import TextModel
-from bombus_gateway.text.stops import asked_stops, configured_stops
+from bombus_gateway.text.stops import asked_stops, configured_stops, hidden_names
 from bombus_gateway.text.text_stream import TextStream
 from bombus_gateway.training.samples import NOTHING, Alternatives, SampledTokens, unscored
 from bombus_gateway.training.sampling import SampleRequest
@@ -148,7 +148,7 @@ class SampleDrawing:
         ends = asked_stops(model.tokenizer, asked.stops, asked.sampling.stop_token_ids)
         if asked.ends_at_eos:
             ends |= configured_stops(model.tokenizer)
-        collected = _Collected(asked, pieces, ends)
+        collected = _Collected(asked, pieces, ends, hidden_names(model.tokenizer, asked.stops))
         generate = self._request(sampler, asked, self._sampling(asked, model, ends))
         generation, replica = await self._calls.upstream.start(generate, len(pieces))
         try:
@@ -206,9 +206,10 @@ class SampleDrawing:
 class _Collected:
     """What has arrived of the answer to one request."""
 
-    def __init__(self, asked: SampleRequest, pieces: Sequence[bytes], ends: set[int]) -> None:
+    def __init__(self, asked: SampleRequest, pieces: Sequence[bytes], ends: set[int], names: Mapping[int, str]) -> None:
         self._asked = asked
-        self._choices = [_Choice(pieces, asked.stops, ends) for _ in range(asked.samples)]
+        shown = ends.difference(names)
+        self._choices = [_Choice(TextStream(pieces, asked.stops, names), shown) for _ in range(asked.samples)]
         self._scores = array("f")
         self._top: list[tuple[tuple[int, float], ...]] = []
         self._cached = 0
@@ -253,10 +254,10 @@ class _Collected:
 class _Choice:
     """One sample that is being drawn."""
 
-    def __init__(self, pieces: Sequence[bytes], stops: Sequence[str], ends: set[int]) -> None:
+    def __init__(self, stream: TextStream, ends: set[int]) -> None:
         self.text: list[str] = []
         self.finish: FinishReason | None = None
-        self._stream = TextStream(pieces, stops)
+        self._stream = stream
         self._ends = ends
         self._tokens: list[bytes] = []
         self._logprobs: list[bytes] = []
