@@ -103,8 +103,9 @@ def _agentjet() -> Iterator[str]:
     yield (
         "A key that decides what is trained is carried out or refused. All others are accepted and have no effect: the "
         "client logs\nthem, `bombus up` and `doctor` print them, and the reply to `sync_train_config` lists them as "
-        "`ignored`. A value of -1 for\nwarm-up or total steps means that it is not set. `backbone: torch` is the torch "
-        "backend.\n"
+        "`ignored`. `Job` sends\n"
+        "nothing of its file outside `ajet:` and `bombus:` that has no effect, so it logs those keys itself. A value "
+        "of -1 for\nwarm-up or total steps means that it is not set. `backbone: torch` is the torch backend.\n"
     )
     rows = [(f"`ajet.{key}`", f"`{ours}`") for key, ours in AJET_KEYS.items()]
     rows.append(("`ajet.trainer_common.use_kl_loss`", "false: `trainer.kl_coef` has no effect"))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bombus import Job
-from bombus.config.documents import RunConfig, derive_lengths, parse_job, read_job_file, to_yaml
+from bombus.config.documents import RunConfig, derive_lengths, no_effect, parse_job, read_job_file, to_yaml
 from bombus.config.trainer import TrainerConfig
 from bombus.errors import Code, Refused
 from bombus.hive.events import Collection, Method
@@ -269,6 +269,25 @@ def test_keys_that_a_job_adds_by_itself_are_not_listed_and_those_of_its_author_a
     for gpus in (2, 8):
         found = Job(model="tiny", n_gpu=gpus, logging="tensorboard", swarm_mode=True).run.ignored
         assert set(found) == {"ajet.trainer_common.n_gpus_per_node", "ajet.trainer_common.logger"}
+
+
+def test_keys_without_effect_outside_agentjets_block_are_told_by_a_job_made_of_their_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = {
+        "ajet": {"model": {"path": "tiny"}, "trainer_common": {"logger": "tensorboard"}},
+        "actor_rollout_ref": {"actor": {"ppo_micro_batch_size_per_gpu": 4}},
+        "custom_reward_function": {"path": "r.py"},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(tree))
+    job = Job(base_yaml_config=path)
+    assert sorted(job.run.ignored) == sorted(parse_job(tree).ignored)
+    sent = parse_job(job.config.to_dict()).ignored
+    assert sent == ("ajet.trainer_common.logger",)  # the server lists this one in its reply
+    told = {record.getMessage() for record in caplog.records}
+    assert told == {no_effect(key) for key in job.run.ignored if key not in sent}
+    assert len(told) == 2
 
 
 VERLS: dict[str, Any] = {

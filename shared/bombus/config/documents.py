@@ -18,6 +18,7 @@ from bombus.config.slime import from_slime
 from bombus.errors import Code, Refused
 
 __all__ = [
+    "IGNORED_MAX",
     "LENGTHS",
     "RunConfig",
     "Tree",

@@ -1,21 +1,26 @@
 """`Job`: the configuration of a run from keyword arguments, with the names that AgentJet's users know."""
 
 import copy
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from bombus.config.agentjet import AJET_KEYS, PASSED_ON
 from bombus.config.documents import (
+    IGNORED_MAX,
     LENGTHS,
     RunConfig,
     Tree,
     derive_lengths,
+    no_effect,
     own_groups,
     parse_job,
     read_job_file,
     to_yaml,
 )
+
+log = logging.getLogger("bombus")
 
 # Each keyword and its path below `ajet.`; those that are not in AJET_KEYS are passed on and have no effect here.
 KEYWORDS: dict[str, str] = {
@@ -60,6 +65,7 @@ class Job:
     """A validated job. Keywords override `base_yaml_config`, and `bombus` (our own groups) overrides keywords.
 
     Any of the four lengths may be given; the others are derived. `run` is the configuration that the engine will have.
+    Keys of the file that have no effect and are not in the job's document, which the server reads, are logged here.
     Raises `Refused(BAD_CONFIG)`.
     """
 
@@ -106,7 +112,11 @@ class Job:
                 own[group][field] = value
         for group, fields in (bombus or {}).items():
             own.setdefault(group, {}).update(fields)
-        self.run: RunConfig = parse_job({"ajet": _with(tree.get("ajet") or {}, given), "bombus": own})
+        run = parse_job({"ajet": _with(tree.get("ajet") or {}, given), "bombus": own})
+        left_out = _left_out(base)
+        self.run: RunConfig = run.model_copy(update={"ignored": (*run.ignored, *left_out)[:IGNORED_MAX]})
+        for key in left_out:
+            log.warning("%s", no_effect(key))
         self.config = JobConfig(_document(self.run, tree.get("ajet") or {}, given, own))
         for name, path in KEYWORDS.items():
             setattr(self, name, _get(self.config.to_dict()["ajet"], path))
@@ -160,6 +170,11 @@ def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
         if KEYWORDS[name] not in AJET_KEYS:
             _set(document, KEYWORDS[name], value)
     return {"ajet": document, "bombus": own} if own else {"ajet": document}
+
+
+def _left_out(base: RunConfig) -> list[str]:
+    """Return the keys without effect that a job's document does not have, as it has none outside AgentJet's block."""
+    return [key for key in base.ignored if not key.startswith("ajet.")]
 
 
 def _with(tree: Tree, given: Tree) -> Tree:
