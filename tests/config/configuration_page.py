@@ -132,7 +132,12 @@ def _verl() -> Iterator[str]:
         "listed here and decides what is trained.\n"
     )
     rows = [(f"`{key}`", f"`{ours}`") for key, ours in agentjet.VERL_KEYS.items()]
-    rows.append(("`actor_rollout_ref.actor.use_kl_loss`", "false: `trainer.kl_coef` has no effect"))
+    rows.append(
+        (
+            "`actor_rollout_ref.actor.use_kl_loss`",
+            "false, or not given without `ajet:`: `trainer.kl_coef` has no effect",
+        )
+    )
     yield _table(("key", "meaning here"), rows)
     yield "Accepted with the values that change nothing here, and refused with others:\n"
     limited = [

@@ -92,6 +92,19 @@ def test_agentjets_kl_coefficient_counts_while_its_switch_is_on(switch: bool | N
     assert config.ignored == ()
 
 
+@pytest.mark.parametrize("beside", [{}, {"ajet": {}}])
+@pytest.mark.parametrize("switch", [None, True, False])
+def test_verls_kl_coefficient_counts_by_default_only_in_agentjets_documents(
+    beside: dict[str, Any], switch: bool | None, tmp_path: Path
+) -> None:
+    actor = {"kl_loss_coef": 0.002} | ({} if switch is None else {"use_kl_loss": switch})
+    tree = {**beside, "actor_rollout_ref": {"model": {"path": "tiny"}, "actor": actor}}
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(tree))
+    wanted = 0.002 if switch or (switch is None and beside) else 0.0
+    assert parse_job(tree).trainer.kl_coef == Job(base_yaml_config=path).run.trainer.kl_coef == wanted
+
+
 def test_keys_without_effect_are_listed_and_not_refused() -> None:
     ignored = parse_job(AGENTJET).ignored
     assert "ajet.task_reader" in ignored

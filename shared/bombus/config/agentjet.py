@@ -190,11 +190,12 @@ def read(tree: Mapping[str, object]) -> tuple[Tree, dict[str, str], list[str]]:
     given: Tree = {}
     names: dict[str, str] = {}
     ignored: list[str] = []
-    kl_is_on = True
+    agentjets = "ajet" in tree
+    kl_is_on = agentjets  # the default of AgentJet; that of verl is off
     for path, value in _leaves({top: tree[top] for top in _TOPS if top in tree} if has_keys(tree) else {}):
         target = KEYS.get(path)
         if path in KL_SWITCHES:
-            kl_is_on &= value is not False
+            kl_is_on = kl_is_on and value is not False if agentjets else value is True
         elif target is None:
             _check_harmless(path, value)
             if value is not None and path not in LIMITED and value not in EXPECTED.get(path, ()):

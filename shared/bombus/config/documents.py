@@ -93,7 +93,7 @@ def _check_model_is_named(flat: Mapping[str, object], own: object) -> None:
 
 def own_groups(tree: Mapping[str, Any]) -> Tree:
     """Return a document's own block, with xorl's flat keys and verl's as its fields. Raises `Refused(BAD_CONFIG)`."""
-    groups: Tree = agentjet.read({key: value for key, value in tree.items() if key != "ajet"})[0]
+    groups: Tree = agentjet.read({key: {} if key == "ajet" else value for key, value in tree.items()})[0]
     xorl.put(xorl.read(_flat_keys(tree))[0], groups)
     for group, fields in _own_block(tree.get("bombus")).items():
         groups.setdefault(group, {}).update(fields)
