@@ -162,10 +162,10 @@ class ShellSandbox:
         """Kill a command that fills the folder. Where that is full, it may remove something, and add nothing."""
         most_mb = max(self._limit.megabytes, self._use.megabytes)
         most_files = max(self._limit.files, self._use.files)
-        use = self._use
-        while use.megabytes <= most_mb and use.files <= most_files:
+        if not self._is_full:
+            await asyncio.sleep(MEASURE_S)  # most commands have ended by then
+        while (use := await use_of(f"{self.address}/work")).megabytes <= most_mb and use.files <= most_files:
             await asyncio.sleep(MEASURE_S)
-            use = await use_of(f"{self.address}/work")
         _kill_group(group)
 
     async def _kill_when_out_of_memory(self, group: int) -> None:
