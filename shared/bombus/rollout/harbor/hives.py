@@ -7,6 +7,7 @@ from pathlib import Path
 from bombus.cli import URL_FILE
 
 DATA = URL_FILE.parent.name  # of a hive that was started in the working directory
+KEY_FLAG = "key-file"  # the end of each flag that names a file with a key, also of programs that are not ours
 KEY_FLAGS = ("--admin-key-file", "--client-key-file", "--client-keys-file", "--key-file")
 _PROC = Path("/proc")
 
@@ -47,8 +48,8 @@ def _key_files(process: Path, words: list[str]) -> Iterator[Path]:
     """Yield the files with keys that a command line names, by a flag or by the beginning of one."""
     for word, following in zip(words, [*words[1:], ""]):
         flag, _, value = word.partition("=")
-        is_key = len(flag) > len("--") and any(known.startswith(flag) for known in KEY_FLAGS)
-        if is_key and (given := value or following):
+        is_ours = len(flag) > len("--") and any(known.startswith(flag) for known in KEY_FLAGS)
+        if (is_ours or (flag.startswith("--") and flag.endswith(KEY_FLAG))) and (given := value or following):
             path = _resolved(process, given)
             if path.is_file():
                 yield path
