@@ -87,15 +87,21 @@ Script = Callable[[Generate, Send], Coroutine[None, None, None]]
 
 
 def says(*texts: str | Sequence[int], version: int = 0, portion: int = 0, finish: str = "stop") -> Script:
-    """Return a script that sends one completion for each text, `portion` tokens to a frame (0: all in one)."""
+    """Return a script that sends one completion for each text, `portion` tokens to a frame (0: all in one).
+
+    As any replica, it ends each at the number of tokens that the request allows.
+    """
 
     async def script(request: Generate, send: Send) -> None:
         for choice, text in enumerate(texts):
             tokens = tokens_of(text, finish == "stop") if isinstance(text, str) else list(text)
+            allowed = request.sampling.max_tokens or len(tokens)
             size = portion or max(1, len(tokens))
-            for start in range(0, len(tokens), size):
-                await send(frame_of(tokens[start : start + size], choice, version, request.sampling.top_logprobs))
-            await send(Finished(choice=choice, reason=finish, cached_prompt_tokens=7))
+            for start in range(0, min(allowed, len(tokens)), size):
+                part = tokens[start : min(allowed, start + size)]
+                await send(frame_of(part, choice, version, request.sampling.top_logprobs))
+            reason = "length" if len(tokens) > allowed else finish
+            await send(Finished(choice=choice, reason=reason, cached_prompt_tokens=7))
 
     return script
 

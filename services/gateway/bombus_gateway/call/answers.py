@@ -62,6 +62,9 @@ class AnswerCheck:
 
     def _check_end(self, frame: Finished) -> None:
         self._check_choice(frame.choice)
+        scored_only = self._request.prompt_logprobs and not self._request.sampling.max_tokens
+        if not self._sampled[frame.choice] and not scored_only:
+            raise self._wrong(f"choice {frame.choice} has no token, not even one that ends it")
         self._sampled[frame.choice] = ENDED
         if frame.reason not in REASONS:
             raise self._wrong(f"the finish reason {frame.reason[:40]!r}")
