@@ -343,6 +343,34 @@ def test_r20_a_key_whose_groups_have_more_bytes_than_its_share_pushes_again_once
     assert isinstance(harness.push(harness.group(holder="ann")), Pushed)
 
 
+def test_while_the_stream_is_full_and_no_batch_can_be_made_who_has_most_queued_loses_the_oldest_groups() -> None:
+    harness = rolling()
+    harness.core.open_epoch("x", trajectories_bytes_max=1_000)
+    for holder in ["ann"] * 7 + ["bob"] * 2 + ["eve"]:
+        assert isinstance(harness.push(harness.group(sequences=3, holder=holder)), Pushed)
+    assert not harness.tick(), "it is not full"
+    harness.send(inbox.StorageSeen(id="full", what="trajectories", used=950, size=1_000, reserve=100))
+    (given_up,) = harness.tick()
+    assert isinstance(given_up, ev.GroupsGivenUp)
+    assert given_up.groups == (1, 2, 3), "the 250 bytes beyond the 750 that are shared"
+    assert "those of their key had more than its share" in harness.scored.given_up_why
+    assert not harness.tick()
+    harness.send(inbox.StorageSeen(id="room", what="trajectories", used=700, size=1_000, reserve=100))
+    assert isinstance(harness.push(harness.group(sequences=1, holder="dan")), Pushed)
+    assert harness.ask() == 1
+
+
+def test_groups_of_which_a_batch_can_be_made_stay_while_the_stream_is_full_and_so_do_those_before_a_trainer() -> None:
+    for registered in (True, False):
+        harness = rolling() if registered else ScoredHarness()
+        harness.core.open_epoch("x", trajectories_bytes_max=1_000)
+        for holder in ["ann"] * 7 + ["bob"] * 2:
+            assert isinstance(harness.push(harness.group(sequences=2 if registered else 3, holder=holder)), Pushed)
+        harness.send(inbox.StorageSeen(id="full", what="trajectories", used=950, size=1_000, reserve=100))
+        assert not harness.tick()
+        assert len(harness.scored.queue.groups) == 9
+
+
 def test_a_full_stream_of_scored_groups_refuses_groups_and_nothing_else(harness: ScoredHarness) -> None:
     harness.boot()
     full = inbox.StorageSeen(id="full", what="trajectories", used=95, size=100, reserve=10)

@@ -910,7 +910,7 @@ class BatchDelivered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class GroupsGivenUp(Event, frozen=True, kw_only=True, omit_defaults=True, tag="groups.given_up"):
-    """No batch has these groups any more: their bodies are lost, or they have waited too long for a batch.
+    """No batch has these groups any more: their bodies are lost, they have waited too long, or their key kept too much.
 
     They were in the batch `number` that was handed out, whose other groups are queued again; in that of our own
     trainer's step of this number, which is made without them; or, if it is 0, in the queue.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from bombus.figures import byte_size
-from bombus.hive.shares import SHARED, has_share
+from bombus.hive.shares import has_share_of_stream
 
 
 class Pin(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +82,7 @@ class StoredCalls(msgspec.Struct):
 
 def why_no_share(pinned: Mapping[str, int], holder: str, size: int, more: int = 1) -> str:
     """Return why a holder may not pin so many bytes `more` of a stream of this `size`, "" where it may."""
-    if has_share(pinned, holder, int(SHARED * size), more):
+    if has_share_of_stream(pinned, holder, size, more):
         return ""
     return (
         f"The episodes of this key keep {byte_size(pinned.get(holder, 0))} of recorded calls from being removed, and "

@@ -34,6 +34,11 @@ def has_share(held: Mapping[str, int], holder: str, limit: int, more: int = 1) -
     return held.get(holder, 0) + more <= max(limit // len(holders), 1)
 
 
+def has_share_of_stream(held: Mapping[str, int], holder: str, size: int, more: int = 1) -> bool:
+    """Return the same for bytes of a stream of this size, of which a part is left free."""
+    return has_share(held, holder, int(SHARED * size), more)
+
+
 def trim_fairly(kept: dict[K, V], limit: int, holder_of: Callable[[V], str]) -> None:
     """Drop the oldest entries beyond `limit` of those who have most, many at a time."""
     for key in surplus(kept, limit, holder_of):

@@ -423,10 +423,14 @@ class Hive(msgspec.Struct, kw_only=True):
         size, engines = self.trajectories_bytes_max, self.engines.values()
         if not size or sum([each.trajectories.queue.bytes for each in engines]) + more <= SHARED * size:
             return ""
-        kept: Counter[str] = Counter()
-        for engine in engines:
-            kept.update({name: each.bytes for name, each in engine.trajectories.queue.holders.items()})
-        return queues.why_no_share(kept, holder, size, more)
+        return queues.why_no_share(self.queued_groups(), holder, size, more)
+
+    def queued_groups(self) -> Counter[str]:
+        """Return how many bytes of the stream `trajectories` the queued groups of each holder have."""
+        found: Counter[str] = Counter()
+        for engine in self.engines.values():
+            found.update({name: each.bytes for name, each in engine.trajectories.queue.holders.items()})
+        return found
 
     def groups_released(self, engine: EngineState, holder: str) -> int:
         """Return the sequence before which bodies of a holder's scored groups may be gone."""

@@ -1,35 +1,48 @@
-"""Make room in a stream of calls that is full: who pins more of it than their share gives up their oldest episodes."""
+"""Make room in a stream that is full: who keeps more of it than their share gives up what is oldest.
 
-from bombus.hive.events import AbortReason, DropReason, Event
+From the stream of calls these are episodes, from that of scored groups those that fit in no batch.
+"""
+
+from collections.abc import Iterator
+
+from bombus.hive.events import AbortReason, DropReason, Event, GroupsGivenUp
 from bombus.hive.pins import why_no_share
-from bombus.hive.shares import SHARED, has_share
-from bombus.hive.state import CALLS, EngineState, Hive, Phase
+from bombus.hive.shares import SHARED, has_share_of_stream
+from bombus.hive.state import CALLS, SCORED_GROUPS, EngineState, Hive, Phase
+from bombus.hive.trajectories.forming import form
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.transitions import dropped
 
+GROUPS_AT_ONCE = 1_024
+WHY_GIVEN_UP = (
+    "the stream of scored groups was full, no batch could be made of those that were queued, and those of their key "
+    "had more than its share of it"
+)
+
 
 def make_room(hive: Hive, live: Live) -> Decisions:
-    """Take episodes away while the stream is full, until no more is pinned than is shared.
+    """Take away from what is full, until no more is kept than is shared: the oldest of the holder who keeps most.
 
-    It is each time the oldest one of the holder who pins most. What steps need stays, since training releases it, and
-    so does the pool of a suspended run, and one from which a batch is about to be sealed.
+    What steps need stays, since training releases it, and so do the pool of a suspended run, one from which a batch is
+    about to be sealed, and scored groups of which a batch can be made or for which no trainer has come yet.
     """
-    while CALLS in hive.full and (events := _taken_away(hive, live)):
+    while CALLS in hive.full and (events := _episodes_taken(hive, live)):
+        yield Decision(events=events)
+    while SCORED_GROUPS in hive.full and (events := _groups_given_up(hive, live)):
         yield Decision(events=events)
 
 
-def _taken_away(hive: Hive, live: Live) -> tuple[Event, ...]:
-    pinned, limit = hive.pinned_calls(), int(SHARED * hive.full[CALLS].size)
+def _episodes_taken(hive: Hive, live: Live) -> tuple[Event, ...]:
+    pinned, size = hive.pinned_calls(), hive.full[CALLS].size
     for holder, _ in pinned.most_common():
-        if has_share(pinned, holder, limit, more=0):
+        if has_share_of_stream(pinned, holder, size, more=0):
             break
         engine = max(hive.engines.values(), key=lambda each: _pinned_on(each, holder))
         oldest = next(iter(engine.calls.holders[holder].pins))
         if oldest in engine.open:
-            why = why_no_share(pinned, holder, hive.full[CALLS].size)
-            return aborted(engine, live, (oldest,), AbortReason.CROWDED, why)
+            return aborted(engine, live, (oldest,), AbortReason.CROWDED, why_no_share(pinned, holder, size))
         if oldest in engine.pool and not engine.suspended and engine.phase != Phase.ROLLING_POST:
             return dropped(engine, live, DropReason.OVERFLOW, (oldest,))
     return ()
@@ -37,3 +50,36 @@ def _taken_away(hive: Hive, live: Live) -> tuple[Event, ...]:
 
 def _pinned_on(engine: EngineState, holder: str) -> int:
     return engine.calls.holders[holder].pinned if holder in engine.calls.holders else 0
+
+
+def _groups_given_up(hive: Hive, live: Live) -> tuple[Event, ...]:
+    queued, size = hive.queued_groups(), hive.full[SCORED_GROUPS].size
+    stuck = [each for each in hive.engines.values() if _is_stuck(each)]
+    for holder, _ in queued.most_common():
+        if has_share_of_stream(queued, holder, size, more=0):
+            break
+        for engine in stuck:
+            oldest = tuple(_oldest_groups(engine, holder, queued.total() - int(SHARED * size)))
+            if oldest:
+                given_up = GroupsGivenUp(
+                    at_ns=live.now_ns, engine=engine.name, run=engine.run, number=0, groups=oldest, why=WHY_GIVEN_UP
+                )
+                return (given_up,)
+    return ()
+
+
+def _is_stuck(engine: EngineState) -> bool:
+    """Return whether a trainer waits for groups, and no batch can be made of those that are queued."""
+    queue = engine.trajectories.queue
+    return queue.batch_size > 0 and form(queue) is None
+
+
+def _oldest_groups(engine: EngineState, holder: str, size: int) -> Iterator[int]:
+    """Yield the oldest groups of a holder that have so many bytes together, but not too many for one event."""
+    count = 0
+    for number, group in engine.trajectories.queue.groups.items():
+        if size <= 0 or count == GROUPS_AT_ONCE:
+            return
+        if group.holder == holder and group.body is not None:
+            yield number
+            size, count = size - group.body.size, count + 1

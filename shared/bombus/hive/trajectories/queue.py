@@ -15,7 +15,7 @@ import msgspec
 from bombus.figures import byte_size
 from bombus.hive.bounded import trim
 from bombus.hive.records import BodyRef
-from bombus.hive.shares import SHARED, has_share, share_name
+from bombus.hive.shares import has_share, has_share_of_stream, share_name
 from bombus.hive.trajectories.filling import ExactFill, Pool
 
 BATCH_SEQUENCES_MAX = 16_384
@@ -231,7 +231,7 @@ def why_no_room(queue: TrajectoryQueue, groups: Sequence[QueuedGroup]) -> str:
 
 def why_no_share(kept: Mapping[str, int], holder: str, size: int, more: int) -> str:
     """Return why a holder may not have so many bytes `more` queued in a stream of this `size`, "" where it may."""
-    if has_share(kept, holder, int(SHARED * size), more):
+    if has_share_of_stream(kept, holder, size, more):
         return ""
     return (
         f"The queued groups of this key have {byte_size(kept.get(holder, 0))}, and those of all keys together "
