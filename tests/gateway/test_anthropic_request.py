@@ -288,6 +288,7 @@ def test_blocks_that_are_not_text_are_named_and_left_out() -> None:
         "messages.1.content.1",
         "messages.2.content.0.content.0",
     ]
+    assert all(each.is_content for each in read(*conversation).unsupported), "a training episode is refused them"
     assert messages_of(*conversation)[0] == {"role": "user", "content": "what is it?"}
 
 

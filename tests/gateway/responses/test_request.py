@@ -182,6 +182,7 @@ def test_images_and_items_of_a_server_are_unsupported_by_their_place() -> None:
         "input.1",
         "input.2.output.0",
     ]
+    assert all(each.is_content for each in request.completion.unsupported), "a training episode is refused them"
     assert [message["content"] for message in request.completion.messages] == ["hi", ""]
 
 
