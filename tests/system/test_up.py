@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -83,7 +84,10 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     running = Up(tmp_path_factory.mktemp("hive"), "--gateways", "2", "--coordinators", "2")
     yield running
     assert running.interrupt() == [], "Ctrl-C leaves no process running"
-    assert "stopping the services" in running.log.read_text()
+    log = running.log.read_text()
+    assert "stopping the services in order; the log is kept. Ctrl-C once more ends them at once" in log
+    assert "waiting for a job: engine main is offline until it is started" in log
+    assert "standing by: another coordinator leads hive main" in log
 
 
 def example(up: Up, name: str, *arguments: str) -> str:
@@ -379,8 +383,12 @@ def test_a_cluster_file_starts_its_engines_and_their_jobs_and_port_0_is_one_that
         with SwarmClient(f"{up.url}/e/far") as client:
             assert client.get_engine_status()[0] == "ENGINE.OFFLINE"
         assert [len(up.services(kind)) for kind in ("coordinator", "trainer", "inference", "gateway")] == [1, 1, 1, 1]
+        up.services("gateway")[0].suspend()  # which ends only when it is killed
+        up.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "Ctrl-C once more" in up.log.read_text())
     finally:
         assert up.interrupt() == []
+    assert "ending all services at once" in up.log.read_text()
 
 
 def check_port_0(up: Up) -> None:
@@ -500,3 +508,16 @@ def test_bad_arguments_are_refused_with_a_sentence(tmp_path: Path) -> None:
         )
         assert done.returncode == 2
         assert re.search(words, done.stderr)
+
+
+@pytest.mark.parametrize("command", ["up --data-dir data", "env serve bombus.tasks.aws.world:AwsWorld", "inference"])
+def test_a_port_that_another_program_has_is_named_in_a_sentence(tmp_path: Path, command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "bombus", *command.split(), "--port", str(port)],
+            capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        )  # fmt: skip
+    assert done.returncode not in (0, -signal.SIGKILL)
+    assert f"cannot listen at 127.0.0.1:{port}: [Errno 98] Address already in use; choose another --port" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GraniteConfig,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -269,6 +270,14 @@ def test_windows_slide_over_shared_prefixes_as_over_the_sequences_alone(
     policy = PolicyModel.load(tmp_path, tiny_settings(attn_implementation=attention))
     for items in (branching_items(), apart_items()):
         check_scores_and_gradients(policy, tmp_path, items, pack(items, 1 << 20, share))
+
+
+def test_a_model_whose_backward_pass_alone_is_wrong_is_refused_at_load(tmp_path: Path) -> None:
+    """Hidden states of zeros have logprobs, and through a normalisation without an epsilon no gradients."""
+    shape = {**SHAPE, "vocab_size": VOCAB, "embedding_multiplier": 0.0, "rms_norm_eps": 1e-38}
+    AutoModelForCausalLM.from_config(GraniteConfig(**shape)).save_pretrained(tmp_path)
+    with pytest.raises(EngineFault, match="its gradients differ by nan times their size from those of transformers"):
+        PolicyModel.load(tmp_path, tiny_settings())
 
 
 def test_an_architecture_without_attention_is_refused_in_one_sentence_that_names_it(tmp_path: Path) -> None:
