@@ -206,6 +206,31 @@ def test_ctrl_c_while_a_command_is_imported_is_no_traceback() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
 
 
+async def test_a_rollout_that_is_killed_goes_on_where_it_was_when_it_is_started_again(
+    served: GatewayHive, folder: Path
+) -> None:
+    write_tasks(folder, *({"prompt": "the quick", "task_id": name} for name in "abcd"))
+    served.replica.scripts.extend([says("ok"), says("ok"), hangs])
+
+    async def rollout() -> asyncio.subprocess.Process:
+        return await bombus(
+            folder,
+            *("rollout", "--task", "tasks.jsonl", "--workspace", "repo", "--url", served.base_url, "--out", "kept"),
+            *("--agent", f"{AGENT} x 1", "--reward", "./check.sh", "-n", "1", "--concurrency", "1", "--eval"),
+        )
+
+    killed = await rollout()
+    await called(served, 3)
+    killed.kill()
+    await killed.wait()
+    code, printed, errors = await ended(await rollout())
+    assert (code, errors) == (0, "")
+    assert printed.splitlines()[-1].startswith("2 episodes"), "the one that was open, and the one that was left"
+    played = [json.loads(line)["task_id"] for line in (folder / "kept" / "episodes.jsonl").read_text().splitlines()]
+    assert sorted(played) == ["a", "b", "c", "d"]
+    assert sorted(end.outcomes[0].task for end in await events(served.bus, EpisodeEnded, 4)) == sorted(played)
+
+
 async def test_agents_end_with_a_rollout_that_is_killed(served: GatewayHive, folder: Path) -> None:
     rollout = await stubborn(served, folder)
     rollout.kill()
