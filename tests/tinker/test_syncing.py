@@ -19,6 +19,7 @@ from anyio.from_thread import start_blocking_portal
 from xorl_client import types
 
 from tests.inference.backends.foreign_servers import KEY, ExternalSglang, Message, Receive, Send, serving
+from tests.patience import wait_until
 from tests.tinker.test_hive import BASE, ROOT, SENTENCES, settled
 from tests.tinker.whole_hive import PYTHON, Hive
 
@@ -109,9 +110,14 @@ def sampled_here(hive: Hive) -> tuple[list[int], list[float]]:
 
 def until_ready(hive: Hive) -> None:
     """Wait for a gateway that comes up: xorl's client does not try everything again."""
-    with httpx.Client(transport=httpx.HTTPTransport(retries=10), timeout=60) as client:
-        while client.get(f"{hive.url}/health").status_code != 200:
-            pass
+
+    def is_ready() -> bool:
+        try:
+            return httpx.get(f"{hive.url}/health").status_code == 200
+        except httpx.TransportError:  # refused, or reset by the one that was killed
+            return False
+
+    wait_until(is_ready)
 
 
 def test_an_sglang_server_samples_from_the_model_after_a_sync_and_not_before(hive: Hive, service: Any) -> None:
