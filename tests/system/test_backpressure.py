@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -26,7 +27,7 @@ from bombus_coordinator.retention import Purge, floors_of, floors_of_holders
 from bombus_gateway.keys import Keys
 from tests.conftest import MB, SMALL_STREAMS, freeze, kill, thaw
 from tests.gateway.openai_hive import ENGINE, MODEL, SECRET, GatewayHive, gateway_hive, new_id
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.small_disk import fill, small_disk
 
 USER: Any = [{"role": "user", "content": "how are you?"}]
@@ -377,5 +378,34 @@ async def test_a_server_without_inodes_says_so_and_is_restarted_once_it_can_writ
             await bus.publisher.publish(subject, b"again", msg_id="again", timeout_s=PATIENCE_S)
             keeping.cancel()
             assert not server.broken
+    finally:
+        await asyncio.to_thread(server.stop, 2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "allowed", "why"),
+    [(resource.RLIMIT_NOFILE, 3, "too many open files"), (resource.RLIMIT_FSIZE, 1 << 16, "file too large")],
+)
+async def test_a_server_that_cannot_write_whatever_the_reason_is_restarted_though_the_disk_has_room(
+    tmp_path: Path, limit: int, allowed: int, why: str
+) -> None:
+    server = EmbeddedServer(tmp_path / "nats", store_bytes_max=1 << 30)
+    await asyncio.to_thread(server.start)
+    try:
+        async with await Bus.connect(server.url, "h") as bus:
+            await bus.ensure_streams(SMALL_STREAMS)
+            subject, pid = bus.subjects.call(ENGINE, "e"), server.pid
+            assert pid is not None
+            _, most = resource.prlimit(pid, limit)
+            resource.prlimit(pid, limit, (allowed, most))
+            with suppress(BusUnavailable):
+                for number in range(20):
+                    await bus.publisher.publish(subject, bytes(MB), msg_id=f"m{number}", timeout_s=0.1)
+            await until(lambda: server.broken)
+            assert why in server.broken
+            keeping = asyncio.create_task(keep_running(server))
+            await bus.publisher.publish(subject, b"again", msg_id="again", timeout_s=PATIENCE_S)
+            keeping.cancel()
+            assert (server.pid != pid, server.broken) == (True, "")
     finally:
         await asyncio.to_thread(server.stop, 2)
