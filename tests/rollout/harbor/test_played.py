@@ -288,7 +288,9 @@ def test_the_log_of_a_hive_beside_which_it_is_played_is_hidden(monkeypatch: pyte
         assert in_sandbox(Path(made, "sets"), "", f'ls -A "{kept}"; cat "{kept}/nats-url"; true') == ""
 
 
-def test_a_hive_elsewhere_and_files_with_its_keys_are_hidden_as_long_as_it_runs() -> None:
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_hive_elsewhere_and_files_with_its_keys_are_hidden_as_long_as_it_runs(is_named: bool) -> None:
+    """What its processes do not name they have open."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as made, tempfile.TemporaryDirectory(dir="/var/tmp") as other:
         data, keys = Path(made, "srv"), [Path(other, name) for name in ("admin", "client", "names", "world")]
         store = data / "nats/jetstream"
@@ -300,8 +302,13 @@ def test_a_hive_elsewhere_and_files_with_its_keys_are_hidden_as_long_as_it_runs(
         look = f'ls -A "{data}"; cat {shlex.join(map(str, keys))} "{data}/nats-url" 2>/dev/null; true'
         flags = ("--admin-key-file", "--client-key", "--client-keys-file", "--key-file")
         named = [f"{flags[0]}={keys[0]}", *(word for pair in zip(flags[1:], keys[1:]) for word in map(str, pair))]
-        hive = [sys.executable, "-c", "input()", *named, f"--store={store}"]
-        with subprocess.Popen(hive, stdin=subprocess.PIPE) as running:
+        hive = [sys.executable, "-c", "import time; time.sleep(3600)", *named]
+        hive += [f"--store={store}"] if is_named else []
+        with (
+            (store / "blk").open() as opened,
+            subprocess.Popen(hive, stdin=None if is_named else opened) as running,
+        ):
+            opened.close()
             try:
                 assert in_sandbox(Path(made, "sets"), "", look) == ""
             finally:
