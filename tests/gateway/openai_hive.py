@@ -5,10 +5,12 @@ Scripts send frame by frame, so that tests can force chunk borders, disconnects 
 
 import asyncio
 import json
+import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,6 +29,7 @@ from bombus.hive.state import EngineState, Phase
 from bombus.host.process import listen
 from bombus_coordinator.shell import Coordinator
 from bombus_gateway.app import create_app
+from bombus_gateway.call.workers import INLINE_BYTES_MAX, THREADS, Workers
 from bombus_gateway.context import Gateway
 from bombus_gateway.keys import Keys
 from bombus_gateway.service import serving
@@ -445,6 +448,19 @@ async def gateway_hive(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+@contextmanager
+def every_thread_busy(workers: Workers) -> Iterator[None]:
+    """Keep the threads for large requests busy while the block runs."""
+    may_end = threading.Event()
+    work = partial(may_end.wait, PATIENCE_S)
+    busy = [asyncio.create_task(workers.run(f"busy-{n}", INLINE_BYTES_MAX + 1, work)) for n in range(THREADS)]
+    try:
+        yield
+        assert not any(each.done() for each in busy)
+    finally:
+        may_end.set()
 
 
 def fault(why: str) -> Script:

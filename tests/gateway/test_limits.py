@@ -19,8 +19,17 @@ from bombus_gateway.call.workers import INLINE_BYTES_MAX, Workers
 from bombus_gateway.keys import Keys
 from bombus_gateway.limits import QUOTED_CHARACTERS, UNSUPPORTED
 from bombus_gateway.openai.request import read_chat
-from tests.gateway.openai_hive import FILES, MODEL, SECRET, GatewayHive, gateway_hive, gateway_of
-from tests.patience import PATIENCE_S
+from tests.gateway.openai_hive import (
+    FILES,
+    MODEL,
+    SECRET,
+    GatewayHive,
+    every_thread_busy,
+    gateway_hive,
+    gateway_of,
+    says,
+)
+from tests.patience import PATIENCE_S, until
 
 ROLLOUT = {"max_prompt_length": 500_000, "max_response_length": 1500, "max_response_length_in_one_turn": 64}
 LONG_JOB: dict[str, Any] = {
@@ -70,6 +79,20 @@ async def test_one_large_request_of_an_episode_is_worked_on_at_a_time() -> None:
     finally:
         may_end.set()
     assert all(await asyncio.gather(*slow))
+
+
+async def test_an_answer_of_many_numbers_is_written_in_a_thread_while_others_go_on(served: GatewayHive) -> None:
+    assert served.gateway is not None
+    served.replica.scripts.append(says([5] * 220, finish="length"))
+    wish = {"logprobs": True, "top_logprobs": 20, "max_tokens": 220}
+    async with await agent(served) as one, await agent(served) as other:
+        with every_thread_busy(served.gateway.workers):
+            large = asyncio.create_task(one.chat(body([{"role": "user", "content": "hi"}], **wish)))
+            await until(lambda: served.replica.requests)
+            assert (await other.say("hi")).status_code == 200
+            assert not large.done()
+        answer = (await large).json()
+    assert len(answer["choices"][0]["logprobs"]["content"]) == 220
 
 
 @pytest.mark.parametrize("what", [{"unknown": 300}, {"parts": UNSUPPORTED + 1}])

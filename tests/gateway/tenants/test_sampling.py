@@ -20,6 +20,7 @@ from tests.gateway.openai_hive import (
     IM_END,
     TEXT,
     Send,
+    every_thread_busy,
     fault,
     frame_of,
     gateway_of,
@@ -278,6 +279,20 @@ async def test_what_is_not_there_is_refused_in_words(client: httpx.AsyncClient, 
     assert (unknown.status_code, "no sampler" in unknown.json()["detail"]) == (404, True)
     answer = await failure(client, sample(await begin(client, model), prompt_alt_tokens_k=1))
     assert (answer["category"], "prompt_alt_tokens_k" in answer["error"]) == ("user", True)
+
+
+async def test_samples_of_many_numbers_are_written_in_a_thread_while_others_go_on(
+    hive: TenantHive, client: httpx.AsyncClient, model: str
+) -> None:
+    assert hive.gateway is not None
+    sampler = await begin(client, model)
+    hive.replica.scripts.append(says(*[[5] * 100] * 64, finish="length"))
+    with every_thread_busy(hive.gateway.workers):
+        many = asyncio.create_task(drawn(client, sample(sampler, num_samples=64, params={"max_tokens": 100})))
+        await until(lambda: hive.replica.requests)
+        await drawn(client, sample(sampler, seq=1))
+        assert not many.done()
+    assert [len(tokens(each)) for each in (await many).sequences] == [100] * 64
 
 
 async def test_a_gateway_with_too_much_to_do_says_so_with_429(hive: TenantHive, bus: Bus, model: str) -> None:
