@@ -14,6 +14,7 @@ from bombus.sdk.types import Credentials
 from bombus.slime.relay import RETIRED_MAX, SampleRelay
 from bombus_gateway.text.rendering import TextModel, TextOptions
 from tests.gateway.openai_hive import FILES, MODEL, TEXT, GatewayHive, gateway_hive, says
+from tests.slime.test_retrieval import UNREADABLE
 
 
 class HookTokenizer:
@@ -280,6 +281,9 @@ async def test_refusals_say_what_to_do(
     assert "use the args that the generate function was called with" in str(refused)
     assert "image_data" in str(await ask(http, address.port, {"text": "a", "image_data": ["x"]}, 400))
     assert "not a JSON object" in str(await ask(http, address.port, [1], 400))
+    for unreadable in UNREADABLE:
+        answer = await http.post(f"http://127.0.0.1:{address.port}/generate", content=unreadable)
+        assert (answer.status_code, "not a JSON object" in answer.text) == (400, True)
     for wrong in ({"text": ["a", "b"]}, {"input_ids": 5}, {"text": "a", "input_ids": [5]}, {}):
         assert "one prompt at a time" in str(await ask(http, address.port, wrong, 400))
     assert "min_new_tokens" in str(

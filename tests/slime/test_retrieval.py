@@ -12,6 +12,7 @@ from bombus.tasks.search.corpus import SearchDocument
 from bombus.tasks.search.index import LocalIndex
 
 DOCUMENTS = [SearchDocument("Bees", "they dance"), SearchDocument("Wasps", "they sting"), SearchDocument("Sun", "warm")]
+UNREADABLE = (b'{"queries": "\xff"}', b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}")
 
 
 @pytest.fixture
@@ -46,6 +47,10 @@ async def test_queries_are_answered_in_one_request_the_best_document_first(url: 
 async def test_what_does_not_fit_is_refused_in_words(url: str) -> None:
     assert "topk from 1 to 100" in str(await ask(url, {"queries": ["a"], "topk": 101}, 413))
     assert "does not fit" in str(await ask(url, {"queries": "a"}, 400))
+    async with httpx.AsyncClient(trust_env=False) as http:
+        for unreadable in UNREADABLE:
+            answer = await http.post(url, content=unreadable)
+            assert (answer.status_code, "does not fit" in answer.text) == (400, True)
     assert "POST /retrieve is" in str(await ask(url + "/x", {}, 404))
 
 

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from bombus.errors import Code, Refused, in_one_line
+from bombus.hive.decoding import decoded
 from bombus.host.host_names import is_loopback
 from bombus.sdk.types import Credentials
 from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
@@ -214,7 +215,7 @@ class SampleRelay:
 
 def _fields(body: bytes) -> dict[str, Any]:
     with suppress(msgspec.DecodeError):
-        fields = msgspec.json.decode(body)
+        fields = decoded(msgspec.json.decode, body)
         params = fields.get("sampling_params") if isinstance(fields, dict) else None
         if isinstance(fields, dict) and isinstance(params, dict | None):
             if named := next((name for name in UNSUPPORTED if fields.get(name)), ""):

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from bombus.errors import Code, Refused, in_one_line
+from bombus.hive.decoding import decoded
 from bombus.slime.local_server import LocalAnswer
 from bombus.tasks.search.corpus import SearchDocument
 from bombus.tasks.search.index import LocalIndex
@@ -20,6 +21,9 @@ class _Retrieve(msgspec.Struct):
     return_scores: bool = False
 
 
+_asked = msgspec.json.Decoder(_Retrieve)
+
+
 class Retrieval:
     """Answers queries, several in one request, with the documents that fit them best."""
 
@@ -32,7 +36,7 @@ class Retrieval:
         if (method, path) != ("POST", "/retrieve"):
             raise Refused(Code.UNKNOWN_PATH, f"{method} {path} is not offered: POST /retrieve is")
         try:
-            asked = msgspec.json.decode(body, type=_Retrieve)
+            asked = decoded(_asked.decode, body)
         except msgspec.MsgspecError as error:
             raise Refused(Code.MALFORMED, f"the body does not fit: {in_one_line(error)}") from error
         count = asked.topk or self._count
