@@ -368,7 +368,8 @@ async def hive_model(hive: GatewayHive) -> Any:
 
 async def test_a_report_that_the_log_cannot_have_loses_what_is_wrong_with_it_and_no_reward(served: GatewayHive) -> None:
     deep, large = "[" * 300 + "]" * 300, "x" * 70_000
-    metadata = f'{{"large": "{large}", "deep": {deep}, "half": "\\ud800", "nan": NaN, "big": {"9" * 100}, "kept": 1}}'
+    odd = f'"half": "\\ud800", "nan": NaN, "big": {"9" * 100}, "bigger": {"9" * 5000}'
+    metadata = f'{{"large": "{large}", "deep": {deep}, {odd}, "kept": 1}}'
     metrics = f'{{"none": null, "text": "a", "{"m" * 300}": 1, "kept": [1, 2]}}'
     output = f'{{"reward": 1, "metadata": {metadata}, "log_metrics": {metrics}, "is_success": "yes"}}'
     name, _ = await served.claim()

@@ -4,6 +4,7 @@ Those of the swarm contract ignore unknown fields, for newer clients; our own re
 """
 
 import json
+import sys
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -245,18 +246,24 @@ def parse(model: type[B], body: bytes) -> B:
 def _validated(model: type[B], body: bytes) -> B:
     """Raises `ValidationError`.
 
-    Halves of characters and deep nesting are what pydantic cannot read; a report may have them in its metadata.
+    Halves of characters, deep nesting and integers of thousands of digits are what pydantic cannot read; a report may
+    have them in its metadata.
     """
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
         try:
-            read = json.loads(body) if error.errors()[0]["type"] == "json_invalid" else None
+            read = json.loads(body, parse_int=_integer) if error.errors()[0]["type"] == "json_invalid" else None
         except (ValueError, RecursionError):
             read = None
         if read is None:
             raise
     return model.model_validate(read)
+
+
+def _integer(digits: str) -> int | float:
+    """Return an integer; of so many digits that Python reads none, what is nearest to it."""
+    return int(digits) if len(digits) <= sys.int_info.default_max_str_digits else float(digits)
 
 
 def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
