@@ -14,7 +14,18 @@ from bombus.bus import Bus
 from bombus.cli import main
 from bombus.config.job import RunConfig
 from bombus.hive.describe import line_of
-from bombus.hive.events import EpisodeClaimed, EpisodeEnded, EpisodesTaken, Outcome, SamplerWeights, kind_of
+from bombus.hive.events import (
+    AdapterShape,
+    EpisodeClaimed,
+    EpisodeEnded,
+    EpisodesTaken,
+    ModelShape,
+    OperationCompleted,
+    Outcome,
+    SamplerWeights,
+    kind_of,
+)
+from bombus.hive.records import BodyRef
 from bombus.replay.logged_run import LoggedRun
 from bombus.replay.moments import moment
 from bombus.replay.running import BadUsage
@@ -155,3 +166,10 @@ def test_episodes_that_play_with_a_model_are_about_it() -> None:
     assert not is_of_model(EpisodeClaimed(run=1, claim="c", client="a", episodes=("e1",)), "m")
     taken = EpisodesTaken(run=1, client="a", episodes=("e1", "e2"))
     assert about(taken, "e2") == taken
+
+
+def test_the_seed_of_a_model_is_told_when_it_is_made() -> None:
+    made = ModelShape(adapter=AdapterShape(rank=8, alpha=16.0, seed=3))
+    operation = {"run": 1, "model": "m", "number": 1, "key": "0", "op": "create_model", "trainer_epoch": 1}
+    body = BodyRef(seqs=(1,), size=1, digest=b"")
+    assert line_of(OperationCompleted(**operation, result=body, made=made)) == "create_model 1 of m executed, seed 3"  # type: ignore[arg-type]

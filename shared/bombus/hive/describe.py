@@ -326,6 +326,8 @@ def _(event: ev.OperationBegun) -> str:
 def _(event: ev.OperationCompleted) -> str:
     shown = [f"{name} {value:.4g}" for name, value in sorted(event.metrics.items())[:METRICS_SHOWN]]
     how = "failed" if event.failed else "executed"
+    if event.made is not None and event.made.adapter is not None and event.made.adapter.seed is not None:
+        shown.append(f"seed {event.made.adapter.seed}")
     return ", ".join([f"{event.op} {event.number} of {event.model} {how}", *shown])
 
 

@@ -686,12 +686,13 @@ class OperationBegun(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class AdapterShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The adapter of a model, as lists of models and checkpoints tell it."""
+    """The adapter of a model, as lists of models and checkpoints tell it, with the seed that it was drawn from."""
 
     rank: int
     alpha: float
     parts: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    seed: int | None = None
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -34,7 +34,7 @@ def test_figures_that_are_numbers_are_shown() -> None:
 
 def test_a_model_is_shown_with_its_adapter_or_without_one() -> None:
     spec = AdapterSpec(rank=8, alpha=16.0, seed=3, parts=(AdapterPart.MLP,), targets=("up_proj",))
-    shape = AdapterShape(rank=8, alpha=16.0, parts=("mlp",), targets=("up_proj",))
+    shape = AdapterShape(rank=8, alpha=16.0, parts=("mlp",), targets=("up_proj",), seed=3)
     assert shape_of(ModelReady(adapter=spec, parameters=100)) == ModelShape(adapter=shape, parameters=100)
     assert shape_of(ModelReady(parameters=100)) == ModelShape(parameters=100)
     assert shape_of(FAILED) is None

@@ -35,7 +35,7 @@ def shape_of(result: Result) -> ModelShape | None:
     adapter = None
     if (spec := result.adapter) is not None:
         parts = tuple(str(part) for part in spec.parts)
-        adapter = AdapterShape(rank=spec.rank, alpha=spec.alpha, parts=parts, targets=spec.targets)
+        adapter = AdapterShape(rank=spec.rank, alpha=spec.alpha, parts=parts, targets=spec.targets, seed=spec.seed)
     return ModelShape(adapter=adapter, parameters=result.parameters)
 
 
