@@ -45,38 +45,28 @@ class KeptBodies:
     """A stream of bodies, and the rule by which it is released."""
 
     name: str
-    released: Callable[[Hive, Subjects], dict[str, int]]
+    floors: Callable[[Hive, Subjects], dict[str, int]]  # of its subjects, and under "" of the whole stream
+    stored: type[OperationsStored] | type[TrajectoriesStored]
     release: Callable[[Hive, Live, Any], Decisions]
     overfull_grace_s: float  # the grace where the stream is overfull
 
-    def message(self, message_id: str, below: int, overfull: bool, shrunk: bool) -> Message:
-        kind = OperationsStored if self is OPERATIONS else TrajectoriesStored
-        return kind(id=message_id, below=below, overfull=overfull, shrunk=shrunk)
-
 
 def _of_models(hive: Hive, subjects: Subjects) -> dict[str, int]:
-    """Return up to where the state releases each subject of `ops`, and under "" the whole stream."""
     own = {
         subjects.operation(engine.name, model): below
         for engine in hive.engines.values()
         for model, below in engine.tenants.released.items()
-        if below > hive.released
     }
     return {"": hive.released, **own}
 
 
 def _of_holders(hive: Hive, subjects: Subjects) -> dict[str, int]:
-    """Return up to where the state releases each subject of `trajectories`, and under "" the whole stream."""
-    own = {
-        subjects.trajectory(*each): below
-        for each, below in hive.released_of_holders().items()
-        if below > hive.trajectories_released
-    }
+    own = {subjects.trajectory(*each): below for each, below in hive.released_of_holders().items()}
     return {"": hive.trajectories_released, **own}
 
 
-OPERATIONS = KeptBodies("ops", _of_models, release, GRACE_S)
-TRAJECTORIES = KeptBodies("trajectories", _of_holders, batches.release, OVERFULL_GRACE_S)
+OPERATIONS = KeptBodies("ops", _of_models, OperationsStored, release, GRACE_S)
+TRAJECTORIES = KeptBodies("trajectories", _of_holders, TrajectoriesStored, batches.release, OVERFULL_GRACE_S)
 
 
 class Releaser:
@@ -116,7 +106,7 @@ class Releaser:
         message_id = f"{self._bodies.name}-{self._bus.token}-{self._count}"
         if end < max(self.released().values()):
             self._ends.clear()
-            return self._bodies.message(message_id, below=end, overfull=False, shrunk=True)
+            return self._bodies.stored(id=message_id, below=end, shrunk=True)
         self._ends.append((now, end))
         overfull = state.fill > OVERFULL
         grace_s = min(self._grace_s, self._bodies.overfull_grace_s) if overfull else self._grace_s
@@ -125,11 +115,12 @@ class Releaser:
         since, below = self._ends[0]
         if since > now - grace_s:
             return None
-        return self._bodies.message(message_id, below=below, overfull=overfull, shrunk=False)
+        return self._bodies.stored(id=message_id, below=below, overfull=overfull)
 
     def released(self) -> dict[str, int]:
-        """Return up to where the state releases each subject, and under "" the whole stream."""
-        return self._bodies.released(self._hive(), self._bus.subjects)
+        """Return the sequences below which the state needs nothing: of subjects, and under "" of the whole stream."""
+        floors = self._bodies.floors(self._hive(), self._bus.subjects)
+        return {subject: below for subject, below in floors.items() if not subject or below > floors[""]}
 
     async def purge(self, released: dict[str, int]) -> None:
         """Purge what was released. Only what the log has may be given here."""

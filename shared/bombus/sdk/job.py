@@ -173,7 +173,7 @@ def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
 
 
 def _left_out(base: RunConfig) -> list[str]:
-    """Return the keys without effect that a job's document does not have, as it has none outside AgentJet's block."""
+    """Return those of the base's keys without effect that are not in AgentJet's block, which alone the job sends."""
     return [key for key in base.ignored if not key.startswith("ajet.")]
 
 

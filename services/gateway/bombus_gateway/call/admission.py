@@ -26,7 +26,7 @@ from bombus_gateway.call.request import (
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
 from bombus_gateway.text.rendering import TextModel
-from bombus_gateway.text.stops import asked_stops
+from bombus_gateway.text.stops import asked_stops, hidden_names
 from bombus_gateway.text.words import strings
 
 EPISODE_NEWS_S = 2.0  # how long the event of a claim may take to arrive here when its key is already in use
@@ -183,7 +183,9 @@ class Admitted:
 
     def _stop_tokens(self, request: CompletionRequest) -> tuple[int, ...]:
         own = self.model.renderer.stop_token_ids
-        asked = asked_stops(self.model.tokenizer, request.stops, request.stop_token_ids)
+        tokenizer = self.model.tokenizer
+        names = hidden_names(tokenizer, request.stops)
+        asked = asked_stops(names, request.stops, request.stop_token_ids, len(tokenizer.pieces))
         return tuple(sorted({*own, *asked})) if asked else own
 
     def _no_room(self, field: str, room: Room, prompt_tokens: int, answered_tokens: int) -> InvalidField:

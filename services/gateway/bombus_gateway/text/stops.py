@@ -45,17 +45,16 @@ def named_stops(names: Mapping[int, str], texts: Sequence[str]) -> dict[int, str
     return {index: text for index, text in sorted(begun, key=lambda each: -len(each[1])) if index is not None}
 
 
-def asked_stops(tokenizer: Tokenizer, texts: Sequence[str], tokens: Sequence[int]) -> set[int]:
-    """Return the tokens at which a client's stop texts and stop tokens end an answer.
+def asked_stops(names: Mapping[int, str], texts: Sequence[str], tokens: Sequence[int], size: int) -> set[int]:
+    """Return the tokens at which a client's stop texts and stop tokens end an answer. `names` are `hidden_names`.
 
-    Raises `Refused` for a token outside the vocabulary.
+    Raises `Refused` for a token outside the vocabulary, which has this `size`.
     """
-    size = len(tokenizer.pieces)
     if tokens and max(tokens) >= size:
         raise Refused(
             Code.MALFORMED, f"{max(tokens)} is no token: stop tokens are ids below {size}, the size of the vocabulary."
         )
-    return {*named_stops(hidden_names(tokenizer, texts), texts), *tokens}
+    return {*named_stops(names, texts), *tokens}
 
 
 def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:

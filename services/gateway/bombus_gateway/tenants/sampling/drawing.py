@@ -145,10 +145,11 @@ class SampleDrawing:
         self._check_serving(sampler)
         model = await self.text_model()
         pieces = model.tokenizer.pieces
-        ends = asked_stops(model.tokenizer, asked.stops, asked.sampling.stop_token_ids)
+        names = hidden_names(model.tokenizer, asked.stops)
+        ends = asked_stops(names, asked.stops, asked.sampling.stop_token_ids, len(pieces))
         if asked.ends_at_eos:
             ends |= configured_stops(model.tokenizer)
-        collected = _Collected(asked, pieces, ends, hidden_names(model.tokenizer, asked.stops))
+        collected = _Collected(asked, pieces, ends, names)
         generate = self._request(sampler, asked, self._sampling(asked, model, ends))
         generation, replica = await self._calls.upstream.start(generate, len(pieces))
         try:
