@@ -18,7 +18,6 @@ from bombus.config.slime import from_slime
 from bombus.errors import Code, Refused
 
 __all__ = [
-    "IGNORED_MAX",
     "LENGTHS",
     "RunConfig",
     "Tree",
@@ -32,7 +31,6 @@ __all__ = [
 ]
 
 JOB_BYTES_MAX = 256 << 10
-IGNORED_MAX = 200
 
 BLOCKS = ("ajet", "bombus", "hydra", "defaults")  # the keys at the top of a document; the last two are Hydra's
 LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_one_turn", "max_model_len")
@@ -62,7 +60,7 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     _derive_lengths(given.setdefault("rollout", {}))
     config = validated(given, names)
     _check_it_can_learn(config, names)
-    return config.model_copy(update={"ignored": tuple(ignored[:IGNORED_MAX])})
+    return config.ignoring(ignored)
 
 
 def _check_it_can_learn(job: RunConfig, names: Mapping[str, str]) -> None:

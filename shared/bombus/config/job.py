@@ -1,7 +1,7 @@
 """What one engine trains, and how: a run's whole configuration, checked when it is made."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
@@ -17,6 +17,7 @@ from bombus.hive.records import TEMPERATURE_MIN, digest
 
 SHORT_METHOD_PREFIX = "rollout_until_"
 METHODS = frozenset(method.value for method in Method)
+IGNORED_MAX = 200  # keys without effect that a job lists
 LIST_MAX = 64
 NO_CHAT_TEMPLATE = "none"  # of model.chat_template
 MAPPINGS = ("model.chat_template_kwargs",)  # the fields that take a mapping of scalars
@@ -184,6 +185,10 @@ class RunConfig(ConfigGroup):
     trainer: TrainerConfig = TrainerConfig()
     experiment: ExperimentConfig = ExperimentConfig()
     ignored: tuple[str, ...] = Field(default=(), exclude=True)
+
+    def ignoring(self, keys: Sequence[str]) -> "RunConfig":
+        """Return a copy that lists these keys as well, up to `IGNORED_MAX` in all."""
+        return self.model_copy(update={"ignored": (*self.ignored, *keys)[:IGNORED_MAX]})
 
     @model_validator(mode="after")
     def _overlong_buffer_fits(self) -> "RunConfig":

@@ -8,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from bombus.config.agentjet import AJET_KEYS, PASSED_ON
 from bombus.config.documents import (
-    IGNORED_MAX,
     LENGTHS,
     RunConfig,
     Tree,
@@ -114,7 +113,7 @@ class Job:
             own.setdefault(group, {}).update(fields)
         run = parse_job({"ajet": _with(tree.get("ajet") or {}, given), "bombus": own})
         left_out = _left_out(base)
-        self.run: RunConfig = run.model_copy(update={"ignored": (*run.ignored, *left_out)[:IGNORED_MAX]})
+        self.run: RunConfig = run.ignoring(left_out)
         for key in left_out:
             log.warning("%s", no_effect(key))
         self.config = JobConfig(_document(self.run, tree.get("ajet") or {}, given, own))
@@ -173,7 +172,7 @@ def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
 
 
 def _left_out(base: RunConfig) -> list[str]:
-    """Return those of the base's keys without effect that are not in AgentJet's block, which alone the job sends."""
+    """Return the keys without effect that stand outside `ajet`: the job's own document has only what is below it."""
     return [key for key in base.ignored if not key.startswith("ajet.")]
 
 
