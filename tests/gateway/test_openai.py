@@ -375,12 +375,54 @@ async def test_what_a_harness_has_written_into_it_is_overridden_or_left_out_and_
 
 
 async def test_a_call_without_its_image_is_counted(served: GatewayHive) -> None:
-    """In training it is refused: the model would learn from an empty turn."""
     episode, key = await served.claim(EpisodeType.EVAL)
     answer = await served.client(key).chat.completions.with_raw_response.create(model=MODEL, **IMAGE)
     assert answer.headers["x-bombus-overridden"] == "messages.0.content.0"
     assert (await served.records(episode, 1))[0].overridden == ("messages.0.content.0",)
     await served.until(lambda engine: engine.counters.calls_incomplete == 1)
+
+
+# An image at each door: the path, the body, and how the door names the image.
+IMAGES: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", IMAGE, "messages.0.content.0"),
+    (
+        "/v1/messages",
+        {"max_tokens": 8, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "messages.0.content.0",
+    ),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
+        "input.0.content.0",
+    ),
+]
+
+
+async def answers_to_images(served: GatewayHive, key: str) -> list[httpx.Response]:
+    headers = {"authorization": f"Bearer {key}", "x-api-key": key}
+    async with httpx.AsyncClient(base_url=served.base_url, headers=headers, timeout=60) as http:
+        return [await http.post(path, json={"model": MODEL, **body}) for path, body, _ in IMAGES]
+
+
+async def test_every_door_refuses_an_image_in_a_training_episode(served: GatewayHive) -> None:
+    """The model would learn from an empty turn."""
+    _, key = await served.claim()
+    for answer, (path, _, place) in zip(await answers_to_images(served, key), IMAGES, strict=True):
+        assert answer.status_code == 400, path
+        assert f"{place} is refused in a training episode" in answer.json()["error"]["message"], path
+    assert served.replica.requests == []
+
+
+async def test_every_door_leaves_an_image_out_of_training_for_a_job_that_relaxes_it(bus: Bus) -> None:
+    groups = JOB["bombus"]
+    job = {"bombus": {**groups, "rollout": {**groups["rollout"], "unsupported": "relax"}}}
+    async with gateway_hive(bus, job) as served:
+        episode, key = await served.claim()
+        answers = await answers_to_images(served, key)
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+        places = [place for _, _, place in IMAGES]
+        assert [answer.headers["x-bombus-overridden"] for answer in answers] == places
+        assert [record.overridden for record in await served.records(episode, 3)] == [(place,) for place in places]
 
 
 async def test_a_client_may_limit_prompt_and_answer_together(served: GatewayHive) -> None:
