@@ -385,10 +385,11 @@ def test_a_cluster_file_starts_its_engines_and_their_jobs_and_port_0_is_one_that
         assert [len(up.services(kind)) for kind in ("coordinator", "trainer", "inference", "gateway")] == [1, 1, 1, 1]
         up.services("gateway")[0].suspend()  # which ends only when it is killed
         up.process.send_signal(signal.SIGINT)
-        wait_until(lambda: "Ctrl-C once more" in up.log.read_text())
+        wait_until(lambda: "waiting for gateway to end its open calls, for 18 s at most" in up.log.read_text())
     finally:
         assert up.interrupt() == []
     assert "ending all services at once" in up.log.read_text()
+    assert "did not stop within" not in up.log.read_text(), "nothing is waited for any longer"
 
 
 def check_port_0(up: Up) -> None:
@@ -510,7 +511,9 @@ def test_bad_arguments_are_refused_with_a_sentence(tmp_path: Path) -> None:
         assert re.search(words, done.stderr)
 
 
-@pytest.mark.parametrize("command", ["up --data-dir data", "env serve bombus.tasks.aws.world:AwsWorld", "inference"])
+@pytest.mark.parametrize(
+    "command", ["up --data-dir data", "env serve bombus.tasks.aws.world:AwsWorld", "inference", "gateway"]
+)
 def test_a_port_that_another_program_has_is_named_in_a_sentence(tmp_path: Path, command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
