@@ -157,3 +157,25 @@ def test_without_a_nats_server_the_error_says_how_to_install_one(
 def test_a_terminal_s_interrupt_does_not_reach_the_server(server: EmbeddedServer) -> None:
     assert server.pid is not None
     assert os.getpgid(server.pid) != os.getpgid(0)
+
+
+BLOCK = "/nats/jetstream/$G/streams/BOMBUS_main_calls/msgs/2.blk"
+NO_MORE_WRITTEN = [  # as in filestore.go, stream.go, jetstream.go and raft.go of nats-server 2.15
+    f"[ERR] Filestore [BOMBUS_main_calls] Critical write error: write {BLOCK}: disk quota exceeded",
+    f"[ERR] Filestore [BOMBUS_main_calls] Critical write error: sync {BLOCK}: input/output error",
+    f"[ERR] JetStream stream '$G > BOMBUS_main_calls' critical write error: open {BLOCK}: too many open files",
+    f"[ERR] JetStream failed to store a msg on stream '$G > BOMBUS_main_calls': write {BLOCK}: file too large",
+    f"[WRN] Filesystem permission denied while writing msg, disabling JetStream: open {BLOCK}: operation not permitted",
+    f"[WRN] File system permission denied when flushing stream state, disabling JetStream: open {BLOCK}",
+    "[ERR] File system permission denied while writing, disabling JetStream",
+    "[ERR] JetStream out of space, will be DISABLED",
+    "[ERR] JetStream out of File resources, will be DISABLED",
+]
+HARMLESS = [f"[WRN] Filestore [BOMBUS_main_calls] Resource not found: open {BLOCK}", "[INF] JetStream Shutdown"]
+
+
+@pytest.mark.parametrize("said", [*NO_MORE_WRITTEN, *HARMLESS])
+def test_a_server_that_says_that_it_writes_no_more_is_broken(tmp_path: Path, said: str) -> None:
+    server = EmbeddedServer(tmp_path)
+    server._note(f"[7] 2026/11/29 05:21:29.385042 {said}\n".encode())
+    assert server.broken.partition(" [")[2] == (said[1:] if said in NO_MORE_WRITTEN else "")

@@ -29,7 +29,8 @@ _POLL_S = 0.02
 ROOM_BYTES = 16 << 20  # that have to fit before: twice the largest message
 AGAIN_S_MAX = 60.0  # before a server is restarted that is broken again
 LOG_BYTES_MAX, LOGS_KEPT = 16 << 20, 4
-_BROKEN = (b"critical write error", b"failed to store a msg")
+# What nats-server 2.15 logs when it cannot write, and when it switches JetStream off because of that.
+_BROKEN = (b"critical write error", b"failed to store a msg", b"disabling jetstream", b"will be disabled")
 
 # This runs in the child before it becomes the server, so that Linux kills it when its parent dies. A preexec_fn could
 # do the same but is unsafe in a process with threads. Checking the parent afterwards closes a race.
@@ -137,7 +138,7 @@ class EmbeddedServer:
 
     def _note(self, line: bytes) -> None:
         """Learn from a line of the server's log whether it can write."""
-        if not self.broken and any(symptom in line for symptom in _BROKEN):
+        if not self.broken and any(symptom in line.lower() for symptom in _BROKEN):
             self._broken_s = time.monotonic()
             self.broken = line.decode(errors="replace").strip()
 
