@@ -1,7 +1,7 @@
 """What must hold, in the simulator, of runs whose episodes become scored groups.
 
 Each ended episode is in one group at most, and each group is taken once: by a step of our own trainer, or by a batch of
-an outside one. None is taken or given up before its time, and none is forgotten.
+an outside one. None is taken or given up before its time, but to make room in a full stream, and none is forgotten.
 """
 
 from collections import Counter
@@ -13,7 +13,9 @@ from bombus.hive.events import DropReason, EpisodeType, Event, RunKind
 from bombus.hive.inbox import EpisodeResult
 from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Hive, Phase
+from bombus_coordinator.rules.crowding import WHY_GIVEN_UP
 from bombus_coordinator.rules.episodes import outcome_digest
+from tests.sim.scored import check_crowded
 from tests.sim.server import TRAJECTORIES_STREAM, Server
 from tests.sim.tenants import fetch
 
@@ -76,6 +78,11 @@ class GroupedLedger:
                 self.seen["batches of groups of episodes"] += 1
             case ev.GroupsGivenUp():
                 assert (event.number, bool(event.why)) == (0, True), "no body is lost here"
+                if event.why == WHY_GIVEN_UP:
+                    check_crowded(self.hive(), event, engine)
+                    for number in event.groups:
+                        del self._waiting[number]
+                    return
                 for number in event.groups:
                     queued = self._waiting.pop(number)
                     assert queued is not None, "the age of what is pushed is not known"

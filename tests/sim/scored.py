@@ -1,7 +1,7 @@
 """Scored groups in the simulator: environments that push them, a trainer that takes batches, and what must hold.
 
 No acknowledged group is lost, none is in two batches, and no batch counts as delivered that its trainer never had. A
-disk may lose a body: then that group alone is given up.
+disk may lose a body: then that group alone is given up. So are those that crowd others out of a full stream.
 """
 
 from collections import Counter
@@ -12,10 +12,12 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Event, RunKind
 from bombus.hive.records import BodyRef
-from bombus.hive.state import EngineState, Hive, Phase
+from bombus.hive.shares import has_share_of_stream
+from bombus.hive.state import SCORED_GROUPS, EngineState, Hive, Phase
 from bombus.hive.trajectories.forming import form
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import REPEAT_S, HandedOut
+from bombus_coordinator.rules.crowding import WHY_GIVEN_UP
 from tests.sim.faults import Fault
 from tests.sim.fold import Follower
 from tests.sim.link import ANSWER_S, Link, Net
@@ -27,6 +29,14 @@ from tests.sim.variants import Variant
 SCORED_ENGINE = "scored"
 BATCH = 4  # sequences
 BEAT_S = 2.0
+
+
+def check_crowded(hive: Hive, event: ev.GroupsGivenUp, engine: EngineState) -> None:
+    """Check that groups are given up for room only while there is none, and by who has more than a share of it."""
+    queue, size = engine.trajectories.queue, hive.full[SCORED_GROUPS].size
+    assert form(queue) is None
+    (holder,) = {queue.groups[number].holder for number in event.groups}
+    assert not has_share_of_stream(hive.queued_groups(), holder, size, more=0)
 
 
 class ScoredLedger:
@@ -104,18 +114,21 @@ class ScoredLedger:
         self._gone |= set(self._handed.values())
 
     def _check_given_up(self, event: ev.GroupsGivenUp, engine: EngineState) -> None:
-        """Check that only what is lost is given up, and what was with it in a batch waits again."""
+        """Check that only what is lost or crowds others is given up, and what was with it in a batch waits again."""
         batch = engine.trajectories.batch
         if event.number:
             assert batch is not None
             assert not batch.delivered
             self._numbers |= self._handed
             self._gone -= set(self._handed.values())
+        crowded = event.why == WHY_GIVEN_UP
+        if crowded:
+            check_crowded(self.hive(), event, engine)
         for number in event.groups:
             digest = self._numbers.pop(number)
-            assert digest in self.lost
+            assert crowded or digest in self.lost
             self._gone.add(digest)
-            self.seen["groups given up"] += 1
+            self.seen["groups given up to make room" if crowded else "groups given up"] += 1
 
     def fetch(self, ref: BodyRef) -> bytes:
         """Return a body. Raises `LogCorrupted` when it is gone."""
