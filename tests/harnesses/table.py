@@ -1,7 +1,6 @@
 """Writes docs/harnesses.md from the catalogue and what the tests measured: `python -m tests.harnesses.table`."""
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
@@ -109,9 +108,10 @@ def listed(text: str) -> dict[str, str]:
 def main() -> None:
     found = results()
     missing = [harness.id for harness in HARNESSES for way in harness.ways if (harness.id, way) not in found]
-    if missing:
-        sys.exit(f"docs/harnesses.md is left as it is: nothing was measured of {', '.join(dict.fromkeys(missing))}")
-    PAGE.write_text(page(found))
+    if missing:  # one that is not installed was skipped; where one has failed, so has the command before this
+        print(f"docs/harnesses.md is left as it is: nothing was measured of {', '.join(dict.fromkeys(missing))}")
+    else:
+        PAGE.write_text(page(found))
 
 
 if __name__ == "__main__":
