@@ -97,7 +97,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Now and then, leave out of collections what pytest keeps of tests that have run: a hundred objects each."""
+    """Now and then, exempt from garbage collection what pytest keeps of tests that have run, a hundred objects each."""
     if next(_ended) % FREEZE_EVERY == 0:
         pytest_collection_finish()
 

@@ -118,7 +118,7 @@ class Releaser:
         return self._bodies.stored(id=message_id, below=below, overfull=overfull)
 
     def released(self) -> dict[str, int]:
-        """Return the sequences below which the state needs nothing: of subjects, and under "" of the whole stream."""
+        """Return the sequences before which nothing is needed, by subject; under "" that of the whole stream."""
         floors = self._bodies.floors(self._hive(), self._bus.subjects)
         return {subject: below for subject, below in floors.items() if not subject or below > floors[""]}
 

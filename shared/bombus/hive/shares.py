@@ -35,7 +35,7 @@ def has_share(held: Mapping[str, int], holder: str, limit: int, more: int = 1) -
 
 
 def has_share_of_stream(held: Mapping[str, int], holder: str, size: int, more: int = 1) -> bool:
-    """Return the same for bytes of a stream of this size, of which a part is left free."""
+    """Return whether a holder may keep so many bytes `more` of a stream of this `size`. A part of it stays free."""
     return has_share(held, holder, int(SHARED * size), more)
 
 

@@ -13,9 +13,9 @@ from bombus.hive.trajectories.forming import form
 from bombus_coordinator.rules.decision import Decision, Decisions
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.trajectories.batches import GROUPS_MAX
 from bombus_coordinator.rules.transitions import dropped
 
-GROUPS_AT_ONCE = 1_024
 WHY_GIVEN_UP = (
     "the stream of scored groups was full, no batch could be made of those that were queued, and those of their key "
     "had more than its share of it"
@@ -23,7 +23,7 @@ WHY_GIVEN_UP = (
 
 
 def make_room(hive: Hive, live: Live) -> Decisions:
-    """Take away from what is full, until no more is kept than is shared: the oldest of the holder who keeps most.
+    """While a stream is full, take the oldest from the holder who keeps most, until no more is kept than is shared.
 
     What steps need stays, since training releases it, and so do the pool of a suspended run, one from which a batch is
     about to be sealed, and scored groups of which a batch can be made or for which no trainer has come yet.
@@ -54,11 +54,10 @@ def _pinned_on(engine: EngineState, holder: str) -> int:
 
 def _groups_given_up(hive: Hive, live: Live) -> tuple[Event, ...]:
     queued, size = hive.queued_groups(), hive.full[SCORED_GROUPS].size
-    stuck = [each for each in hive.engines.values() if _is_stuck(each)]
     for holder, _ in queued.most_common():
         if has_share_of_stream(queued, holder, size, more=0):
             break
-        for engine in stuck:
+        for engine in filter(_is_stuck, hive.engines.values()):
             oldest = tuple(_oldest_groups(engine, holder, queued.total() - int(SHARED * size)))
             if oldest:
                 given_up = GroupsGivenUp(
@@ -78,7 +77,7 @@ def _oldest_groups(engine: EngineState, holder: str, size: int) -> Iterator[int]
     """Yield the oldest groups of a holder that have so many bytes together, but not too many for one event."""
     count = 0
     for number, group in engine.trajectories.queue.groups.items():
-        if size <= 0 or count == GROUPS_AT_ONCE:
+        if size <= 0 or count == GROUPS_MAX:
             return
         if group.holder == holder and group.body is not None:
             yield number

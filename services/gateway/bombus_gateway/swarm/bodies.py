@@ -262,7 +262,7 @@ def _validated(model: type[B], body: bytes) -> B:
 
 
 def _integer(digits: str) -> int | float:
-    """Return an integer; of so many digits that Python reads none, what is nearest to it."""
+    """Parse an integer. One that has more digits than Python parses is infinite."""
     return int(digits) if len(digits) <= sys.int_info.default_max_str_digits else float(digits)
 
 
