@@ -1,37 +1,46 @@
-"""What the gateway adds to a call: its CPU, and its time compared with a direct call of the replica.
+"""What the gateway adds to a call: its CPU, its time compared with a direct call of the replica, and its memory.
 
-One `bombus up` with the tiny model; at most 64 tokens a call (half of them on average: the model ends at random). The
-gateway and the replica are called in turn, with 1, 32 and 256 calls at once, streamed and not.
+One `bombus up` with the tiny model's text, and a scripted replica of fixed answers of 64 tokens, so that figures mean
+the same each time. The gateway and the replica are called in turn, with 1, 32 and 256 calls at once, streamed and not.
+Each call has a text of its own and continues none, so that nothing of it is remembered.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import random
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from bench.processes import cpu_s, gateway_process
+import psutil
+
+from bench.processes import cpu_ns, process_of
+from bench.scripted import scripted_replica
 from bombus import AsyncSwarmClient, Job
 from bombus.bus import Bus
-from bombus.demo.hive import free_port
-from bombus.hive.generation import Generate, encode_request, replica_key
+from bombus.demo import hive
+from bombus.hive.generation import Generate, encode_request
 from bombus.hive.records import SamplingParams, pack_tokens
-from bombus.hive.subjects import SIGNING_SECRET
+from bombus.host.process import loop_factory
 
 TOKENS = 64
+ANSWER = [4 + number % 30 for number in range(TOKENS)]  # letters of the tiny model
 PROMPT = list(range(4, 44))  # about as long as the rendered chat
-STOPS = (1, 3)  # of the tiny model: <eos> and <|im_end|>
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+ASKED = 14  # letters
+EACH_MAX = 256  # calls on one connection: one at a time is slow and does not need a thousand
+WARM = 64  # calls of each kind before any is measured
+
+_random = random.Random(0)
 
 
-async def send_requests(host: str, port: int, requests: list[bytes]) -> list[float]:
+async def send_requests(port: int, requests: list[bytes]) -> list[float]:
     """Send requests one after another on one connection, and return the seconds of each."""
-    reader, writer = await asyncio.open_connection(host, port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     took: list[float] = []
     for request in requests:
         began = time.perf_counter()
@@ -55,44 +64,49 @@ def http(path: str, body: bytes, *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+def chat(key: str, stream: bool) -> bytes:
+    """Return a request whose text nobody has asked before."""
+    messages = [{"role": "user", "content": "".join(_random.choices(LETTERS, k=ASKED))}]
+    body = {"model": "m", "messages": messages, "max_tokens": TOKENS, "stream": stream}
+    headers = f"authorization: Bearer {key}", "content-type: application/json"
+    return http("/v1/chat/completions", json.dumps(body).encode(), *headers)
+
+
 class Bench:
-    def __init__(self, gateway_port: int, replica_port: int, replica_key: str, pid: int, calls: int) -> None:
-        self.replica_key = replica_key
+    def __init__(self, gateway_port: int, replica_port: int, calls: int) -> None:
         self.gateway_port = gateway_port
         self.replica_port = replica_port
-        self.pid = pid
+        self.pid = process_of(os.getpid(), "gateway")
         self.calls = calls
 
+    @property
+    def memory_mb(self) -> float:
+        """The resident memory of the gateway."""
+        return psutil.Process(self.pid).memory_info().rss / 1e6
+
+    async def warm(self, keys: list[str], stream: bool) -> None:
+        await self._run(self.gateway_port, [[chat(key, stream)] for key in keys])
+
     async def at(self, concurrency: int, keys: list[str], stream: bool) -> None:
-        each = min(max(4, self.calls // concurrency), 64)  # one at a time is slow and does not need a thousand calls
-        chat = {
-            "model": "m",
-            "messages": [{"role": "user", "content": "abcd efgh ijkl"}],
-            "max_tokens": TOKENS,
-            "stream": stream,
-        }
-        # The chat ends at its stop tokens, so the direct call has to as well.
-        sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, stop_token_ids=STOPS)
+        each = min(max(4, self.calls // concurrency), EACH_MAX)
+        sampling = SamplingParams(max_tokens=TOKENS)
         generate = Generate(id="b", engine="main", run=1, prompt=pack_tokens(PROMPT), sampling=sampling, stream=stream)
-        direct = http("/generate", encode_request(generate), f"authorization: Bearer {self.replica_key}")
-        through = [
-            http("/v1/chat/completions", json.dumps(chat).encode(), f"authorization: Bearer {key}",
-                 "content-type: application/json")
-            for key in keys[:concurrency]
-        ]  # fmt: skip
+        direct = http("/generate", encode_request(generate))
+        through = [[chat(key, stream) for _ in range(each)] for key in keys[:concurrency]]
         alone = await self._run(self.replica_port, [[direct] * each] * concurrency)
-        before = cpu_s(self.pid)
-        total = await self._run(self.gateway_port, [[request] * each for request in through])
-        spent = (cpu_s(self.pid) - before) / (each * concurrency)
+        before, began = cpu_ns(self.pid), time.perf_counter()
+        total = await self._run(self.gateway_port, through)
+        rate = each * concurrency / (time.perf_counter() - began)
+        spent = (cpu_ns(self.pid) - before) / (each * concurrency)
         added = [1e3 * (a - b) for a, b in zip(_quantiles(total), _quantiles(alone))]
         print(
-            f"{concurrency:4d} at once, {'streamed' if stream else 'whole':8}  gateway CPU {1e3 * spent:5.2f} ms a call"
-            f" ({1 / spent:5.0f} calls a core)  added p50 {added[0]:6.1f} ms  p99 {added[1]:6.1f} ms",
+            f"{concurrency:4d} at once, {'streamed' if stream else 'whole':8}  gateway CPU {spent / 1e6:5.3f} ms a call"
+            f"  {rate:5.0f} calls/s  added p50 {added[0]:6.1f} ms  p99 {added[1]:6.1f} ms",
             flush=True,
         )
 
     async def _run(self, port: int, work: list[list[bytes]]) -> list[float]:
-        parts = await asyncio.gather(*(send_requests("127.0.0.1", port, requests) for requests in work))
+        parts = await asyncio.gather(*(send_requests(port, requests) for requests in work))
         return sorted(seconds for part in parts for seconds in part)
 
 
@@ -102,41 +116,32 @@ def _quantiles(seconds: list[float]) -> tuple[float, float]:
 
 async def run(calls: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        log = (Path(folder) / "up.log").open("w+")
-        command = [sys.executable, "-m", "bombus", "up", "--port", str(port), "--data-dir", f"{folder}/hive"]
-        up = subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            assert up.stdout is not None
-            assert up.stdout.readline().startswith("ready"), "the hive did not come up"
-            async with AsyncSwarmClient(f"http://127.0.0.1:{port}") as client:
-                lengths = {
-                    "max_prompt_length": 256, "max_response_length": 128,
-                    "max_response_length_in_one_turn": 64, "max_model_len": 512, "max_env_worker": 512,
-                }  # fmt: skip
-                job = Job(model="tiny", batch_size=15_000, num_repeat=2, bombus={"rollout": lengths})
-                await client.auto_sync_train_config_and_start_engine(job)
-                log.seek(0)
-                found = re.search(r"listening at http://[\d.]+:(\d+)  engine", log.read())
-                assert found
-                keys = [claimed.api_key for claimed in await client.begin_episodes(256)]
-                async with await Bus.connect((Path(folder) / "hive/nats-url").read_text().strip(), "main") as bus:
-                    key = replica_key(await bus.secret(SIGNING_SECRET))
-                bench = Bench(port, int(found[1]), key, gateway_process(up.pid), calls)
+        async with hive.running(Path(folder), threads=1) as url, AsyncSwarmClient(url) as client:
+            lengths = {
+                "max_prompt_length": 256, "max_response_length": 128,
+                "max_response_length_in_one_turn": TOKENS, "max_model_len": 512, "max_env_worker": 512,
+            }  # fmt: skip
+            job = Job(model="tiny", batch_size=15_000, num_repeat=2, bombus={"rollout": lengths})
+            await client.auto_sync_train_config_and_start_engine(job)
+            keys = [claimed.api_key for claimed in await client.begin_episodes(256)]
+            nats = (Path(folder) / "hive/nats-url").read_text().strip()
+            async with await Bus.connect(nats, "main") as bus, scripted_replica(bus, "main", ANSWER) as replica:
+                bench = Bench(urlsplit(url).port or 0, replica, calls)
+                print(f"memory of the gateway before  {bench.memory_mb:5.1f} MB")
+                for stream in (False, True):
+                    await bench.warm(keys[:WARM], stream)
                 for stream in (False, True):
                     for concurrency in (1, 32, 256):
                         await bench.at(concurrency, keys, stream)
-        finally:
-            up.send_signal(signal.SIGINT)
-            up.wait(60)
-            log.close()
+                print(f"memory of the gateway after   {bench.memory_mb:5.1f} MB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=1024, help="for each line")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    asyncio.run(run(parser.parse_args().calls))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(run(parser.parse_args().calls))
 
 
 if __name__ == "__main__":

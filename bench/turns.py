@@ -22,7 +22,7 @@ import httpx
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.processes import gateway_process
+from bench.processes import cpu_ns, process_of
 from bombus import AsyncSwarmClient, Job
 from bombus.demo import hive
 from bombus.weights.models import SMOLLM2, resolve_tokenizer
@@ -227,11 +227,6 @@ class Bench:
         return lines
 
 
-def cpu_ns(pid: int) -> int:
-    """Return the nanoseconds that the threads of a process have run."""
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
-
-
 async def run(turns: int, sizes: Sequence[tuple[int, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = small_model(Path(folder) / "model")
@@ -245,7 +240,7 @@ async def run(turns: int, sizes: Sequence[tuple[int, int]]) -> None:
             await client.auto_sync_train_config_and_start_engine(job)
             lines: list[Line] = []
             async with httpx.AsyncClient(base_url=url, timeout=600) as http:
-                bench = Bench(http, gateway_process(os.getpid()))
+                bench = Bench(http, process_of(os.getpid(), "gateway"))
                 for _ in range(ROUNDS):
                     keys = [claimed.api_key for claimed in await client.begin_episodes(2 * len(DIALECTS))]
                     lines += await bench.round(keys, sizes, turns)
@@ -261,7 +256,7 @@ def report(lines: Sequence[Line]) -> None:
         short, chat = costs[at % half], costs[at - at % half]
         same = lines[at :: 2 * half]
         print(
-            f"{same[0].dialect.name:9} {same[0].tokens:6,} tokens  gateway CPU {cost:6.2f} ms a turn"
+            f"{f'{same[0].dialect.name}, {same[0].tokens:,} tokens':24}  gateway CPU {cost:6.2f} ms a turn"
             f"  {cost / short:4.2f} of the short history's  {cost / chat:4.2f} of chat's"
             f"  replica computed {statistics.median(new for line in same for new in line.computed):4.0f} tokens"
             f"  a turn took {statistics.median(took for line in same for took in line.took_ms):6.1f} ms"

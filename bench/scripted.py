@@ -1,0 +1,110 @@
+"""A replica of fixed answers, in place of a hive's own, so that only what stands before it is measured."""
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import cast
+
+from bench.processes import process_of
+from bombus.bus import Bus
+from bombus.bus.follow import Follower
+from bombus.hive.generation import Finished, Tokens, decode_request, encode_frame
+from bombus.hive.inbox import ReplicaAlive, ReplicaLeaves
+from bombus.hive.records import pack_logprobs, pack_tokens
+
+ALIVE_S = 1.0
+LEAVES_S = 10.0
+CAPACITY = 1024
+PORTIONS = 8  # in which a streamed answer arrives
+
+
+class ScriptedReplica(asyncio.Protocol):
+    """One connection of a gateway: each `POST /generate` gets the same tokens at once, or in portions, one a frame."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._buffer = b""
+        self._transport: asyncio.Transport | None = None
+        whole = [Tokens(version=0, tokens=pack_tokens(tokens), logprobs=pack_logprobs([-1.0] * len(tokens)))]
+        single = [Tokens(version=0, tokens=pack_tokens([each]), logprobs=pack_logprobs([-1.0])) for each in tokens]
+        end = encode_frame(Finished(reason="length"))
+        body = b"".join(map(encode_frame, whole)) + end
+        self._whole = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        size = len(tokens) // PORTIONS
+        parts = [b"".join(map(encode_frame, single[at : at + size])) for at in range(0, len(single), size)]
+        self._portions = [b"%x\r\n%s\r\n" % (len(part), part) for part in [*parts[:-1], parts[-1] + end]]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        head, found, rest = self._buffer.partition(b"\r\n\r\n")
+        if not found:
+            return
+        lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
+        if len(rest) < int(lengths[0]):
+            return
+        self._buffer = b""
+        assert self._transport is not None
+        if decode_request(rest).stream:
+            self._transport.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            self._send(0)
+        else:
+            self._transport.write(self._whole)
+
+    def _send(self, number: int) -> None:
+        """Send a portion, and the next one when everything else had its turn."""
+        assert self._transport is not None
+        if number == len(self._portions):
+            self._transport.write(b"0\r\n\r\n")
+            return
+        self._transport.write(self._portions[number])
+        asyncio.get_running_loop().call_later(0.001, self._send, number + 1)
+
+
+@asynccontextmanager
+async def scripted_replica(bus: Bus, engine: str, tokens: list[int]) -> AsyncIterator[int]:
+    """Take the place of the only replica of a hive that this process has started, for the block; yield the port.
+
+    Its engine rolls. The process of the replica stands still meanwhile, so that nobody starts another one.
+    """
+    server = await asyncio.get_running_loop().create_server(lambda: ScriptedReplica(tokens), "127.0.0.1", 0)
+    port = int(server.sockets[0].getsockname()[1])
+    follower = Follower(bus)
+    following = asyncio.create_task(follower.run())
+    await follower.wait_for(lambda hive: bool(hive.engine(engine).replicas), LEAVES_S)
+    state = follower.hive.engine(engine)
+    (own,) = state.replicas
+    stopped = process_of(os.getpid(), "inference")
+    os.kill(stopped, signal.SIGSTOP)
+
+    async def stay_alive() -> None:
+        while True:
+            await bus.inbox.send(
+                ReplicaAlive(
+                    id=uuid.uuid4().hex,
+                    engine=engine,
+                    replica="scripted",
+                    url=f"http://127.0.0.1:{port}",
+                    run=state.run,
+                    version=0,
+                    capacity=CAPACITY,
+                )
+            )
+            await asyncio.sleep(ALIVE_S)
+
+    alive = asyncio.create_task(stay_alive())
+    try:
+        await bus.inbox.send(ReplicaLeaves(id=uuid.uuid4().hex, engine=engine, replica=own))
+        await follower.wait_for(lambda hive: list(hive.engine(engine).usable) == ["scripted"], LEAVES_S)
+        yield port
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+        for task in (alive, following):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        server.close()
