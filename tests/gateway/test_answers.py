@@ -7,6 +7,7 @@ import pytest
 from bombus.hive.generation import Finished, Frame, Generate, PromptScores, Tokens
 from bombus.hive.records import SamplingParams, pack_logprobs, pack_tokens
 from bombus_gateway.call.answers import AnswerCheck, WrongAnswer
+from bombus_gateway.call.replica_client import together
 
 VOCABULARY, NEWEST = 96, 3
 REQUEST = Generate(
@@ -94,3 +95,23 @@ def test_what_can_be_an_answer_passes() -> None:
         Finished(choice=1, reason="stop"),
     ):
         check(frame)
+
+
+def test_tokens_that_arrive_together_are_one_frame_where_choice_and_version_are_the_same() -> None:
+    single = [tokens([5]), tokens([6, 7]), tokens([8], choice=1), tokens([9], version=2), END]
+    assert together(single) == [tokens([5, 6, 7]), *single[2:]]
+    assert together([single[0]]) == [single[0]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Tokens(version=NEWEST, tokens=b"ab", logprobs=b"ab"),
+        tokens([5], [-1.0, -2.0]),
+        tokens([5], top=(((6, -1.0),),)),
+    ],
+)
+def test_a_frame_that_cannot_be_joined_is_checked_as_it_came(wrong: Tokens) -> None:
+    """Two wrong frames could otherwise make a right one: two halves of a token, say."""
+    frames: list[Frame] = [tokens([5]), wrong, wrong, tokens([6])]
+    assert together(frames) == frames

@@ -1,5 +1,6 @@
 """Anthropic's door, over HTTP with a real bus and coordinator, and its encoding by hand."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -218,13 +219,29 @@ async def test_a_message_is_answered_and_recorded(served: GatewayHive) -> None:
     assert answer["usage"]["output_tokens"] == record.completion_tokens()
 
 
-async def test_a_stream_has_the_text_in_pieces_and_the_usage_at_its_end(served: GatewayHive) -> None:
+async def test_a_stream_has_the_text_as_it_is_sampled_and_the_usage_at_its_end(served: GatewayHive) -> None:
+    read = asyncio.Event()
+
+    async def waits_for_its_reader(request: Generate, send: Send) -> None:
+        await send(frame_of(tokens_of("the quick", end=False)))
+        await read.wait()
+        await says(" brown fox jumps")(request, send)
+
     episode, key = await served.claim()
-    served.replica.scripts.append(says("the quick brown fox jumps", portion=1))
-    reply = await post(served, key, stream=True)
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    events = events_of(reply.text)
-    assert sum(event["type"] == "content_block_delta" for event in events) > 3
+    served.replica.scripts.append(waits_for_its_reader)
+    given = {"model": "policy", "max_tokens": 64, "messages": [HI], "stream": True}
+    stream = ""
+    async with (
+        httpx.AsyncClient(timeout=60, headers={"x-api-key": key}) as http,
+        http.stream("POST", f"{served.base_url}/v1/messages", json=given) as reply,
+    ):
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        async for text in reply.aiter_text():
+            stream += text
+            if "quick" in stream:
+                read.set()
+    events = events_of(stream)
+    assert sum(event["type"] == "content_block_delta" for event in events) > 1
     message = message_of(events)
     assert message["content"] == [{"type": "text", "text": "the quick brown fox jumps"}]
     (record,) = await served.records(episode, 1)

@@ -55,6 +55,10 @@ def codex_turn(kind: str) -> dict[bytes, bytes]:
 # ---- Claude Code
 
 
+def test_each_rule_has_a_mark_by_which_most_calls_are_told_at_once() -> None:
+    assert [rule for rule in SIDE_CALL_RULES if not (rule.header or rule.request_kind or rule.system)] == []
+
+
 def test_a_title_of_claude_code_has_no_tools_and_asks_for_json_with_a_title() -> None:
     assert marks_of(CLAUDE, asked(TASK), answer=frozenset({"title"})) == Marks("title", "title")
 

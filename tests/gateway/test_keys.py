@@ -22,6 +22,13 @@ def test_r18_a_key_expires_and_says_so() -> None:
     assert refused.value.code == Code.KEY_EXPIRED
 
 
+def test_r18_a_key_that_was_verified_before_expires_all_the_same() -> None:
+    keys = Keys(b"0123456789abcdef0123456789abcdef")
+    assert keys.verify(KEY, 999) == keys.verify(KEY, 998)
+    with pytest.raises(Refused, match="expired"):
+        keys.verify(KEY, 1000)
+
+
 def test_a_key_of_another_hive_is_refused() -> None:
     with pytest.raises(Refused, match="not signed") as refused:
         Keys(b"another secret of enough bytes..").verify(KEY, 0)

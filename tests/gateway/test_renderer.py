@@ -446,6 +446,21 @@ def test_what_a_template_loses_without_a_word_is_refused_with_the_cure() -> None
     renderer.render([user("a"), {"role": "system", "content": "  "}], [])
 
 
+def test_a_message_that_is_lost_is_noticed_although_the_template_writes_the_same_itself() -> None:
+    own = "{% for message in messages if message.role == 'user' %}You are a bee and like clover. "
+    renderer = model(HEADERS.replace("{% for message in messages %}", own)).renderer
+    for said in ("You are a bee and like clover.", "like"):
+        with pytest.raises(Refused, match=r"messages\.0: .* drops messages of role system"):
+            renderer.render([{"role": "system", "content": said}, user("a")], [])
+
+
+def test_a_message_that_is_lost_is_noticed_although_a_variable_says_the_same() -> None:
+    lost = "{{ mood | default('') }}{% for message in messages if message.role == 'user' %}"
+    renderer = model(HEADERS.replace("{% for message in messages %}", lost)).renderer.given({"mood": "cheerful"})
+    with pytest.raises(Refused, match=r"messages\.0: .* drops messages of role system"):
+        renderer.render([{"role": "system", "content": "cheerful"}, user("a")], [])
+
+
 def test_a_result_that_is_lost_is_noticed_although_the_answer_repeats_it() -> None:
     no_results = "{% for message in messages if message.role != 'tool' %}"
     renderer = model(HEADERS.replace("{% for message in messages %}", no_results)).renderer

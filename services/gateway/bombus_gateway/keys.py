@@ -12,11 +12,13 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 import msgspec
 
 from bombus.errors import Code, Refused
+from bombus.hive.bounded import trim
 from bombus.hive.episodes import KEY_PREFIX, SECRET_MARK, without_secret
 from bombus.hive.generation import replica_key
 
 MAC_BYTES = 16
 KEY_CHARACTERS_MAX = 512
+VERIFIED_MAX = 4096  # keys that are remembered
 _CLAIMED = b"claimed episode "  # no key's claims begin with this, so that one HMAC is never taken for the other
 _LINK = b"link "  # nor with this
 LINK_CHARACTERS_MAX = 2048
@@ -42,6 +44,7 @@ class Keys:
             raise ValueError(f"the secret that signs keys has {len(secret)} bytes: at least {MAC_BYTES} are needed")
         self._secret = secret
         self.for_replicas = replica_key(secret)
+        self._verified: dict[str, KeyClaims] = {}  # what was signed stays so; whether it has expired is looked at anew
 
     def sign(self, engine: str, run: int, episode: str, expires_ns: int) -> str:
         claims = msgspec.msgpack.encode(KeyClaims(engine, run, episode, expires_ns))
@@ -49,6 +52,15 @@ class Keys:
 
     def verify(self, key: str, now_ns: int) -> KeyClaims:
         """Return the claims of a key. Raises `Refused` BAD_KEY unless this hive signed it, or KEY_EXPIRED."""
+        found = self._verified.get(key)
+        if found is None:
+            found = self._verified[key] = self._signed_claims(key)
+            trim(self._verified, VERIFIED_MAX)
+        if now_ns >= found.expires_ns:
+            raise Refused(Code.KEY_EXPIRED, f"The key of episode {found.episode} has expired. {_CLAIM}")
+        return found
+
+    def _signed_claims(self, key: str) -> KeyClaims:
         if not key.startswith(KEY_PREFIX) or len(key) > KEY_CHARACTERS_MAX:
             raise Refused(Code.BAD_KEY, f"This is not an episode's key: it starts with {KEY_PREFIX!r}. {_CLAIM}")
         text = key[len(KEY_PREFIX) :]
@@ -59,10 +71,7 @@ class Keys:
         claims, mac = signed[:-MAC_BYTES], signed[-MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(claims)):
             raise Refused(Code.BAD_KEY, f"This key was not signed by this hive. {_CLAIM}")
-        found = _decoder.decode(claims)
-        if now_ns >= found.expires_ns:
-            raise Refused(Code.KEY_EXPIRED, f"The key of episode {found.episode} has expired. {_CLAIM}")
-        return found
+        return _decoder.decode(claims)
 
     def claimed_id(self, episode: str) -> str:
         """Return the id under which an episode is handed out to the client that claimed it.

@@ -42,6 +42,9 @@ class ChatTemplate:
         except Exception as error:  # jinja2 lets errors of Python's own compiler through
             raise EngineFault(f"the model's chat template cannot be compiled: {error}") from error
         self._template, self._template_with_tools = compiled[0], compiled[-1]
+        self._globals = dict(environment().globals)
+        for template in compiled:
+            template.globals = self._globals  # jinja2's own mapping is looked through for each rendering
 
     def given(self, variables: Mapping[str, Any]) -> Self:
         """Return this template with further variables, or other values of those that it has."""
@@ -59,15 +62,16 @@ class ChatTemplate:
         template = self._template_with_tools if tools else self._template
         try:
             with steps(_steps_max(messages, tools)):
-                return template.render(
-                    {
-                        **self.variables,
-                        "messages": [_for_template(message) for message in messages],
-                        "tools": list(tools) or None,
-                        "documents": None,
-                        "add_generation_prompt": add_generation_prompt,
-                    }
-                )
+                given = {
+                    **self._globals,
+                    **self.variables,
+                    "messages": [_for_template(message) for message in messages],
+                    "tools": list(tools) or None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+                context = template.new_context(given, shared=True)  # not copied once more
+                return environment().concat(template.root_render_func(context))
         except jinja2.TemplateError as error:
             raise TemplateRefused(str(error.message or type(error).__name__)) from error
         except Exception as error:  # a template is a program: it can fail in any way that a program can

@@ -6,10 +6,9 @@ all: keys, limits, retries, records, streams that stay alive, disconnects.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from starlette.types import ASGIApp, Receive
@@ -144,7 +143,7 @@ class _CallRoute:
         async def beat() -> None:
             await (response.stream(_COMMENT) if request.completion.stream else response.space())
 
-        async with _beside(_beats(beat)):
+        async with _Beats(beat):
             return await self._calls.recorded(request)
 
     async def read(
@@ -224,7 +223,7 @@ class _Answer:
         self._sent_s = 0.0
 
     async def whole(self, call: Call) -> None:
-        async with _beside(_beats(partial(self._response.space, self._headers))):
+        async with _Beats(partial(self._response.space, self._headers)):
             async for _ in call.deltas():
                 pass
             await call.record()
@@ -235,7 +234,7 @@ class _Answer:
         encoder = self._encoder
         self._waiting = encoder.opening()
         self._sent_s = time.monotonic()
-        async with _beside(self._beat()):
+        async with _Beats(self._beat):
             async for deltas in call.deltas():
                 # What arrived together leaves together, and the last words wait for the record.
                 self._waiting += b"".join([encoder.progress(completion, delta) for completion, delta in deltas])
@@ -258,14 +257,16 @@ class _Answer:
             events.append(encoder.closing(completion))
         await self._send(b"".join(events) + encoder.end(recorded.usage), more=False)
 
-    async def _beat(self) -> None:
-        """Send what waits, and an event without content, whenever nothing has gone out for a while."""
-        while True:
-            silent_s = time.monotonic() - self._sent_s
-            if silent_s >= BEAT_S:
-                await self._send(self._encoder.beat())
-            else:
-                await asyncio.sleep(BEAT_S - silent_s)
+    async def _beat(self) -> float:
+        """Send what waits, and an event without content, when nothing has gone out for a while.
+
+        Return after how many seconds that may be so again.
+        """
+        silent_s = time.monotonic() - self._sent_s
+        if silent_s < BEAT_S:
+            return BEAT_S - silent_s
+        await self._send(self._encoder.beat())
+        return BEAT_S
 
     async def _send(self, events: bytes, more: bool = True) -> None:
         waiting, self._waiting = self._waiting, b""
@@ -273,21 +274,32 @@ class _Answer:
         await self._response.stream(waiting + events, self._headers, more)
 
 
-@asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Do some work while the block runs, and no longer."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+class _Beats:
+    """Calls `beat` again and again while the block runs, `BEAT_S` after its beginning for the first time.
 
+    Where `beat` returns seconds, that is how long the next one waits. Nearly all blocks end before the first one, so
+    there is no task until then.
+    """
 
-async def _beats(beat: Callable[[], Awaitable[None]]) -> None:
-    while True:
-        await asyncio.sleep(BEAT_S)
-        await beat()
+    def __init__(self, beat: Callable[[], Awaitable[float | None]]) -> None:
+        self._beat = beat
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._begin)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._go_on())
+
+    async def _go_on(self) -> None:
+        while True:
+            await asyncio.sleep(await self._beat() or BEAT_S)
 
 
 def _overridden(head: AnswerHead) -> list[HeaderPair]:

@@ -11,7 +11,7 @@ from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError, Code, EngineFault, Refused
 from bombus.hive.decoding import decoded
-from bombus.hive.events import ConversationFormat
+from bombus.hive.events import ConversationFormat, EngineConfigured, WeightsReady
 from bombus.hive.state import EngineState
 from bombus_gateway.text.rendering import TextModel, TextOptions
 
@@ -37,6 +37,8 @@ class EngineModels:
         self._jobs: OrderedDict[str, RunConfig] = OrderedDict()
         self._models: OrderedDict[tuple[str, bytes], TextModel] = OrderedDict()
         self._loading = asyncio.Lock()
+        # By engine: the key of its text model, and the events of which it was made.
+        self._keys: dict[str, tuple[WeightsReady, EngineConfigured | None, tuple[str, bytes]]] = {}
         self.formats: dict[str, tuple[int, ConversationFormat]] = {}  # by engine: the run, and how its model is read
 
     def job(self, engine: EngineState) -> RunConfig:
@@ -53,16 +55,21 @@ class EngineModels:
 
         Raises `Refused` while the model is loading, `EngineFault` when its files cannot be used.
         """
-        run, weights = engine.run, engine.weights
+        run, weights, active = engine.run, engine.weights, engine.active
         if weights is None or not weights.weights.tokenizer:
             raise Refused(Code.NO_REPLICA, f"Engine {engine.name} is still loading its model; try again in a moment.")
-        config = self.job(engine)
-        options = TextOptions.of(config.model, config.rollout.history)
-        key = weights.weights.tokenizer, msgspec.json.encode(options)
+        known = self._keys.get(engine.name)
+        if known is not None and known[0] is weights and known[1] is active:
+            key = known[2]
+        else:
+            options = _options(self.job(engine))
+            key = weights.weights.tokenizer, msgspec.json.encode(options)
+            self._keys[engine.name] = weights, active, key
         model = self._models.get(key)
         if model is None:
+            config = self.job(engine)
             async with self._loading:  # an engine's first calls come together: one of them loads for all
-                model = self._models.get(key) or await self._load(key[0], config.model.path, options)
+                model = self._models.get(key) or await self._load(key[0], config.model.path, _options(config))
                 self._models[key] = model
         _keep(self._models, key, model, TEXT_MODELS_MAX)
         self.formats[engine.name] = run, model.format
@@ -81,6 +88,10 @@ class EngineModels:
             raise EngineFault(f"the tokenizer's blob {blob} is not a map of files: {error}") from error
         log.info("loading a tokenizer", extra={"blob": blob, "model": name})
         return await asyncio.to_thread(_loaded, files, name, options)
+
+
+def _options(config: RunConfig) -> TextOptions:
+    return TextOptions.of(config.model, config.rollout.history)
 
 
 def _loaded(files: dict[str, bytes], name: str, options: TextOptions) -> TextModel:

@@ -7,6 +7,7 @@ job says so (`rollout.sampling`). Evaluation episodes are obeyed.
 import re
 from hashlib import blake2b
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -28,6 +29,8 @@ _BIASING = (
     "repetition_penalty",
     "logit_bias",
 )
+_biases_of = attrgetter(*_BIASING)
+_NO_BIASES = _biases_of(_NEUTRAL)
 _GREEDY_OR_MORE = "temperature is {}: give 0 for the most likely token, or at least {}."
 _BIASED = (
     "{} is refused in a training episode: tokens would not be drawn from the policy that is trained, which biases the "
@@ -66,7 +69,7 @@ def decide(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeType
     biasing = () if rollout.sampling == "obey" else _biasing(wish, rollout.temperature)
     if biasing and (rollout.sampling == "refuse" or rollout.temperature == 0):
         raise InvalidField(Code.UNSUPPORTED, biasing[0], _BIASED.format(biasing[0]))
-    kept = msgspec.structs.replace(wish, **{name: getattr(_NEUTRAL, name) for name in biasing})
+    kept = msgspec.structs.replace(wish, **{name: getattr(_NEUTRAL, name) for name in biasing}) if biasing else wish
     _check_temperature(kept.temperature)
     if kept.seed is None:
         return SamplingDecision(kept, (*relaxed, *biasing))
@@ -95,6 +98,8 @@ def _relaxed(request: CompletionRequest, rollout: RolloutConfig, type: EpisodeTy
 
     Those of parts of the conversation come first.
     """
+    if not request.unsupported:
+        return ()
     found = sorted(request.unsupported, key=lambda each: not each.is_content)
     trains = type == EpisodeType.TRAIN and rollout.unsupported == "relax_parameters"
     if found and (rollout.unsupported == "refuse" or (trains and found[0].is_content)):
@@ -112,6 +117,8 @@ def _biasing(wish: SamplingWish, job_temperature: float) -> tuple[str, ...]:
     A temperature is none of them, as logprobs are those at that temperature, unless it is too small to have any.
     """
     temperature = job_temperature if wish.temperature is None else wish.temperature
+    if _biases_of(wish) == _NO_BIASES:
+        return ("temperature",) if temperature < TEMPERATURE_MIN else ()
     named = [name for name in _BIASING if getattr(wish, name) != getattr(_NEUTRAL, name)]
     return tuple(["temperature", *named] if temperature < TEMPERATURE_MIN else named)
 

@@ -7,6 +7,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import groupby
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ import httptools
 import msgspec
 
 from bombus.errors import STATUS, BombusError, Code, Refused
-from bombus.hive.generation import Fault, Frame, FrameReader, Generate, encode_request
+from bombus.hive.generation import Fault, Frame, FrameReader, Generate, Tokens, encode_request
 
 IDLE_CONNECTIONS_MAX = 256  # for each replica
 ERROR_BYTES_MAX = 4096
@@ -116,6 +117,7 @@ class Generation:
     async def frames(self) -> list[Frame]:
         """Return the frames that have arrived, at least one; none when the answer is complete.
 
+        Tokens of one choice and version that arrived together are one frame.
         Raises `ReplicaGone`, also where the check of frames does, or `Refused` for what every replica would refuse.
         """
         while not self._frames and not self._complete:
@@ -123,7 +125,7 @@ class Generation:
                 await self._retry()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        frames, self._frames = self._frames, []
+        frames, self._frames = together(self._frames), []
         for frame in frames:
             if isinstance(frame, Fault):
                 self.abort(frame.why)
@@ -171,6 +173,28 @@ class Generation:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def together(frames: list[Frame]) -> list[Frame]:
+    """Return frames with those joined that could as well have been one. What is wrong in itself is left as it is."""
+    if len(frames) == 1:
+        return frames
+    out: list[Frame] = []
+    for place, group in groupby(frames, _place):
+        run = list(group)
+        if place is not None and len(run) > 1:
+            parts = cast(list[Tokens], run)
+            tokens, logprobs = (b"".join([getattr(each, name) for each in parts]) for name in ("tokens", "logprobs"))
+            run = [Tokens(choice=place[0], version=place[1], tokens=tokens, logprobs=logprobs)]
+        out += run
+    return out
+
+
+def _place(frame: Frame) -> tuple[int, int] | None:
+    """Return the choice and version of a frame that can be joined with its neighbours; None for any other."""
+    if not isinstance(frame, Tokens) or frame.top or len(frame.tokens) != len(frame.logprobs) or len(frame.tokens) % 4:
+        return None
+    return frame.choice, frame.version
 
 
 def _error_of(fault: Fault) -> Refused | ReplicaGone:

@@ -37,6 +37,8 @@ class _CodexTurn(msgspec.Struct):
 
 
 _codex_turn = msgspec.json.Decoder(_CodexTurn)
+_HEADERS = (CODEX_TURN, *{rule.header for rule in SIDE_CALL_RULES if rule.header})
+_SYSTEMS = tuple(rule.system for rule in SIDE_CALL_RULES if rule.system)
 
 
 def marks_of(
@@ -50,8 +52,10 @@ def marks_of(
     `server_tools` are the types of the tools that the server would run, which `completion.tools` lacks. `answer` has
     the names of the fields of the JSON that the answer must be; None where it may be any text.
     """
-    request = _Request(headers, completion, server_tools, answer)
-    side_call = next((rule.side_call for rule in SIDE_CALL_RULES if _applies(rule, request)), "")
+    side_call = ""
+    if any(header in headers for header in _HEADERS) or _system(completion.messages).startswith(_SYSTEMS):
+        request = _Request(headers, completion, server_tools, answer)
+        side_call = next((rule.side_call for rule in SIDE_CALL_RULES if _applies(rule, request)), "")
     return Marks((_subagent(headers) or side_call)[: limits.ROLE_CHARACTERS], side_call)
 
 

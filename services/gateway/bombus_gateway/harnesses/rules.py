@@ -14,6 +14,9 @@ class SideCallRule(NamedTuple):
     message begins, and `user` are sentences of the last user message. `answer` has the names of the fields of the JSON
     that the answer must be, none for any JSON. `only_tool` is how the type of the only tool begins, which the server
     would run.
+
+    Each rule names a header, a kind of request, or how the system message begins, by which it is told at once that most
+    calls are none of these.
     """
 
     harness: str

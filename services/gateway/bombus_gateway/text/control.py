@@ -55,6 +55,7 @@ class ControlTokens:
         self._ends = frozenset().union(*map(_ends, folded))
         self._inner = frozenset().union(*map(_inner, folded))
         self._longest = max(map(len, folded), default=0)
+        self._firsts, self._lasts = {name[0] for name in folded}, {name[-1] for name in folded}
         # In the tokenizer for conversations that hold names of control tokens, these tokens have names of their own,
         # which nobody can guess: what is left of their usual names is text to it, whatever stands around it.
         nonce = secrets.token_hex(8)
@@ -104,10 +105,14 @@ class ControlTokens:
                 yield _folded(text)
 
     def _is_like_a_name(self, folded: str, inner: bool) -> bool:
-        if any(sign in folded for sign in self._signs):
-            return True
-        if any(head in folded for head in self._heads) and self._plain.search(folded) is not None:
-            return True
+        for sign in self._signs:
+            if sign in folded:
+                return True
+        for head in self._heads:
+            if head in folded:
+                if self._plain.search(folded) is not None:
+                    return True
+                break
         return self._begins_or_ends(folded) or (inner and folded in self._inner)
 
     def is_suspect_of(self, name: str, text: str) -> bool:
@@ -118,6 +123,8 @@ class ControlTokens:
 
     def _begins_or_ends(self, text: str) -> bool:
         """Whether a text begins with the end of a name, or ends with the beginning of one."""
+        if self._lasts.isdisjoint(text[: self._longest]) and self._firsts.isdisjoint(text[-self._longest :]):
+            return False
         lengths = range(1, min(self._longest, len(text)) + 1)
         return any(text[:length] in self._ends or text[-length:] in self._starts for length in lengths)
 

@@ -2,8 +2,7 @@
 
 import copy
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -14,7 +13,7 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText
 from bombus_gateway.text.words import free_word, strings
 
-SURE_CHARACTERS = 16  # a text that is shorter may be part of the template's own
+SURE_CHARACTERS = 4  # a text that is shorter may be found where others meet
 SEARCHES_MAX = 16  # contents that are searched for in the whole conversation
 LOOKS_MAX = 32  # messages that are looked at one by one, with a rendering for each
 
@@ -44,8 +43,10 @@ class NotRendered(Refused):
 class LossCheck:
     """Looks for what one template leaves out."""
 
-    def __init__(self, render: RenderText) -> None:
+    def __init__(self, render: RenderText, written: str) -> None:
+        """`written` has all that the template itself can write."""
         self._render = render
+        self._written = written
         shown = self._rendered([user("look")], [TOOL])
         self._shows_tools = shown is not None and TOOL["function"]["name"] in shown
         self.shows_calls = all(map(self._shows_words, _CALLS))
@@ -56,10 +57,11 @@ class LossCheck:
         words = (WORD, _OTHER)[: len(messages[1]["tool_calls"])]
         return rendered is None or all(word in rendered for word in words)
 
-    def given(self, render: RenderText) -> Self:
-        """Return the check of the same template with other variables, which may hide tools."""
+    def given(self, render: RenderText, values: Iterable[str]) -> Self:
+        """Return the check of the same template with other variables, which it may write, and which may hide tools."""
         made = copy.copy(self)
         made._render = render
+        made._written = "\0".join([self._written, *values])
         made._shows_tools = False  # each conversation says
         return made
 
@@ -91,18 +93,26 @@ class LossCheck:
     def _lost_content(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> int | None:
         """Return the first message of another than the assistant whose content does not change the text.
 
-        A long content that is in the text as often as in the conversation is not lost; only a few are searched for. All
-        others get words of ours, and the first of those whose words are missing are looked at one by one.
+        A content that the template does not write itself, and that is in the text as often as in the conversation, is
+        not lost; only a few are searched for. All others get words of ours, and the first of those whose words are
+        missing are looked at one by one.
         """
         everything = [*strings([messages, tools])]
         suspects = [
             i for i, each in enumerate(messages) if i >= since and each["role"] != "assistant" and _content(each)
         ]
         if len(suspects) <= SEARCHES_MAX:
-            suspects = [index for index in suspects if not _is_sure(_content(messages[index]), text, everything)]
+            suspects = [index for index in suspects if not self._is_sure(_content(messages[index]), text, everything)]
         if not suspects:
             return None
         return self._first_lost(suspects, partial(_with_words, messages), tools, text, free_word(everything))
+
+    def _is_sure(self, content: str, text: str, everything: Sequence[str]) -> bool:
+        """Whether the text has a content as often as all texts of the conversation, as it is or as JSON has it."""
+        if len(content) < SURE_CHARACTERS or content in self._written:
+            return False
+        wanted = sum(part.count(content) for part in everything)
+        return text.count(content) >= wanted or text.count(json.dumps(content, ensure_ascii=False)[1:-1]) >= wanted
 
     def _lost_call(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> int | None:
         """Return the first message with a call that does not change the text.
@@ -134,7 +144,7 @@ class LossCheck:
         """Return the first suspect that does not change the text. `marked` gives the messages with words in them."""
         words = {suspect: f"{word}{number}q" for number, suspect in enumerate(suspects)}
         whole = self._rendered(marked(words), tools) or ""
-        shown = set(re.findall(rf"{word}\d+q", whole))
+        shown = {f"{word}{rest.partition('q')[0]}q" for rest in whole.split(word)[1:]}
         missing = [suspect for suspect in suspects if words[suspect] not in shown][:LOOKS_MAX]
         alone = (self._rendered(marked({suspect: words[suspect]}), tools) for suspect in missing)
         return next((suspect for suspect, changed in zip(missing, alone) if changed == text), None)
@@ -179,14 +189,6 @@ def _unnamed_call(messages: Sequence[ChatMessage], text: str, since: int) -> int
 
 def _content(message: ChatMessage) -> str:
     return (message.get("content") or "").strip()
-
-
-def _is_sure(content: str, text: str, everything: Sequence[str]) -> bool:
-    """Whether the text has a content as often as all texts of the conversation, as it is or as JSON has it."""
-    if len(content) < SURE_CHARACTERS:
-        return False
-    wanted = sum(part.count(content) for part in everything)
-    return any(text.count(form) >= wanted for form in (content, json.dumps(content, ensure_ascii=False)[1:-1]))
 
 
 def _with_words(messages: Sequence[ChatMessage], words: Mapping[int, str]) -> list[ChatMessage]:

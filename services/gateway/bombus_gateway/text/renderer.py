@@ -78,10 +78,11 @@ class TemplateRenderer:
         self._kept: dict[str, Keep | None] = {}  # by the template's variables; renderers with others share it
         self.form = find_form(template)
         self.reading = find_reading(self._text, self._switched())
-        names = _control_names(tokenizer, self._written(), self.reading.markers)
+        written = self._written()
+        names = _control_names(tokenizer, written, self.reading.markers)
         self._control = ControlTokens(tokenizer.fast, names, tokenizer.unknown, template.remakers())
         self._guard = TextGuard(self._control, tokenizer.specials.values())
-        self._losses = LossCheck(self._text)
+        self._losses = LossCheck(self._text, "\0".join([written, *strings(template.variables)]))
         self.stop_token_ids = find_stops(self._text, tokenizer)
         if not self.stop_token_ids:
             log.warning("the model has no token that ends a completion: each one goes on to its limit of tokens")
@@ -109,7 +110,7 @@ class TemplateRenderer:
     def _with(self, variables: Mapping[str, Any]) -> Self:
         made = copy.copy(self)
         made._template = self._template.given(variables)
-        made._losses = self._losses.given(made._text)
+        made._losses = self._losses.given(made._text, strings(variables))
         return made
 
     def _switched(self) -> Iterator[RenderText]:
@@ -420,7 +421,9 @@ class TemplateRenderer:
 
     def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]]) -> DeltaReader:
         """Return a reader of the completion of a prompt (int32)."""
-        return self.reading.reader(self._end_of(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])), tools)
+        shows = self.reading.channels or self.reading.thinking  # whether the end of a prompt says anything
+        end = self._end_of(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])) if shows else ""
+        return self.reading.reader(end, tools)
 
     @cached_property
     def thinking(self) -> ThinkingVariables:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from bombus.errors import EngineFault
 
 _NONE: Mapping[int, str] = MappingProxyType({})
+_Decoder = codecs.getincrementaldecoder("utf-8")
 _FIRST_MARK = 0xD800  # a surrogate: no decoded text has one
 
 
@@ -57,7 +58,7 @@ class TextStream:
 
     def __init__(self, pieces: Sequence[bytes], stops: Sequence[str] = (), names: Mapping[int, str] = _NONE) -> None:
         self._pieces = pieces
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Decoder("replace")
         self._marks = {token: chr(_FIRST_MARK + place) for place, token in enumerate(names)}
         self._unmarked = {ord(mark): None for mark in self._marks.values()}
         self._marked = _marked(stops, names, self._marks) if names else {}

@@ -21,7 +21,12 @@ def alternatives(marks: Sequence[str]) -> str:
 
 def held_back(text: str, at: int, marks: Sequence[str]) -> int:
     """Return how many characters at the end of `text`, after `at`, may be the beginning of one of `marks`."""
-    longest = max((len(mark) for mark in marks), default=1) - 1
+    for mark in marks:
+        if text.find(mark[:1], at) >= 0:
+            break
+    else:
+        return 0
+    longest = max(map(len, marks)) - 1
     for length in range(min(longest, len(text) - at), 0, -1):
         tail = text[-length:]
         if any(mark.startswith(tail) for mark in marks):

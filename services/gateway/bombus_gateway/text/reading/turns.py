@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from bombus_gateway import limits
@@ -13,6 +14,11 @@ from bombus_gateway.text.reading.values import schemas_of
 _SPACE = re.compile(r"\s*")
 _BETWEEN_CALLS = re.compile(r"[\s;,]*")
 _NEVER = re.compile(r"(?!)")
+
+
+@lru_cache(256)
+def _opening_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile(alternatives(marks))
 
 
 class TurnReader:
@@ -40,7 +46,7 @@ class TurnReader:
         around_reasoning = (thinking.open, thinking.close) if thinking else ()
         self._lead = lead
         self._marks = (*(syntax.opens if syntax else ()), *around_reasoning, *frames, *((lead,) if lead else ()))
-        self._opening = re.compile(alternatives(self._marks)) if self._marks else _NEVER
+        self._opening = _opening_of(self._marks) if self._marks else _NEVER
         self._rest = ""
         self._held: list[str] = []  # white space that is dropped if a mark follows
         self._opened = ""
