@@ -98,7 +98,7 @@ def test_what_can_be_an_answer_passes() -> None:
 
 
 def test_tokens_that_arrive_together_are_one_frame_where_choice_and_version_are_the_same() -> None:
-    single = [tokens([5]), tokens([6, 7]), tokens([8], choice=1), tokens([9], version=2), END]
+    single: list[Frame] = [tokens([5]), tokens([6, 7]), tokens([8], choice=1), tokens([9], version=2), END]
     assert together(single) == [tokens([5, 6, 7]), *single[2:]]
     assert together([single[0]]) == [single[0]]
 
