@@ -2,7 +2,6 @@
 
 import itertools
 from contextlib import ExitStack
-from functools import partial
 
 import pytest
 
@@ -31,10 +30,13 @@ async def test_thousands_of_samples_leave_room_for_calls_of_episodes_and_for_sam
 
         def count(kind: str, holder: str) -> int:
             """Open as many as are taken, and return how many."""
-            open_one = capacity.open_sample if kind == "sample" else partial(capacity.reserve, 1)
             for taken in itertools.count():
                 try:
-                    opened.enter_context(open_one(holder))
+                    if kind == "sample":
+                        opened.enter_context(capacity.open_sample(holder))
+                    else:
+                        capacity.reserve(1, holder)
+                        opened.callback(capacity.release, 1, holder)
                 except Refused:
                     return taken
             raise AssertionError("unreachable")

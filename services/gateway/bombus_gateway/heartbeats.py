@@ -4,8 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from bombus.bus import Bus
 from bombus.errors import BusUnavailable, Refused
@@ -55,18 +54,16 @@ class Heartbeats:
         """Report that the answer to this claim was written to a live connection."""
         self._confirmed.setdefault(engine, []).append(claim)
 
-    @contextmanager
-    def keep_alive(self, engine: str, episode: str) -> Iterator[None]:
-        """Report this episode as alive while the block runs: it has an open call."""
-        calls = self._open.setdefault(engine, Counter())
-        calls[episode] += 1
+    def opened(self, engine: str, episode: str) -> None:
+        """Report this episode as alive until as many of its calls are `closed`."""
+        self._open.setdefault(engine, Counter())[episode] += 1
         self.touch(engine, episode)
-        try:
-            yield
-        finally:
-            calls[episode] -= 1
-            if calls[episode] <= 0:
-                del calls[episode]
+
+    def closed(self, engine: str, episode: str) -> None:
+        calls = self._open[engine]
+        calls[episode] -= 1
+        if calls[episode] <= 0:
+            del calls[episode]
 
     async def run(self) -> None:
         """Send what was gathered, until cancelled."""

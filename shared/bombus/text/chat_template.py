@@ -12,7 +12,7 @@ from jinja2.meta import find_undeclared_variables
 
 from bombus.config.template_variables import GIVEN
 from bombus.errors import EngineFault
-from bombus.text.sandbox import environment, steps
+from bombus.text.sandbox import Steps, environment
 
 SWITCHES_MAX = 8
 STEPS_MAX = 200_000  # of a rendering of nothing, which is some 50 ms
@@ -61,7 +61,7 @@ class ChatTemplate:
         """Return the text of a conversation, with special tokens by their names. Raises `TemplateRefused`."""
         template = self._template_with_tools if tools else self._template
         try:
-            with steps(_steps_max(messages, tools)):
+            with Steps(_steps_max(messages, tools)):
                 given = {
                     **self._globals,
                     **self.variables,

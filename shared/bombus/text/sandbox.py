@@ -7,10 +7,9 @@ import datetime
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jinja2
 from jinja2 import nodes
@@ -36,8 +35,8 @@ _WIDE_FORMAT = re.compile(r"%[^%A-Za-z]*(?:\d{6}|\*)")
 # ---- steps --------------------------------------------------------------------------------------------------------
 
 
-class _Budget:
-    """How many steps are left.
+class Steps:
+    """Bound what templates do in a block to so many steps. They raise `SecurityError` after them.
 
     One is taken for each member that is looped over, each call of a macro, and some hundred characters of a text. What
     else a template does takes no longer than its source is long.
@@ -47,19 +46,15 @@ class _Budget:
         self.count = count
         self.left = count
 
+    def __enter__(self) -> None:
+        self._token = _budget.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _budget.reset(self._token)
+
 
 # Nothing is counted while a template is compiled.
-_budget: ContextVar[_Budget] = ContextVar("_budget", default=_Budget(float("inf")))  # noqa: B039  it stays as it is
-
-
-@contextmanager
-def steps(count: int) -> Iterator[None]:
-    """Bound what templates do in the block to so many steps. They raise `SecurityError` after them."""
-    token = _budget.set(_Budget(count))
-    try:
-        yield
-    finally:
-        _budget.reset(token)
+_budget: ContextVar[Steps] = ContextVar("_budget", default=Steps(float("inf")))  # noqa: B039  it stays as it is
 
 
 def _take(count: int) -> None:
@@ -310,17 +305,25 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _now: ContextVar[datetime.datetime | None] = ContextVar("_now", default=None)
 
 
-@contextmanager
-def one_time() -> Iterator[None]:
-    """Let time stand still for templates in the block, so that renderings in it can be compared: some write seconds."""
-    token = _now.set(_now.get() or datetime.datetime.now())
-    try:
-        yield
-    finally:
-        _now.reset(token)
+def at_one_time(work: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let time stand still for templates while a function runs, so that renderings can be compared: some write seconds."""
+
+    @wraps(work)
+    def held(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if _now.get() is not None:
+            return work(*args, **kwargs)
+        token = _now.set(datetime.datetime.now())
+        try:
+            return work(*args, **kwargs)
+        finally:
+            _now.reset(token)
+
+    return held
 
 
 def _strftime_now(format: str) -> str:

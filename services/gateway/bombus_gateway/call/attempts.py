@@ -5,8 +5,7 @@ retry bears: attempt number k repeats one with a smaller number, and each attemp
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -46,14 +45,9 @@ class RequestAttempts:
     def __init__(self) -> None:
         self._of: dict[tuple[str, bytes], list[RequestAttempt]] = {}
 
-    @contextmanager
-    def begun(self, request: CallRequest) -> Iterator[RequestAttempt]:
-        """Remember an attempt, which is under way for the block."""
-        attempt = self._add(request, RequestAttempt(request.retry, asyncio.Event()))
-        try:
-            yield attempt
-        finally:
-            attempt.ended.set()
+    def begin(self, request: CallRequest) -> RequestAttempt:
+        """Remember an attempt, which is under way until its `ended` is set."""
+        return self._add(request, RequestAttempt(request.retry, asyncio.Event()))
 
     def repeated(self, request: CallRequest, is_continued: Callable[[CallRef], bool]) -> RequestAttempt | None:
         """Return the attempt that a retry repeats, which becomes this one; None where no such attempt is known.

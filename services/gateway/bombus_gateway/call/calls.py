@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import os
 import time
-import uuid
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import msgspec
 
@@ -129,7 +130,8 @@ class Calls:
         A call that breaks off in the block is recorded as cut off: when its client has hung up (`HungUp`), its replica
         is gone (`ReplicaGone`), or it takes longer than the limit. Raises `Refused`.
         """
-        with self.attempts.begun(request) as attempt:
+        attempt = self.attempts.begin(request)
+        try:
             admitted = await self.admission.admit(request)
             # Held until the call is closed: what it adds goes where the episode's next request looks for it.
             conversation = self.histories.conversation(request.claims)
@@ -137,8 +139,15 @@ class Calls:
             request = await self.earlier.continued(admitted.with_thinking(request))
             plan = await self._planned(request, admitted, conversation)
             call = Call(self, request, plan, admitted.engine, attempt, admitted.sampler)
-            async with self._kept_open(call):
-                yield call
+            try:
+                async with asyncio.timeout(self.settings.call_timeout_s):
+                    yield call
+            except (HungUp, ReplicaGone, TimeoutError) as error:
+                await self._break_off(call, error)
+            finally:
+                call.close()
+        finally:
+            attempt.ended.set()
 
     async def _planned(self, request: CallRequest, admitted: Admitted, conversation: Conversation) -> CallPlan:
         """Return a call's plan. The answer that it continues was not taken by another call while the plan was made.
@@ -152,23 +161,17 @@ class Calls:
             if node is None or conversation.continuing_count == count or not conversation.is_continued(node):
                 return plan
 
-    @asynccontextmanager
-    async def _kept_open(self, call: "Call") -> AsyncIterator[None]:
-        limit_s = self.settings.call_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                yield
-        except (HungUp, ReplicaGone):
-            await call.cut_off()
-            if not self._gateway.ready:
-                raise Refused(Code.BUS_DOWN, "This gateway is stopping; ask again, another one answers.") from None
-            raise
-        except TimeoutError:
+    async def _break_off(self, call: "Call", error: HungUp | ReplicaGone | TimeoutError) -> NoReturn:
+        """Record a call as cut off, and raise what its client is told."""
+        if isinstance(error, TimeoutError):
             call.hang_up()
-            await call.cut_off()
+        await call.cut_off()
+        if isinstance(error, TimeoutError):
+            limit_s = self.settings.call_timeout_s
             raise Refused(Code.TIMEOUT, f"The call took longer than the limit of {limit_s:g} s.") from None
-        finally:
-            call.close()
+        if not self._gateway.ready:
+            raise Refused(Code.BUS_DOWN, "This gateway is stopping; ask again, another one answers.") from None
+        raise error
 
     async def prompt_tokens(self, request: CallRequest) -> int:
         """Return how many tokens the prompt of a call would have. Nothing is sampled or recorded. Raises `Refused`."""
@@ -260,7 +263,7 @@ class Call:
     engine: EngineState
     attempt: RequestAttempt
     sampler: SamplerWeights | None = None
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: os.urandom(16).hex())
     completions: list[Completion] = field(default_factory=list)
     cached_tokens: int = 0
     replica: str = ""
@@ -269,7 +272,8 @@ class Call:
     _unfinished: int = 0  # choices that the replica has not ended
     _hung_up: bool = False
     _holder: str = ""
-    _resources: ExitStack = field(default_factory=ExitStack)
+    _reserved: int = 0  # bytes
+    _conversation: Conversation = field(init=False)
     _made: CallRecord | None = None
     _stored: tuple[CallRef, CallRecord] | None = None
     _stored_bytes: int = 0
@@ -284,11 +288,12 @@ class Call:
             self._check_size()
         episode = self.engine.open.get(self.request.claims.episode)
         self._holder = "" if episode is None else episode.holder
-        self._resources.enter_context(calls.capacity.reserve(size, self._holder))
-        self._resources.enter_context(calls.heartbeats.keep_alive(self.engine.name, self.request.claims.episode))
+        calls.capacity.reserve(size, self._holder)
+        self._reserved = size
+        calls.heartbeats.opened(self.engine.name, self.request.claims.episode)
+        self._conversation = calls.histories.conversation(self.request.claims)
         if plan.prompt.node is not None:
-            conversation = calls.histories.conversation(self.request.claims)
-            self._resources.enter_context(conversation.continuing(plan.prompt.node))
+            self._conversation.begin_continuing(plan.prompt.node)
         self.attempt.call = self.id
         calls.opened.add(self)
 
@@ -410,9 +415,13 @@ class Call:
             log.warning("a call that was cut off is not recorded", extra={"call": self.id, "why": str(error)})
 
     def close(self) -> None:
+        calls, node = self.calls, self.plan.prompt.node
         self._release_replica()
-        self.calls.opened.discard(self)
-        self._resources.close()
+        calls.opened.discard(self)
+        if node is not None:
+            self._conversation.end_continuing(node)
+        calls.heartbeats.closed(self.engine.name, self.request.claims.episode)
+        calls.capacity.release(self._reserved, self._holder)
 
     async def _generated(self) -> AsyncIterator[list[tuple[Completion, CompletionDelta]]]:
         request, completion = self.request, self.request.completion

@@ -58,28 +58,15 @@ class CallCapacity:
 
         Samples of a key have a share beside that of its episodes' calls, so that many of them do not stop those.
         """
-        with self._opened(f"{SAMPLES}{holder}"):
-            yield
-
-    @contextmanager
-    def _opened(self, holder: str) -> Iterator[None]:
-        limit = self._settings.open_calls_max
-        if self.open_calls >= limit and not has_share(self._open, holder, limit):
-            raise Refused(
-                Code.OVERLOADED,
-                f"This gateway has {self.open_calls} calls open, and its limit is {limit}; try again in a moment.",
-            )
-        self.open_calls += 1
-        self._open[holder] += 1
+        holder = f"{SAMPLES}{holder}"
+        self._open_one(holder)
         try:
             yield
         finally:
-            self.open_calls -= 1
-            self._open[holder] -= 1
+            self._close_one(holder)
 
-    @contextmanager
-    def reserve(self, size: int, holder: str = "") -> Iterator[None]:
-        """Reserve room for one call of `size` bytes while the block runs. Raises `Refused` OVERLOADED.
+    def reserve(self, size: int, holder: str = "") -> None:
+        """Reserve room for one call of `size` bytes until it is released. Raises `Refused` OVERLOADED.
 
         `holder` is for whose share its episode counts.
         """
@@ -93,12 +80,27 @@ class CallCapacity:
                 Code.OVERLOADED,
                 f"The log of calls is {share:.0%} full; calls are taken again when the coordinator has trimmed it.",
             )
-        with self._opened(holder):
-            self.reserved += size
-            self._reserved[holder] += size
-            try:
-                yield
-            finally:
-                self.reserved -= size
-                self._reserved[holder] -= size
-                self._used += size  # until it is read again
+        self._open_one(holder)
+        self.reserved += size
+        self._reserved[holder] += size
+
+    def release(self, size: int, holder: str = "") -> None:
+        """Release what was reserved for a call, which is over."""
+        self._close_one(holder)
+        self.reserved -= size
+        self._reserved[holder] -= size
+        self._used += size  # until it is read again
+
+    def _open_one(self, holder: str) -> None:
+        limit = self._settings.open_calls_max
+        if self.open_calls >= limit and not has_share(self._open, holder, limit):
+            raise Refused(
+                Code.OVERLOADED,
+                f"This gateway has {self.open_calls} calls open, and its limit is {limit}; try again in a moment.",
+            )
+        self.open_calls += 1
+        self._open[holder] += 1
+
+    def _close_one(self, holder: str) -> None:
+        self.open_calls -= 1
+        self._open[holder] -= 1

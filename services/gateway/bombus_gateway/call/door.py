@@ -122,8 +122,11 @@ class _CallRoute:
                 return
             async with self._calls.open(request) as call:
                 answer = self._answering(request, encoder, call.head, response)
-                with hang_up_on_disconnect(receive, call):
+                watching = asyncio.create_task(hang_up_on_disconnect(receive, call))
+                try:
                     await (answer.stream(call) if stream else answer.whole(call))
+                finally:
+                    watching.cancel()
                 call.sent()
 
     def _answering(

@@ -1,9 +1,7 @@
 """The HTTP side of model calls, as plain ASGI: reading a request's body, writing whole and streamed responses."""
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -119,20 +117,11 @@ def not_found(errors: ErrorEncoder) -> ASGIApp:
     return app
 
 
-@contextmanager
-def hang_up_on_disconnect(receive: Receive, call: Call) -> Iterator[None]:
-    """Hang the call up if its client closes the connection while the block runs. The body must have been read."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        call.hang_up()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
+async def hang_up_on_disconnect(receive: Receive, call: Call) -> None:
+    """Wait until the client closes the connection, and hang the call up. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    call.hang_up()
 
 
 def _as_refusal(error: BombusError) -> Refused:

@@ -7,6 +7,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from itertools import groupby
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -279,6 +280,13 @@ class _Connection(asyncio.Protocol):
         generation.failed(f"the replica answered {status}")
 
 
+@lru_cache(1024)
+def _parts_of(url: str) -> tuple[Address, str, str]:
+    """Return where a URL leads: the address, what paths begin with there, and the host as it is named."""
+    where = urlsplit(url)
+    return (where.hostname or "", where.port or 80), where.path.rstrip("/"), where.netloc
+
+
 class ReplicaClient:
     """Keeps connections to all replicas that were used. `key` is the hive's for its replicas."""
 
@@ -317,13 +325,13 @@ class ReplicaClient:
 
     def _post(self, url: str, path: str, content_type: str, body: bytes) -> tuple[Address, bytes]:
         """Return where a request goes, and the request."""
-        where = urlsplit(url)
+        address, prefix, host = _parts_of(url)
         head = (
-            f"POST {where.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {where.netloc}\r\n"
+            f"POST {prefix}{path} HTTP/1.1\r\nhost: {host}\r\n"
             f"authorization: Bearer {self._key}\r\n"
             f"content-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
         )
-        return (where.hostname or "", where.port or 80), head.encode() + body
+        return address, head.encode() + body
 
     def idle_connection(self, address: Address) -> _Connection | None:
         idle = self._idle[address]

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -154,21 +153,20 @@ class Conversation:
         """Let the next request be followed from its first message."""
         self._walks = []
 
-    @contextmanager
-    def continuing(self, node: Node) -> Iterator[None]:
-        """Let an answer count as continued for the block, so that an equal one is taken for the next request.
+    def begin_continuing(self, node: Node) -> None:
+        """Let an answer count as continued until `end_continuing`, so that an equal one is taken for the next request.
 
         Once the call is recorded, that is so for good.
         """
-        key = node.ref.seq, node.choice
-        self._continuing[key] += 1
+        self._continuing[node.ref.seq, node.choice] += 1
         self.continuing_count += 1
-        try:
-            yield
-        finally:
-            self._continuing[key] -= 1
-            if not self._continuing[key]:
-                del self._continuing[key]
+
+    def end_continuing(self, node: Node) -> None:
+        """Take back what `begin_continuing` did."""
+        key = node.ref.seq, node.choice
+        self._continuing[key] -= 1
+        if not self._continuing[key]:
+            del self._continuing[key]
 
     def longest_tokens(self, prompt: bytes) -> Node | None:
         """Return the plain completion whose tokens are the longest stored prefix of `prompt` (int32)."""

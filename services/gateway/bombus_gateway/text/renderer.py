@@ -12,7 +12,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive.records import pack_tokens, unpack_tokens
 from bombus.text.chat_template import ChatTemplate, TemplateRefused
-from bombus.text.sandbox import one_time
+from bombus.text.sandbox import at_one_time
 from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.control import ControlTokens
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
@@ -142,7 +142,7 @@ class TemplateRenderer:
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
-    @one_time()
+    @at_one_time
     def render(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool = True
     ) -> list[int]:
@@ -185,7 +185,7 @@ class TemplateRenderer:
                 return tail
         return self.extend_as_given(history, completion_at, messages, count, tools)
 
-    @one_time()
+    @at_one_time
     def extend_as_given(
         self,
         history: bytes,
