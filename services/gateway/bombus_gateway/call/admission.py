@@ -71,15 +71,22 @@ class Admitted:
         episode = self.engine.open.get(self.episode)
         return [call.ref for call in episode.calls] if episode is not None else ()
 
-    def check_characters(self, request: CompletionRequest, body_bytes: int) -> None:
+    @property
+    def tokens_max(self) -> int:
+        """The longest sequence that the job and its model allow."""
+        return min(self.job.rollout.max_model_len, self.model.context_tokens)
+
+    @property
+    def characters_max(self) -> int:
+        """How many characters a prompt may have: a body of fewer bytes has fewer of them."""
+        return CHARACTERS_FOR_A_TOKEN * self.tokens_max
+
+    def check_characters(self, request: CompletionRequest) -> None:
         """Raise `InvalidField` PROMPT_TOO_LONG for more text than the model's length can hold, before it is encoded.
 
-        A body of fewer bytes has fewer characters. Templates write tools as JSON, so its characters are counted.
+        Templates write tools as JSON, so its characters are counted.
         """
-        tokens = min(self.job.rollout.max_model_len, self.model.context_tokens)
-        limit = CHARACTERS_FOR_A_TOKEN * tokens
-        if body_bytes <= limit:
-            return
+        tokens, limit = self.tokens_max, self.characters_max
         count = sum(map(len, strings(request.messages))) + len(msgspec.json.encode(request.tools))
         count += len(request.prompt) if isinstance(request.prompt, str) else 0
         if count > limit or (isinstance(request.prompt, list) and len(request.prompt) > tokens):
@@ -196,7 +203,7 @@ class Admitted:
                 f"The answers of this conversation have {answered_tokens} tokens, and the job's max_response_length "
                 f"for all of them is {self.job.rollout.max_response_length}: end the episode, or raise the limit.",
             )
-        limit = min(self.job.rollout.max_model_len, self.model.context_tokens)
+        limit = self.tokens_max
         return PromptTooLong(
             field,
             f"This model's maximum context length is {limit} tokens. However, your messages resulted in "

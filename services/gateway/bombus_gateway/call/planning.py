@@ -20,7 +20,6 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.renderer import TemplateRenderer
 from bombus_gateway.text.rendering import TextModel
 
-TOKEN_BYTES = 4  # of its text, roughly
 TRIAL_BYTES = 1 << 20  # of a request that takes as long as a template's trial with variables that are new to it
 TRIED_MAX = 4  # answers that say the same: the template may be unable to go on from the first of them
 
@@ -85,10 +84,11 @@ async def plan_call(request: CallRequest, admitted: Admitted, histories: Histori
 
 async def plan_prompt(request: CallRequest, admitted: Admitted, histories: Histories, workers: Workers) -> Prompt:
     """Return the prompt of a request, whether or not there is room for an answer. Raises `Refused` as `plan_call`."""
-    check = partial(admitted.check_characters, request.completion, request.body_bytes)
-    await workers.run(request.claims.episode, request.body_bytes, check)
+    if request.body_bytes > admitted.characters_max:
+        check = partial(admitted.check_characters, request.completion)
+        await workers.run(request.claims.episode, request.body_bytes, check)
     if request.completion.chat:
-        return await _chat_prompt(request, admitted.model, histories, workers)
+        return await _chat_prompt(request, admitted.model, histories)
     conversation = histories.conversation(request.claims)
     plain = partial(_plain_prompt, request, admitted.model, conversation)
     prompt = await workers.run(request.claims.episode, request.body_bytes, plain)
@@ -98,15 +98,11 @@ async def plan_prompt(request: CallRequest, admitted: Admitted, histories: Histo
     return prompt
 
 
-async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories, workers: Workers) -> Prompt:
-    followed = await histories.follow(request)
-    node = followed.last
+async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories) -> Prompt:
     renderer = model.renderer.given(request.completion.chat_template_kwargs)
-    # A small request may name answers that were large, or be the first with variables that have to be tried.
-    large = TOKEN_BYTES * node.count if node is not None else 0
-    work_bytes = max(request.body_bytes, large, 0 if renderer.is_tried else TRIAL_BYTES)
-    rendered = partial(_rendered, request.completion.tools, renderer, followed)
-    return await workers.run(request.claims.episode, work_bytes, rendered)
+    # A request may be the first with variables that have to be tried.
+    work_bytes = max(request.body_bytes, 0 if renderer.is_tried else TRIAL_BYTES)
+    return await histories.follow(request, partial(_rendered, request.completion.tools, renderer), work_bytes)
 
 
 def _rendered(tools: Sequence[Mapping[str, Any]], renderer: TemplateRenderer, followed: Followed[Node]) -> Prompt:

@@ -10,24 +10,25 @@ from bombus.errors import Refused
 BYTES_MAX = 32 << 20  # of the parts of one generation; what was read of them takes some times more
 PART_BYTES = 200  # at least, for each part
 
+KeyT = TypeVar("KeyT", bound=bytes | str)
 PartT = TypeVar("PartT")
 
 
-class RememberedParts(Generic[PartT]):
-    """Reads parts of bodies, and remembers what it read by their bytes. Several threads may use it at once.
+class RememberedParts(Generic[KeyT, PartT]):
+    """Reads parts of bodies or of texts, and remembers what it read of each. Several threads may use it at once.
 
     Requests share what it returns, so nobody may change it. There are two generations: when the recent one is full, it
     becomes the older one, and what nobody asked for since is forgotten.
     """
 
-    def __init__(self, read: Callable[[bytes], PartT], bytes_max: int = BYTES_MAX) -> None:
+    def __init__(self, read: Callable[[KeyT], PartT], bytes_max: int = BYTES_MAX) -> None:
         self._read = read
         self._bytes_max = bytes_max
-        self._recent: dict[bytes, PartT] = {}
-        self._older: dict[bytes, PartT] = {}
+        self._recent: dict[KeyT, PartT] = {}
+        self._older: dict[KeyT, PartT] = {}
         self._bytes = 0
 
-    def __call__(self, part: bytes) -> PartT:
+    def __call__(self, part: KeyT) -> PartT:
         """Return what a part says. What `read` raises for it is raised each time."""
         if part in self._recent:
             return self._recent[part]
@@ -37,7 +38,7 @@ class RememberedParts(Generic[PartT]):
         self._keep(part, found)
         return found
 
-    def _keep(self, part: bytes, found: PartT) -> None:
+    def _keep(self, part: KeyT, found: PartT) -> None:
         size = len(part) + PART_BYTES
         if size > self._bytes_max // 4:
             return
@@ -56,7 +57,7 @@ class RememberedItems(Generic[PartT]):
 
     def __init__(self, read: Callable[[bytes, str, str], PartT]) -> None:
         self._read = read
-        self._remembered = RememberedParts(lambda item: read(item, "", ""))
+        self._remembered = RememberedParts[bytes, PartT](lambda item: read(item, "", ""))
 
     def __call__(self, items: Iterable[msgspec.Raw], name: str) -> list[PartT]:
         """Return what the items of the list `name` say. Raises `Refused` with the place of the one that is wrong."""

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from bombus.bus import Bus
@@ -13,7 +15,7 @@ from bombus.hive.events import NotedCall
 from bombus.hive.inbox import Found, Lookup
 from bombus.hive.records import CallRecord, CallRef, decode_record
 from bombus_gateway.call.request import CallRequest
-from bombus_gateway.call.workers import Workers
+from bombus_gateway.call.workers import INLINE_BYTES_MAX, Workers
 from bombus_gateway.history.conversation import Conversation, Node
 from bombus_gateway.history.echoes import Followed
 from bombus_gateway.history.identity import root_digest
@@ -24,7 +26,9 @@ log = logging.getLogger(__name__)
 
 LOOKUP_S_MAX = 10.0
 READ_AT_ONCE = 16  # calls
+TOKEN_BYTES = 4  # of a token's text, roughly
 
+_T = TypeVar("_T")
 _Key = tuple[str, int, str]  # engine, run, episode
 
 
@@ -71,28 +75,39 @@ class Histories:
         self.bytes += conversation.memory_bytes - self._counted.get(key, 0)
         self._counted[key] = conversation.memory_bytes
 
-    async def follow(self, request: CallRequest) -> Followed[Node]:
-        """Find what the messages of a request extend.
+    async def follow(self, request: CallRequest, then: Callable[[Followed[Node]], _T], work_bytes: int) -> _T:
+        """Find what the messages of a request extend, and return what `then` makes of it.
 
         An assistant's message that is not known here may be one that another gateway sampled: the log is read before it
-        counts as the harness's own, or as an answer that only says the same. Raises `Refused` BUS_DOWN when the log
-        cannot be read.
+        counts as the harness's own, or as an answer that only says the same. Both are one piece of work, as large as a
+        request of `work_bytes`, or as the answer that is extended, which the request may only name. Raises `Refused`
+        BUS_DOWN when the log cannot be read, and what `then` raises.
         """
-        completion, conversation = request.completion, self.conversation(request.claims)
+        claims, completion = request.claims, request.completion
+        conversation = self.conversation(claims)
 
         def work() -> Followed[Node]:
             root = root_digest(completion.tools, completion.chat_template_kwargs)
             return conversation.follow(root, completion.messages, completion.stops)
 
+        def both() -> tuple[Followed[Node], _T | None]:
+            found = work()
+            waits = _may_be_elsewhere(found) or (work_bytes <= INLINE_BYTES_MAX < _bytes_of(found))
+            return found, None if waits else then(found)
+
         known = conversation.known
-        found = await self._workers.run(request.claims.episode, request.body_bytes, work)
-        if found.doubt or any(message["role"] == "assistant" for message in found.messages[found.count :]):
-            await self.read_log(request.claims, request.traceparent)
-            if conversation.known != known:
-                conversation.forget_walks()
-                found = await self._workers.run(request.claims.episode, request.body_bytes, work)
-        self.account_for(request.claims)
-        return found
+        try:
+            found, made = await self._workers.run(claims.episode, work_bytes, both)
+            if made is not None:
+                return made
+            if _may_be_elsewhere(found):
+                await self.read_log(claims, request.traceparent)
+                if conversation.known != known:
+                    conversation.forget_walks()
+                    found = await self._workers.run(claims.episode, request.body_bytes, work)
+            return await self._workers.run(claims.episode, max(work_bytes, _bytes_of(found)), partial(then, found))
+        finally:
+            self.account_for(claims)
 
     async def read_log(self, claims: KeyClaims, traceparent: str = "") -> None:
         """Add the calls that only the log has. Raises `Refused`.
@@ -152,6 +167,16 @@ class Histories:
 
 def _key(claims: KeyClaims) -> _Key:
     return claims.engine, claims.run, claims.episode
+
+
+def _may_be_elsewhere(found: Followed[Node]) -> bool:
+    """Whether another gateway may know of an answer that was not found here."""
+    return found.doubt or any(message["role"] == "assistant" for message in found.messages[found.count :])
+
+
+def _bytes_of(found: Followed[Node]) -> int:
+    """Return how large a conversation is that is extended: roughly the bytes of its text."""
+    return TOKEN_BYTES * found.last.count if found.last is not None else 0
 
 
 def _unreadable(error: BombusError) -> Refused:

@@ -8,7 +8,6 @@ encoded as text.
 """
 
 import json
-import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,8 @@ from tokenizers import Tokenizer as Fast
 
 from bombus.errors import Code, Refused
 from bombus.text.tokenizer import encoded
+from bombus_gateway.text.parts import PartEncoder
+from bombus_gateway.text.patterns import any_of
 
 # These are ideographs: a template that changes case or white space leaves them as they are, and so does `repr`, with
 # which some templates print a list.
@@ -40,8 +41,9 @@ class ControlTokens:
         `remakers` are what the chat template may do to a text.
         """
         self.names = frozenset(names)
-        self._pattern = _any_of(self.names)
+        self._pattern = any_of(self.names)
         self._fast = fast
+        self._parts = PartEncoder(fast)
         self._remakers = remakers
         counted = self.names - {unknown}  # texts have that one without a word of it
         self._ids = {index: name for name in counted if (index := fast.token_to_id(name)) is not None}
@@ -50,7 +52,7 @@ class ControlTokens:
         folded = {_folded(name) for name in self.names | normal} - {""}
         self._signs = {name[:2] for name in folded if _is_signed(name)}
         plain = {name for name in folded if not _is_signed(name)}
-        self._plain, self._heads = _any_of(plain), {name[:4] for name in plain}
+        self._plain, self._heads = any_of(plain), {name[:4] for name in plain}
         self._starts = frozenset().union(*map(_starts, folded))
         self._ends = frozenset().union(*map(_ends, folded))
         self._inner = frozenset().union(*map(_inner, folded))
@@ -141,7 +143,7 @@ class ControlTokens:
         `guarded`: texts in it may look like names to the tokenizer, although they are none.
         """
         if not placeholders and not (guarded and self._has_normal):
-            return encoded(self._fast, text)
+            return self._parts.encode(text)
         text = restored(self.replaced(text, self._private), placeholders)
         return encoded(self._tokenizer_without_names(), text)
 
@@ -160,23 +162,6 @@ class ControlTokens:
         if self._guarded is None:
             self._guarded = Fast.from_str(_renamed(self._fast, self._private))
         return self._guarded
-
-
-def _any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for any of the names, the longest where several match."""
-    return re.compile(_branches(set(names) - {""}) or r"(?!)")
-
-
-def _branches(names: Collection[str]) -> str:
-    """Return a pattern that reads what names begin with in common only once: some models have a thousand names."""
-    rests: dict[str, set[str]] = {}
-    for name in names:
-        if name:
-            rests.setdefault(name[0], set()).add(name[1:])
-    branches = [re.escape(first) + _branches(rest) for first, rest in sorted(rests.items())]
-    if "" in names:
-        return f"(?:{'|'.join(branches)})?" if branches else ""
-    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})" if branches else ""
 
 
 def _folded(text: str) -> str:
