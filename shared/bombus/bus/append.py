@@ -152,15 +152,27 @@ async def _append_step(
             break
         last += len(write)
         acks.append((last, future))
-    results = await asyncio.gather(*(future for _, future in acks), return_exceptions=True)
-    for (expected, _), result in zip(acks, results):
+    for result, expected in zip(await _settled([future for _, future in acks]), (expected for expected, _ in acks)):
         if isinstance(result, BombusError):
             return result
-        if isinstance(result, BaseException):
-            raise result
         if result.duplicate or result.seq != expected:
             return BusUnavailable(f"event {expected} was stored before, at {result.seq}")
     return failure
+
+
+async def _settled(acks: Sequence[asyncio.Future[PubAck]]) -> list[PubAck | BombusError]:
+    """Wait for all acknowledgements, and return each or its failure. `asyncio.gather` would be called back for each."""
+    results: list[PubAck | BombusError] = []
+    try:
+        for ack in acks:
+            try:
+                results.append(await ack)
+            except BombusError as error:
+                results.append(error)
+    finally:
+        for ack in acks[len(results) :]:
+            ack.cancel()
+    return results
 
 
 async def _send(bus: Bus, write: AtomicWrite, fence: Mapping[str, str]) -> asyncio.Future[PubAck]:

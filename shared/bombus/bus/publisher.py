@@ -32,7 +32,7 @@ _NO_RESPONDER = "no stream takes this subject, or it has no leader now"
 
 
 class _Entry(msgspec.Struct, eq=False):
-    """A message that waits for its acknowledgement. `failure` is what to raise when its time is up."""
+    """A message that waits for its acknowledgement. `failure` is why it has none yet, where that is known."""
 
     subject: str
     body: bytes
@@ -41,9 +41,16 @@ class _Entry(msgspec.Struct, eq=False):
     future: asyncio.Future[PubAck]
     size: int
     sent_at: float
-    deadline: float
+    begun_at: float
+    timeout_s: float
     repeat: bool
-    failure: BombusError
+    failure: BombusError | None = None
+
+    @property
+    def late(self) -> BombusError:
+        """What to raise when its time is up."""
+        why = f"{self.subject}: no acknowledgement within {self.timeout_s:g} s"
+        return BusUnavailable(why) if self.failure is None else self.failure
 
 
 class Publisher:
@@ -136,9 +143,9 @@ class Publisher:
             future=self._loop.create_future(),
             size=size,
             sent_at=now,
-            deadline=now + timeout_s,
+            begun_at=now,
+            timeout_s=timeout_s,
             repeat=repeat,
-            failure=BusUnavailable(f"{subject}: no acknowledgement within {timeout_s:g} s"),
         )
         if self._timer is None:
             self._timer = self._loop.call_later(SWEEP_S, self._sweep)
@@ -232,8 +239,8 @@ class Publisher:
         for token, entry in list(self._waiting.items()):
             if entry.future.cancelled():
                 self._finish(token, entry, BusUnavailable("cancelled"))
-            elif entry.deadline <= now:
-                self._finish(token, entry, entry.failure)
+            elif entry.begun_at + entry.timeout_s <= now:
+                self._finish(token, entry, entry.late)
             elif entry.repeat and now - entry.sent_at >= self._repeat_after_s:
                 late.append((token, entry))
         if late and self._client.is_connected:

@@ -1,12 +1,14 @@
 """The names on the bus. All of them contain the hive's name, so several hives can share a server (R19)."""
 
 import re
+from functools import lru_cache
 from hashlib import blake2b
 
 SIGNING_SECRET = "episode-keys"  # the name of the secret that signs keys, and of which that for replicas is made
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 
 
+@lru_cache(1024)
 def is_name(text: str) -> bool:
     """Whether this is 1 to 32 lower-case letters, digits and dashes, as the names of hives and engines are."""
     return _NAME.match(text) is not None

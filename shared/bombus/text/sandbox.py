@@ -311,7 +311,7 @@ _now: ContextVar[datetime.datetime | None] = ContextVar("_now", default=None)
 
 
 def at_one_time(work: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let time stand still for templates while a function runs, so that renderings can be compared: some write seconds."""
+    """Let time stand still for templates while a function runs: some write seconds, and renderings are compared."""
 
     @wraps(work)
     def held(*args: _P.args, **kwargs: _P.kwargs) -> _T:

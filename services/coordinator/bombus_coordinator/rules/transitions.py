@@ -35,6 +35,18 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling(engine: EngineState, live: Live) -> Decisions:
+    if engine.run_kind != RunKind.EPISODES:
+        yield from _rolling_otherwise(engine, live)
+    elif engine.collection.max_staleness > 0:
+        yield from _rolling_asynchronously(engine, live)
+    elif enough(engine, live.now_ns):
+        yield Decision(events=(ev.RollingClosed(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+    else:
+        yield from _clear_overflow(engine, live)
+
+
+def _rolling_otherwise(engine: EngineState, live: Live) -> Decisions:
+    """Look after a run that is not of episodes alone."""
     if engine.serves_operations:
         yield from _drop_untaken(engine, live)
     if engine.groups_episodes:
@@ -43,14 +55,6 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
         yield from seal_scored(engine, live)
     if engine.groups_episodes:
         yield from _drop_incomplete(engine, live)
-        yield from _clear_overflow(engine, live)
-    if engine.run_kind != RunKind.EPISODES:
-        return
-    if engine.collection.max_staleness > 0:
-        yield from _rolling_asynchronously(engine, live)
-    elif enough(engine, live.now_ns):
-        yield Decision(events=(ev.RollingClosed(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
-    else:
         yield from _clear_overflow(engine, live)
 
 
