@@ -9,7 +9,7 @@ from bombus.text.tokenizer import encoded
 from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.text.patterns import any_of
 
-REMEMBERED_CHARACTERS_MAX = 4 << 20  # of one generation
+REMEMBERED_CHARACTERS_MAX = 1 << 20  # of one generation
 _TRIED = ("a", " a", "a ", "\n", "  b\n", "É 1")  # texts by which a tokenizer shows whether a part's place matters
 
 
