@@ -15,6 +15,7 @@ from bombus.hive.generation import Finished, Tokens, decode_request, encode_fram
 from bombus.hive.inbox import ReplicaAlive, ReplicaLeaves
 from bombus.hive.records import pack_logprobs, pack_tokens
 
+NAME = "scripted"
 ALIVE_S = 1.0
 LEAVES_S = 10.0
 CAPACITY = 1024
@@ -74,37 +75,32 @@ async def scripted_replica(bus: Bus, engine: str, tokens: list[int]) -> AsyncIte
     server = await asyncio.get_running_loop().create_server(lambda: ScriptedReplica(tokens), "127.0.0.1", 0)
     port = int(server.sockets[0].getsockname()[1])
     follower = Follower(bus)
-    following = asyncio.create_task(follower.run())
-    await follower.wait_for(lambda hive: bool(hive.engine(engine).replicas), LEAVES_S)
-    state = follower.hive.engine(engine)
-    (own,) = state.replicas
-    stopped = process_of(os.getpid(), "inference")
-    os.kill(stopped, signal.SIGSTOP)
-
-    async def stay_alive() -> None:
-        while True:
-            await bus.inbox.send(
-                ReplicaAlive(
-                    id=uuid.uuid4().hex,
-                    engine=engine,
-                    replica="scripted",
-                    url=f"http://127.0.0.1:{port}",
-                    run=state.run,
-                    version=0,
-                    capacity=CAPACITY,
-                )
-            )
-            await asyncio.sleep(ALIVE_S)
-
-    alive = asyncio.create_task(stay_alive())
+    tasks = [asyncio.create_task(follower.run())]
+    own = process_of(os.getpid(), "inference")
     try:
-        await bus.inbox.send(ReplicaLeaves(id=uuid.uuid4().hex, engine=engine, replica=own))
-        await follower.wait_for(lambda hive: list(hive.engine(engine).usable) == ["scripted"], LEAVES_S)
+        await follower.wait_for(lambda hive: bool(hive.engine(engine).replicas), LEAVES_S)
+        state = follower.hive.engine(engine)
+        (name,) = state.replicas
+        os.kill(own, signal.SIGSTOP)
+        tasks.append(asyncio.create_task(_stay_alive(bus, engine, state.run, port)))
+        await bus.inbox.send(ReplicaLeaves(id=uuid.uuid4().hex, engine=engine, replica=name))
+        await follower.wait_for(lambda hive: list(hive.engine(engine).usable) == [NAME], LEAVES_S)
         yield port
     finally:
-        os.kill(stopped, signal.SIGCONT)
-        for task in (alive, following):
+        with suppress(ProcessLookupError):
+            os.kill(own, signal.SIGCONT)
+        for task in tasks:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
         server.close()
+
+
+async def _stay_alive(bus: Bus, engine: str, run: int, port: int) -> None:
+    url = f"http://127.0.0.1:{port}"
+    while True:
+        await bus.inbox.send(
+            ReplicaAlive(
+                id=uuid.uuid4().hex, engine=engine, replica=NAME, url=url, run=run, version=0, capacity=CAPACITY
+            )
+        )
+        await asyncio.sleep(ALIVE_S)

@@ -7,7 +7,7 @@ import pytest
 
 from bombus_gateway.anthropic.request import read_messages
 from bombus_gateway.decoding.json_body import BadParameter
-from bombus_gateway.decoding.json_parts import PART_BYTES, RememberedParts
+from bombus_gateway.decoding.json_parts import PART_SIZE, RememberedParts
 from bombus_gateway.openai.request import read_chat
 
 GOOD = {"role": "user", "content": "hello"}
@@ -41,7 +41,7 @@ def test_what_cannot_be_read_is_refused_each_time() -> None:
 
 def test_what_nobody_asks_for_is_forgotten() -> None:
     reader = Reader()
-    remembered = RememberedParts(reader, bytes_max=4 * (PART_BYTES + 1))
+    remembered = RememberedParts(reader, size_max=4 * (PART_SIZE + 1))
     for other in b"bcdefghijk":
         remembered(b"a")
         remembered(bytes([other]))
@@ -52,7 +52,7 @@ def test_what_nobody_asks_for_is_forgotten() -> None:
 
 def test_a_large_part_does_not_displace_the_others() -> None:
     reader = Reader()
-    remembered = RememberedParts(reader, bytes_max=4 * (PART_BYTES + 1))
+    remembered = RememberedParts(reader, size_max=4 * (PART_SIZE + 1))
     for part in (b"a", b"x" * 1000, b"x" * 1000, b"a"):
         remembered(part)
     assert reader.parts == [b"a", b"x" * 1000, b"x" * 1000]

@@ -454,6 +454,16 @@ def test_a_message_that_is_lost_is_noticed_although_the_template_writes_the_same
             renderer.render([{"role": "system", "content": said}, user("a")], [])
 
 
+@pytest.mark.parametrize("result", ["false", "1000", "rose"])
+def test_a_result_that_is_lost_is_noticed_although_a_tools_schema_says_the_same(result: str) -> None:
+    no_results = "{{ tools | tojson }}{% for message in messages if message.role != 'tool' %}"
+    renderer = model(HEADERS.replace("{% for message in messages %}", no_results)).renderer
+    schema = {"type": "object", "additionalProperties": False, "properties": {"a": {"maximum": 1000, "title": "rose"}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    with pytest.raises(Refused, match=r"messages\.1: .* drops messages of role tool"):
+        renderer.render([user("a"), {"role": "tool", "tool_call_id": "c", "content": result}], [tool])
+
+
 def test_a_message_that_is_lost_is_noticed_although_a_variable_says_the_same() -> None:
     lost = "{{ mood | default('') }}{% for message in messages if message.role == 'user' %}"
     renderer = model(HEADERS.replace("{% for message in messages %}", lost)).renderer.given({"mood": "cheerful"})

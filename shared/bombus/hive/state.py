@@ -257,12 +257,14 @@ class EngineState(msgspec.Struct, kw_only=True):
     @property
     def serves_operations(self) -> bool:
         """Return whether a run of training operations is on, booting or serving."""
-        return self.phase != Phase.OFFLINE and self.run_kind == RunKind.OPERATIONS
+        started = self.started
+        return started is not None and started.run_kind == RunKind.OPERATIONS and self.phase != Phase.OFFLINE
 
     @property
     def takes_trajectories(self) -> bool:
         """Return whether a run is on that takes scored groups."""
-        return self.phase != Phase.OFFLINE and self.run_kind == RunKind.TRAJECTORIES
+        started = self.started  # asked for every message, several times
+        return started is not None and started.run_kind == RunKind.TRAJECTORIES and self.phase != Phase.OFFLINE
 
     @property
     def has_policy(self) -> bool:

@@ -5,12 +5,17 @@ from functools import lru_cache
 from hashlib import blake2b
 
 SIGNING_SECRET = "episode-keys"  # the name of the secret that signs keys, and of which that for replicas is made
+NAME_CHARACTERS_MAX = 32
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 
 
-@lru_cache(1024)
 def is_name(text: str) -> bool:
     """Whether this is 1 to 32 lower-case letters, digits and dashes, as the names of hives and engines are."""
+    return len(text) <= NAME_CHARACTERS_MAX and _is_name(text)
+
+
+@lru_cache(1024)
+def _is_name(text: str) -> bool:
     return _NAME.match(text) is not None
 
 

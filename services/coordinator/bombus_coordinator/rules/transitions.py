@@ -36,7 +36,7 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
 
 def _rolling(engine: EngineState, live: Live) -> Decisions:
     if engine.run_kind != RunKind.EPISODES:
-        yield from _rolling_otherwise(engine, live)
+        yield from _rolling_of_other_kinds(engine, live)
     elif engine.collection.max_staleness > 0:
         yield from _rolling_asynchronously(engine, live)
     elif enough(engine, live.now_ns):
@@ -45,7 +45,7 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
         yield from _clear_overflow(engine, live)
 
 
-def _rolling_otherwise(engine: EngineState, live: Live) -> Decisions:
+def _rolling_of_other_kinds(engine: EngineState, live: Live) -> Decisions:
     """Look after a run that is not of episodes alone."""
     if engine.serves_operations:
         yield from _drop_untaken(engine, live)

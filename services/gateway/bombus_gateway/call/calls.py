@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import msgspec
 
@@ -142,8 +141,16 @@ class Calls:
             try:
                 async with asyncio.timeout(self.settings.call_timeout_s):
                     yield call
-            except (HungUp, ReplicaGone, TimeoutError) as error:
-                await self._break_off(call, error)
+            except (HungUp, ReplicaGone):
+                await call.cut_off()
+                if not self._gateway.ready:
+                    raise Refused(Code.BUS_DOWN, "This gateway is stopping; ask again, another one answers.") from None
+                raise
+            except TimeoutError:
+                call.hang_up()
+                await call.cut_off()
+                limit_s = self.settings.call_timeout_s
+                raise Refused(Code.TIMEOUT, f"The call took longer than the limit of {limit_s:g} s.") from None
             finally:
                 call.close()
         finally:
@@ -160,18 +167,6 @@ class Calls:
             node = plan.prompt.node
             if node is None or conversation.continuing_count == count or not conversation.is_continued(node):
                 return plan
-
-    async def _break_off(self, call: "Call", error: HungUp | ReplicaGone | TimeoutError) -> NoReturn:
-        """Record a call as cut off, and raise what its client is told."""
-        if isinstance(error, TimeoutError):
-            call.hang_up()
-        await call.cut_off()
-        if isinstance(error, TimeoutError):
-            limit_s = self.settings.call_timeout_s
-            raise Refused(Code.TIMEOUT, f"The call took longer than the limit of {limit_s:g} s.") from None
-        if not self._gateway.ready:
-            raise Refused(Code.BUS_DOWN, "This gateway is stopping; ask again, another one answers.") from None
-        raise error
 
     async def prompt_tokens(self, request: CallRequest) -> int:
         """Return how many tokens the prompt of a call would have. Nothing is sampled or recorded. Raises `Refused`."""

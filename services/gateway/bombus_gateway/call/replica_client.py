@@ -177,7 +177,10 @@ class Generation:
 
 
 def together(frames: list[Frame]) -> list[Frame]:
-    """Return frames with those joined that could as well have been one. What is wrong in itself is left as it is."""
+    """Return frames with neighbouring tokens of one choice and version joined, unless they have alternatives.
+
+    What is wrong in itself is left as it is.
+    """
     if len(frames) == 1:
         return frames
     out: list[Frame] = []

@@ -7,8 +7,8 @@ import msgspec
 
 from bombus.errors import Refused
 
-BYTES_MAX = 32 << 20  # of the parts of one generation; what was read of them takes some times more
-PART_BYTES = 200  # at least, for each part
+SIZE_MAX = 32 << 20  # of the parts of one generation, in bytes or characters; what was read takes some times more
+PART_SIZE = 200  # at least, for each part
 
 KeyT = TypeVar("KeyT", bound=bytes | str)
 PartT = TypeVar("PartT")
@@ -21,31 +21,37 @@ class RememberedParts(Generic[KeyT, PartT]):
     becomes the older one, and what nobody asked for since is forgotten.
     """
 
-    def __init__(self, read: Callable[[KeyT], PartT], bytes_max: int = BYTES_MAX) -> None:
+    def __init__(self, read: Callable[[KeyT], PartT], size_max: int = SIZE_MAX) -> None:
         self._read = read
-        self._bytes_max = bytes_max
+        self._limit = size_max
         self._recent: dict[KeyT, PartT] = {}
         self._older: dict[KeyT, PartT] = {}
-        self._bytes = 0
+        self._size = 0
 
     def __call__(self, part: KeyT) -> PartT:
         """Return what a part says. What `read` raises for it is raised each time."""
-        if part in self._recent:
-            return self._recent[part]
+        recent = self._recent
+        if part in recent:
+            return recent[part]
         found = self._older.get(part)
         if found is None:
             found = self._read(part)
-        self._keep(part, found)
+        self.add(part, found)
         return found
 
-    def _keep(self, part: KeyT, found: PartT) -> None:
-        size = len(part) + PART_BYTES
-        if size > self._bytes_max // 4:
+    def knows(self, part: KeyT) -> bool:
+        """Return whether a part is remembered."""
+        return part in self._recent or part in self._older
+
+    def add(self, part: KeyT, found: PartT) -> None:
+        """Remember what a part says, unless it is too large for that."""
+        size = len(part) + PART_SIZE
+        if size > self._limit // 4:
             return
-        if self._bytes + size > self._bytes_max:
-            self._older, self._recent, self._bytes = self._recent, {}, 0
+        if self._size + size > self._limit:
+            self._older, self._recent, self._size = self._recent, {}, 0
         self._recent[part] = found
-        self._bytes += size
+        self._size += size
 
 
 class RememberedItems(Generic[PartT]):

@@ -15,8 +15,8 @@ class SideCallRule(NamedTuple):
     that the answer must be, none for any JSON. `only_tool` is how the type of the only tool begins, which the server
     would run.
 
-    Each rule names a header, a kind of request, or how the system message begins, by which it is told at once that most
-    calls are none of these.
+    Each rule names a header, a kind of request, or how the system message begins, so that most calls are ruled out at
+    once.
     """
 
     harness: str

@@ -76,35 +76,35 @@ class Histories:
         self._counted[key] = conversation.memory_bytes
 
     async def follow(self, request: CallRequest, then: Callable[[Followed[Node]], _T], work_bytes: int) -> _T:
-        """Find what the messages of a request extend, and return what `then` makes of it.
+        """Find what the messages of a request extend, and return what `then` makes of it, which is not None.
 
         An assistant's message that is not known here may be one that another gateway sampled: the log is read before it
-        counts as the harness's own, or as an answer that only says the same. Both are one piece of work, as large as a
-        request of `work_bytes`, or as the answer that is extended, which the request may only name. Raises `Refused`
-        BUS_DOWN when the log cannot be read, and what `then` raises.
+        counts as the harness's own, or as an answer that only says the same. Otherwise both are done at once, in a
+        thread where `work_bytes` is large; where only the answer that was found is large, `then` is done in a thread.
+        Raises `Refused` BUS_DOWN when the log cannot be read, and what `then` raises.
         """
         claims, completion = request.claims, request.completion
         conversation = self.conversation(claims)
 
-        def work() -> Followed[Node]:
+        def find() -> Followed[Node]:
             root = root_digest(completion.tools, completion.chat_template_kwargs)
             return conversation.follow(root, completion.messages, completion.stops)
 
-        def both() -> tuple[Followed[Node], _T | None]:
-            found = work()
+        def find_and_make() -> tuple[Followed[Node], _T | None]:
+            found = find()
             waits = _may_be_elsewhere(found) or (work_bytes <= INLINE_BYTES_MAX < _bytes_of(found))
             return found, None if waits else then(found)
 
         known = conversation.known
         try:
-            found, made = await self._workers.run(claims.episode, work_bytes, both)
+            found, made = await self._workers.run(claims.episode, work_bytes, find_and_make)
             if made is not None:
                 return made
             if _may_be_elsewhere(found):
                 await self.read_log(claims, request.traceparent)
                 if conversation.known != known:
                     conversation.forget_walks()
-                    found = await self._workers.run(claims.episode, request.body_bytes, work)
+                    found = await self._workers.run(claims.episode, request.body_bytes, find)
             return await self._workers.run(claims.episode, max(work_bytes, _bytes_of(found)), partial(then, found))
         finally:
             self.account_for(claims)

@@ -100,8 +100,7 @@ def _tokenized(
     admitted: Admitted, found: _TokenizeBody, completion: CompletionRequest, body_bytes: int
 ) -> tuple[list[int], list[str] | None]:
     """Return the tokens, and the text of each where the client wants it. Raises `InvalidField` PROMPT_TOO_LONG."""
-    if body_bytes > admitted.characters_max:
-        admitted.check_characters(completion)
+    admitted.check_characters(completion)
     tokens = _tokens(admitted, completion, found.add_generation_prompt)
     decode = partial(admitted.model.tokenizer.decode, with_specials=True)
     return tokens, [decode([token]) for token in tokens] if found.return_token_strs else None

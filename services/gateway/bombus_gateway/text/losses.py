@@ -13,7 +13,7 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText
 from bombus_gateway.text.words import free_word, strings
 
-SURE_CHARACTERS = 4  # a text that is shorter may be found where others meet
+SURE_CHARACTERS = 8  # a shorter text may occur by chance: in a number, or where two other texts meet
 SEARCHES_MAX = 16  # contents that are searched for in the whole conversation
 LOOKS_MAX = 32  # messages that are looked at one by one, with a rendering for each
 

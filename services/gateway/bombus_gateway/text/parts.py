@@ -5,7 +5,7 @@ from array import array
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 
-from bombus.text.tokenizer import encoded
+from bombus.text.tokenizer import LONG_CHARACTERS, encoded
 from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.text.patterns import any_of
 
@@ -17,45 +17,58 @@ class PartEncoder:
     """The encoder of one tokenizer.
 
     A tokenizer looks for its added tokens first, and encodes what is between them. Where these parts do not depend on
-    what is around them, each is encoded once. Some tokenizers treat the first part in another way, and some tokens take
-    white space around them: then texts are encoded as wholes.
+    what is around them, each is encoded once (`splits`). Some tokenizers treat the first part in another way, and some
+    tokens take white space around them: then texts are encoded as wholes.
     """
 
     def __init__(self, fast: Fast) -> None:
         self._fast = fast
         self._ids = _separators(fast)
         self._separator = any_of(self._ids)
-        self._remembered = RememberedParts[str, "array[int]"](self._part, REMEMBERED_CHARACTERS_MAX)
-        self.is_used = bool(self._ids) and self._is_same_in_parts()
+        self._remembered = RememberedParts[str, "array[int]"](self._read, REMEMBERED_CHARACTERS_MAX)
+        self.splits = bool(self._ids) and self._is_same_in_parts()
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, as the tokenizer gives them."""
-        return self._in_parts(text) if self.is_used else encoded(self._fast, text)
+        return self._in_parts(text) if self.splits else encoded(self._fast, text)
 
     def _in_parts(self, text: str) -> list[int]:
-        tokens: list[int] = []
-        at = 0
-        for found in self._separator.finditer(text):
-            if found.start() > at:
-                tokens.extend(self._remembered(text[at : found.start()]))
-            tokens.append(self._ids[found[0]])
-            at = found.end()
-        if at < len(text):
-            tokens.extend(self._remembered(text[at:]))
+        parts, separators = self._separator.split(text), self._separator.findall(text)
+        if len(text) > LONG_CHARACTERS:
+            self._read_together(parts)
+        tokens = list(self._remembered(parts[0]))
+        for separator, part in zip(separators, parts[1:]):
+            tokens.append(self._ids[separator])
+            if part:
+                tokens.extend(self._remembered(part))
         return tokens
 
-    def _part(self, text: str) -> "array[int]":
-        return array("i", encoded(self._fast, text))
+    def _read(self, part: str) -> "array[int]":
+        return array("i", encoded(self._fast, part))
+
+    def _read_together(self, parts: list[str]) -> None:
+        """Encode what is new. While it is much, other threads run, as they do while a long text is encoded."""
+        new = [part for part in dict.fromkeys(parts) if not self._remembered.knows(part)]
+        if sum(map(len, new)) > LONG_CHARACTERS:
+            for part, found in zip(new, self._fast.encode_batch_fast(new, add_special_tokens=False)):
+                self._remembered.add(part, array("i", found.ids))
 
     def _is_same_in_parts(self) -> bool:
         name = next(iter(self._ids))
         texts = [f"{one}{name}{other}" for one in ("", *_TRIED) for other in _TRIED]
-        return all(self._in_parts(text) == encoded(self._fast, text) for text in texts)
+        try:
+            return all(self._in_parts(text) == encoded(self._fast, text) for text in texts)
+        except Exception:  # it does not know some letter; the library raises nothing narrower
+            return False
 
 
 def _separators(fast: Fast) -> dict[str, int]:
-    """Return the added tokens that are looked for in a text as it is, by their names; none where one takes more."""
+    """Return the added tokens that are looked for in a text as it is, by their names.
+
+    None where one of them takes white space too, or the tokenizer treats the beginning of a text in another way.
+    """
     added: dict[int, AddedToken] = fast.get_added_tokens_decoder()
-    exact = {token.content: index for index, token in added.items() if not token.normalized}
     takes_more = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
-    return {} if takes_more else exact
+    knows_first = fast.pre_tokenizer is not None and b'"first"' in fast.pre_tokenizer.__getstate__()
+    exact = {token.content: index for index, token in added.items() if not token.normalized and token.content}
+    return {} if takes_more or knows_first else exact

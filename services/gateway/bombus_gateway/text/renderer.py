@@ -421,8 +421,7 @@ class TemplateRenderer:
 
     def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]]) -> DeltaReader:
         """Return a reader of the completion of a prompt (int32)."""
-        shows = self.reading.channels or self.reading.thinking  # whether the end of a prompt says anything
-        end = self._end_of(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])) if shows else ""
+        end = self._end_of(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])) if self.reading.begins_in_prompt else ""
         return self.reading.reader(end, tools)
 
     @cached_property

@@ -53,6 +53,11 @@ class Reading:
         return self.thinking.open if self.thinking else ""
 
     @property
+    def begins_in_prompt(self) -> bool:
+        """Whether a prompt may have begun the turn, so that its end has to be known."""
+        return self.channels is not None or self.thinking is not None
+
+    @property
     def markers(self) -> frozenset[str]:
         """The texts of tokens that must be in the text which a reader gets, even where the tokens are special."""
         parts = (self.syntax, self.thinking, self.channels)
