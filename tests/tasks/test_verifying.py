@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,10 @@ def test_an_answer_that_ends_its_process_is_worth_nothing(judge: AnswerJudge) ->
     assert judge.score("countdown", gold(), the_entry()) == 1.0
 
 
-def test_a_score_that_is_read_late_is_the_score(judge: AnswerJudge) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        judge._hand_over("countdown", theirs)
+def test_a_score_that_is_read_late_is_the_score() -> None:
+    patient, (ours, theirs) = AnswerJudge(verify_s=PATIENCE_S), socket.socketpair()
+    with closing(patient), ours, theirs:
+        patient._hand_over("countdown", theirs)
         _ask(ours, pickle.dumps((gold(), the_entry())))
         wait_until(lambda: ours.recv(64, socket.MSG_PEEK).endswith(b"-\n"))
         assert _judged(ours, 1.0) == 1.0
