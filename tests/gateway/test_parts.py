@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from bombus_gateway.text.parts import PartEncoder
+from bombus_gateway.text.parts import REMEMBERED_CHARACTERS_MAX, PartEncoder
 from tests.gateway.openai_hive import CORPUS
 
 NAMES = ["<|im_start|>", "<|im_end|>", "<|im_end|>>", "<s>"]
@@ -94,3 +94,8 @@ def test_parts_are_used_unless_it_matters_what_is_around_them() -> None:
 def test_long_texts_of_many_parts_have_the_same_tokens(kind: str) -> None:
     text = "".join(f"<|im_start|>{'the fox ' * count}<|im_end|>" for count in range(80))
     assert ENCODERS[kind].encode(text) == TOKENIZERS[kind].encode(text, add_special_tokens=False).ids
+
+
+def test_a_part_that_is_too_large_to_be_remembered_is_encoded_all_the_same() -> None:
+    text = f"<s>{'fox ' * (REMEMBERED_CHARACTERS_MAX // 12)}<s>"
+    assert ENCODERS["bytes"].encode(text) == TOKENIZERS["bytes"].encode(text, add_special_tokens=False).ids

@@ -1,6 +1,7 @@
 """Encodes texts part by part, between added tokens, and remembers the parts: prompts have most of theirs in common."""
 
 from array import array
+from itertools import zip_longest
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
@@ -34,24 +35,28 @@ class PartEncoder:
 
     def _in_parts(self, text: str) -> list[int]:
         parts, separators = self._separator.split(text), self._separator.findall(text)
-        if len(text) > LONG_CHARACTERS:
-            self._read_together(parts)
-        tokens = list(self._remembered(parts[0]))
-        for separator, part in zip(separators, parts[1:]):
-            tokens.append(self._ids[separator])
+        new = self._read_together(parts) if len(text) > LONG_CHARACTERS else {}
+        tokens: list[int] = []
+        for part, separator in zip_longest(parts, separators):
             if part:
-                tokens.extend(self._remembered(part))
+                tokens.extend(new[part] if part in new else self._remembered(part))
+            if separator is not None:
+                tokens.append(self._ids[separator])
         return tokens
 
     def _read(self, part: str) -> "array[int]":
         return array("i", encoded(self._fast, part))
 
-    def _read_together(self, parts: list[str]) -> None:
-        """Encode what is new. While it is much, other threads run, as they do while a long text is encoded."""
+    def _read_together(self, parts: list[str]) -> dict[str, "array[int]"]:
+        """Encode what is new where it is much: other threads run meanwhile, as they do while a long text is encoded."""
         new = [part for part in dict.fromkeys(parts) if not self._remembered.knows(part)]
-        if sum(map(len, new)) > LONG_CHARACTERS:
-            for part, found in zip(new, self._fast.encode_batch_fast(new, add_special_tokens=False)):
-                self._remembered.add(part, array("i", found.ids))
+        if sum(map(len, new)) <= LONG_CHARACTERS:
+            return {}
+        encodings = self._fast.encode_batch_fast(new, add_special_tokens=False)
+        found = {part: array("i", each.ids) for part, each in zip(new, encodings)}
+        for part, tokens in found.items():
+            self._remembered.add(part, tokens)
+        return found
 
     def _is_same_in_parts(self) -> bool:
         name = next(iter(self._ids))
