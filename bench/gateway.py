@@ -65,7 +65,7 @@ def http(path: str, body: bytes, *headers: str) -> bytes:
 
 
 def chat(key: str, stream: bool) -> bytes:
-    """Return a request whose text nobody has asked before."""
+    """Return a request with a text of its own."""
     messages = [{"role": "user", "content": "".join(_random.choices(LETTERS, k=ASKED))}]
     body = {"model": "m", "messages": messages, "max_tokens": TOKENS, "stream": stream}
     headers = f"authorization: Bearer {key}", "content-type: application/json"

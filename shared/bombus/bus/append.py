@@ -152,7 +152,8 @@ async def _append_step(
             break
         last += len(write)
         acks.append((last, future))
-    for result, expected in zip(await _settled([future for _, future in acks]), (expected for expected, _ in acks)):
+    results = await _outcomes([future for _, future in acks])
+    for (expected, _), result in zip(acks, results):
         if isinstance(result, BombusError):
             return result
         if result.duplicate or result.seq != expected:
@@ -160,7 +161,7 @@ async def _append_step(
     return failure
 
 
-async def _settled(acks: Sequence[asyncio.Future[PubAck]]) -> list[PubAck | BombusError]:
+async def _outcomes(acks: Sequence[asyncio.Future[PubAck]]) -> list[PubAck | BombusError]:
     """Wait for all acknowledgements, and return each or its failure. `asyncio.gather` would be called back for each."""
     results: list[PubAck | BombusError] = []
     try:

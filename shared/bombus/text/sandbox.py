@@ -36,7 +36,7 @@ _WIDE_FORMAT = re.compile(r"%[^%A-Za-z]*(?:\d{6}|\*)")
 
 
 class Steps:
-    """Bound what templates do in a block to so many steps. They raise `SecurityError` after them.
+    """Bounds what templates do in a block to so many steps. They raise `SecurityError` after them.
 
     One is taken for each member that is looped over, each call of a macro, and some hundred characters of a text. What
     else a template does takes no longer than its source is long.
