@@ -22,7 +22,7 @@ from bombus.sdk.heartbeat import THREAD, Heartbeat, end_each
 from bombus.sdk.joint import HiveCore
 from bombus.sdk.transport import client_options
 from tests.gateway.swarm_hive import PlayedHive, played_hive
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.sdk.test_core import GRANTED, ok
 
 SILENCE_S = 4.0
@@ -116,11 +116,13 @@ async def test_a_client_that_is_closed_leaves_no_episode_open_and_one_that_nothi
             await client.begin_episode()
         before = threading.enumerate()
         await asyncio.to_thread(claim)
-        gc.collect()
-        for thread in threading.enumerate():
-            if thread.name == THREAD and thread not in before:
-                await asyncio.to_thread(thread.join, PATIENCE_S)
-                assert not thread.is_alive()
+        begun = [thread for thread in threading.enumerate() if thread.name == THREAD and thread not in before]
+
+        def ended() -> bool:
+            gc.collect()  # again and again: a thread refers to its client while it beats
+            return not any(thread.is_alive() for thread in begun)
+
+        await until(ended)
         await played.gateway.follower.wait_for(lambda _: len(played.engine.closed) >= 3, PATIENCE_S)
         assert [closed.aborted for closed in played.engine.closed.values()].count(AbortReason.CLIENT) == 3
 

@@ -157,8 +157,9 @@ def test_xorls_client_samples_from_the_base_and_from_a_checkpoint(hive: Hive) ->
     sampler = client.create_sampling_client(base_url=hive.url, model_path=path)
     params = xorl_types.SamplingParams(max_tokens=4, temperature=1.0)
     answer = settled(sampler.sample(xorl_types.ModelInput.from_ints(PROMPT), params, num_samples=2))
-    assert [len(each.tokens) for each in answer.sequences] == [4, 4]
-    assert all(len(each.logprobs) == 4 for each in answer.sequences)
+    assert len(answer.sequences) == 2
+    assert all(1 <= len(each.tokens) <= 4 for each in answer.sequences)  # one may draw the token that ends it
+    assert all(len(each.logprobs) == len(each.tokens) for each in answer.sequences)
 
 
 def test_a_sampler_that_was_cloned_draws_and_a_prompt_of_one_token_has_no_logprob(service: Any) -> None:

@@ -195,13 +195,18 @@ async def test_a_command_that_fills_the_folder_is_killed(box: ShellSandbox) -> N
 
 
 async def test_a_command_that_makes_too_many_files_is_killed_and_makes_no_more_until_some_are_removed(
-    box: ShellSandbox,
+    has_namespaces: None,
 ) -> None:
-    filled = await box.run("i=0; while :; do i=$((i+1)); : > $i; done", timeout_s=55)
-    assert (filled.is_full, filled.timed_out) == (True, False)
-    more = await box.run("i=0; while :; do i=$((i+1)); : > more$i; done", timeout_s=55)
-    assert (more.is_full, more.timed_out) == (True, False)
-    assert not (await box.run("find . -type f -delete")).is_full
+    box = ShellSandbox(files_max=300)  # with room for the folder itself, which stays as large as it was
+    try:
+        await box.start()
+        filled = await box.run("i=0; while :; do i=$((i+1)); : > $i; done", timeout_s=55)
+        assert (filled.is_full, filled.timed_out) == (True, False)
+        more = await box.run("i=0; while :; do i=$((i+1)); : > more$i; done", timeout_s=55)
+        assert (more.is_full, more.timed_out) == (True, False)
+        assert not (await box.run("find . -type f -delete")).is_full
+    finally:
+        await box.stop()
 
 
 EATER = "dd if=/dev/zero of=/dev/null bs=100M count=1000000"  # holds 100 MB for as long as it runs
