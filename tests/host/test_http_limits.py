@@ -4,13 +4,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from bombus.host.http_limits import DEFAULTS, HttpLimits
+from bombus.host.http_limits import DEFAULTS, HUNG_UP, GatheringTransport, HttpLimits
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from tests.patience import PATIENCE_S
@@ -22,7 +22,7 @@ HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\n"
 class Echo:
     """Answers with the number of bytes that the body had.
 
-    `/slow` waits for `go` first, `/gone` until its client leaves.
+    `/slow` waits for `go` first, `/gone` until its client leaves, and `/left` until the server's future says so.
     """
 
     def __init__(self) -> None:
@@ -47,6 +47,10 @@ class Echo:
             self.busy.release()
             while (await receive())["type"] != "http.disconnect":
                 pass
+            self.gone.set()
+        elif scope["path"] == "/left":
+            self.busy.release()
+            await scope["extensions"][HUNG_UP]
             self.gone.set()
         self.answered += 1
         body = str(size).encode()
@@ -257,11 +261,77 @@ async def test_a_connection_over_the_limit_is_a_503_while_all_others_are_at_work
             assert (await wire.answer())[0] == 200
 
 
-async def test_a_request_with_another_after_it_hears_that_its_client_has_left(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("path", [b"/gone", b"/left"])
+async def test_a_request_with_another_after_it_hears_that_its_client_has_left(
+    path: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serving() as served:
         wire = await served.connect()
-        await wire.send((HEAD.replace(b"/x", b"/gone") + b"content-length: 0\r\n\r\n") * 3)
+        await wire.send((HEAD.replace(b"/x", path) + b"content-length: 0\r\n\r\n") * 3)
         await asyncio.wait_for(served.app.busy.acquire(), PATIENCE_S)
         wire.writer.transport.abort()
         await asyncio.wait_for(served.app.gone.wait(), PATIENCE_S)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+class Recorded:
+    """A transport that remembers what is written."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.closing = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closing
+        self.writes.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    abort = close
+
+
+def gathering(recorded: Recorded) -> GatheringTransport:
+    return GatheringTransport(cast(asyncio.Transport, recorded), asyncio.get_running_loop())
+
+
+async def test_what_is_written_in_one_turn_goes_out_together() -> None:
+    recorded = Recorded()
+    transport = gathering(recorded)
+    transport.write(b"head ")
+    transport.write(b"body")
+    assert recorded.writes == []
+    await asyncio.sleep(0)
+    transport.write(b"next")
+    transport.close()
+    await asyncio.sleep(0)
+    assert (recorded.writes, recorded.closing) == ([b"head body", b"next"], True)
+
+
+async def test_no_more_is_gathered_than_a_transport_has_to_know_of() -> None:
+    recorded = Recorded()
+    transport = gathering(recorded)
+    for _ in range(100):
+        transport.write(bytes(10_000))
+    assert sum(map(len, recorded.writes)) > 900_000
+    transport.write(bytes(20_000))
+    assert sum(map(len, recorded.writes)) == 1_020_000
+
+
+async def test_nothing_is_written_to_a_connection_that_was_aborted() -> None:
+    recorded = Recorded()
+    transport = gathering(recorded)
+    transport.write(b"late")
+    transport.abort()
+    await asyncio.sleep(0)
+    assert recorded.writes == []
+
+
+async def test_a_client_reads_an_answer_in_one_piece() -> None:
+    async with serving() as served:
+        wire = await served.connect()
+        await wire.send(HEAD + b"content-length: 4\r\n\r\nfour")
+        assert (await wire.reader.read(1 << 16)).endswith(b"\r\n\r\n4")

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from bombus.bus import Bus
@@ -27,7 +27,7 @@ class Heartbeats:
     def __init__(self, bus: Bus, hears_clients: Callable[[], bool]) -> None:
         self._bus = bus
         self._hears_clients = hears_clients
-        self._open: dict[str, Counter[str]] = {}
+        self._open = defaultdict[str, Counter[str]](Counter)
         self._seen: dict[str, set[str]] = {}
         self._sessions: dict[str, set[str]] = {}
         self._environments: dict[str, set[int]] = {}
@@ -56,7 +56,7 @@ class Heartbeats:
 
     def opened(self, engine: str, episode: str) -> None:
         """Report this episode as alive until as many of its calls are `closed`."""
-        self._open.setdefault(engine, Counter())[episode] += 1
+        self._open[engine][episode] += 1
         self.touch(engine, episode)
 
     def closed(self, engine: str, episode: str) -> None:

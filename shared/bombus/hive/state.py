@@ -359,10 +359,10 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     def is_over(self, episode: str) -> bool:
         """Return whether this episode was open and is not any more. False for one that is not claimed yet."""
+        if episode in self.open:
+            return False
         number = self.episode_number(episode)
-        if number is None:
-            return True
-        return number < self.next_episode and episode not in self.open
+        return number is None or number < self.next_episode
 
 
 def episode_id(engine: str, run: int, number: int) -> str:

@@ -6,9 +6,10 @@ ever. What a request may hold is for the application to limit.
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -16,6 +17,10 @@ from bombus.errors import Code
 
 LINGER_S = 2.0  # for a client to read why it was refused while it still sends
 TICK_S = 1.0
+GATHERED_MAX = 8  # pieces of answers that go out together
+GATHERED_BYTES_MAX = 16 << 10  # of a piece
+# Among the extensions of a request's scope: a future that is done when its client has closed the connection.
+HUNG_UP = "bombus.hung_up"
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,42 @@ class Patience:
                 connection.time_is_up()
 
 
+class GatheringTransport:
+    """A transport that sends what is written in one turn of its loop together: uvicorn writes a head and a body apart.
+
+    A system call costs more than that, here and at the client, which reads once then. What is large goes out at once,
+    so that the transport can say when it is too much.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._written: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._written:
+            self._loop.call_soon(self._flush)
+        self._written.append(data)
+        if len(data) > GATHERED_BYTES_MAX or len(self._written) > GATHERED_MAX:
+            self._flush()
+
+    def write_eof(self) -> None:
+        self._flush()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        written, self._written = self._written, []
+        if written and not self._transport.is_closing():
+            self._transport.write(b"".join(written) if len(written) > 1 else written[0])
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol within `HttpLimits`."""
 
@@ -95,7 +136,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._content = 0  # of these, the bytes of its body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, GatheringTransport(transport, self.loop)))
         self._await(Awaited.HEAD, self._limits.head_s)
         if len(self.connections) > self._limits.connections and not self._patience.drop_oldest(but=self):
             why = f"There are {self._limits.connections} connections here, the limit; try again in a moment."
@@ -107,6 +148,7 @@ class LimitedProtocol(HttpToolsProtocol):
         for cycle in self._cycles:  # uvicorn tells only the last one
             cycle.disconnected = True
             cycle.message_event.set()
+            _hung_up(cycle).set_result(None)
 
     def data_received(self, data: bytes) -> None:
         if self._awaited is Awaited.END or self.transport.is_closing():
@@ -131,6 +173,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if head > self._limits.head_bytes:
                 self._refuse_bytes()
                 raise ValueError("the head is too long")  # stops the parser
+        self.scope["extensions"] = cast(Any, {HUNG_UP: self.loop.create_future()})
         super().on_headers_complete()
         if self.cycle is not None:
             self._cycles = [each for each in self._cycles if not each.response_complete] + [self.cycle]
@@ -205,3 +248,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[status] + head + again + b"\r\n" + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
+
+
+def _hung_up(cycle: RequestResponseCycle) -> asyncio.Future[None]:
+    extensions: Mapping[str, Any] = cycle.scope["extensions"]
+    return cast(asyncio.Future[None], extensions[HUNG_UP])

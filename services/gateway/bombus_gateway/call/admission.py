@@ -53,8 +53,8 @@ class Room:
 class Admitted:
     """What a call works with: its engine, the engine's job, the job's text model, and its open episode.
 
-    `constrains`: whether some replica of the engine can hold answers to a form. In a run of operations the episode's
-    `sampler` is what its calls sample from.
+    `constrains`: whether some replica of the engine can hold answers to the form that the request demands, if any. In a
+    run of operations the episode's `sampler` is what its calls sample from.
     """
 
     engine: EngineState
@@ -253,7 +253,8 @@ class Admission:
         episode = engine.open[claims.episode]
         check_variables(request.completion, job)
         model = await self._models.text_model(engine)
-        constrains = any(replica.constrains for replica in engine.usable.values())
+        demands = bool(request.completion.demands)
+        constrains = demands and any(replica.constrains for replica in engine.usable.values())
         return Admitted(engine, job, model, claims.episode, episode.type, constrains, episode.sampler)
 
     async def _engine(self, claims: KeyClaims) -> EngineState:

@@ -315,7 +315,9 @@ class Call:
         while True:
             streamed = False
             try:
-                async for deltas in self._generated():
+                generation = await self._begin()
+                while not all(completion.done for completion in self.completions):
+                    deltas = await self._next_deltas(generation)
                     streamed = streamed or (self.request.completion.stream and bool(deltas))
                     yield deltas
                 return
@@ -378,7 +380,7 @@ class Call:
         ack = await calls.bus.publisher.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
         self._stored = CallRef(ack.seq, record.id, digest(body)), record
         self._stored_bytes = len(body) + MESSAGE_BYTES
-        calls.histories.conversation(request.claims).stored_bytes += len(body)
+        self._conversation.stored_bytes += len(body)
 
     async def notify(self) -> None:
         """Notify the coordinator of the stored record, until it acknowledges. Raises `BusUnavailable` when it does not.
@@ -418,7 +420,8 @@ class Call:
         calls.heartbeats.closed(self.engine.name, self.request.claims.episode)
         calls.capacity.release(self._reserved, self._holder)
 
-    async def _generated(self) -> AsyncIterator[list[tuple[Completion, CompletionDelta]]]:
+    async def _begin(self) -> Generation:
+        """Let a replica begin to generate."""
         request, completion = self.request, self.request.completion
         generate = Generate(
             id=self.id,
@@ -436,22 +439,24 @@ class Call:
         )
         vocabulary = len(self.plan.model.tokenizer.pieces)
         self._generation, self.replica = await self.calls.upstream.start(generate, vocabulary)
-        while not all(completion.done for completion in self.completions):
-            if self._hung_up:
-                self._generation.abort("the client hung up")
-            frames = await self._frames(self._generation)
-            if not frames:
-                raise ReplicaGone("the replica's answer ended too early")
-            if not self.first_token_ns:
-                self.first_token_ns = time.time_ns()
-            deltas = []
-            for frame in frames:
-                delta = self._feed(frame)
-                if delta is not None:
-                    deltas.append(delta)
-                if isinstance(frame, Tokens) and frame.top:
-                    await asyncio.sleep(0)  # there may be thousands of alternatives in each frame
-            yield deltas
+        return self._generation
+
+    async def _next_deltas(self, generation: Generation) -> list[tuple[Completion, CompletionDelta]]:
+        if self._hung_up:
+            generation.abort("the client hung up")
+        frames = await self._frames(generation)
+        if not frames:
+            raise ReplicaGone("the replica's answer ended too early")
+        if not self.first_token_ns:
+            self.first_token_ns = time.time_ns()
+        deltas = []
+        for frame in frames:
+            delta = self._feed(frame)
+            if delta is not None:
+                deltas.append(delta)
+            if isinstance(frame, Tokens) and frame.top:
+                await asyncio.sleep(0)  # there may be thousands of alternatives in each frame
+        return deltas
 
     async def _frames(self, generation: Generation) -> list[Frame]:
         try:
@@ -566,9 +571,8 @@ class Call:
 
     def _remember(self, ref: CallRef, record: CallRecord) -> None:
         """Let later requests continue this call, and retries that wait for it have its answer."""
-        histories, prompt = self.calls.histories, self.plan.prompt
-        conversation = histories.conversation(self.request.claims)
-        conversation.add(ref, record, prompt.node, prompt.digest)
-        histories.account_for(self.request.claims)
+        prompt = self.plan.prompt
+        self._conversation.add(ref, record, prompt.node, prompt.digest)
+        self.calls.histories.account_for(self.request.claims)
         if record.status == CallStatus.COMPLETE:
             self.attempt.ref = ref

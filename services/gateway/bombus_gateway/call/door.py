@@ -19,7 +19,7 @@ from bombus_gateway import limits
 from bombus_gateway.access import EpisodeGuard, HeaderMap, HeaderPair, episode_key
 from bombus_gateway.call.calls import AnswerHead, Call, Calls, RecordedAnswer
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
-from bombus_gateway.call.http import ErrorEncoder, Responder, hang_up_on_disconnect, route
+from bombus_gateway.call.http import ErrorEncoder, Responder, route
 from bombus_gateway.call.request import CallRequest, CompletionRequest
 from bombus_gateway.call.workers import NUMBER_BYTES, Workers
 
@@ -122,11 +122,8 @@ class _CallRoute:
                 return
             async with self._calls.open(request) as call:
                 answer = self._answering(request, encoder, call.head, response)
-                watching = asyncio.create_task(hang_up_on_disconnect(receive, call))
-                try:
+                with response.hanging_up(lambda _: call.hang_up()):
                     await (answer.stream(call) if stream else answer.whole(call))
-                finally:
-                    watching.cancel()
                 call.sent()
 
     def _answering(
@@ -230,7 +227,8 @@ class _Answer:
             async for _ in call.deltas():
                 pass
             await call.record()
-            body = await self._written(call.usage, partial(self._encoder.whole, call.completions, call.usage))
+            usage = call.usage
+            body = await self._written(usage, partial(self._encoder.whole, call.completions, usage))
         await self._response.whole(body, self._headers)
 
     async def stream(self, call: Call) -> None:

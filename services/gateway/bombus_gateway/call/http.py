@@ -1,15 +1,18 @@
 """The HTTP side of model calls, as plain ASGI: reading a request's body, writing whole and streamed responses."""
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
+from bombus.host.http_limits import HUNG_UP
 from bombus_gateway import limits
 from bombus_gateway.access import HeaderMap, HeaderPair
-from bombus_gateway.call.calls import Call, HungUp
+from bombus_gateway.call.calls import HungUp
 from bombus_gateway.call.replica_client import ReplicaGone
 from bombus_gateway.refusals import ERROR_HEADERS
 
@@ -34,12 +37,25 @@ class ErrorEncoder(Protocol):
 class Responder:
     """Writes one response. A failure is reported in the form that is still possible: as a status, or in the stream."""
 
-    def __init__(self, send: Send, errors: ErrorEncoder) -> None:
+    def __init__(self, send: Send, errors: ErrorEncoder, hung_up: asyncio.Future[None] | None = None) -> None:
+        self._hung_up = hung_up
         self._send = send
         self._errors = errors
         self._started = False
         self._ended = False
         self._spaced = False  # begun with white space, after which only the JSON may come
+
+    @contextmanager
+    def hanging_up(self, hang_up: Callable[[object], None]) -> Iterator[None]:
+        """Let `hang_up` be called when the client closes the connection in the block, if the server tells that."""
+        if self._hung_up is None:
+            yield
+            return
+        self._hung_up.add_done_callback(hang_up)
+        try:
+            yield
+        finally:
+            self._hung_up.remove_done_callback(hang_up)
 
     async def whole(self, body: bytes, headers: Iterable[HeaderPair] = (), status: int = 200) -> None:
         """Send a response of JSON at once, or what was left of it after white space."""
@@ -89,7 +105,7 @@ def route(
     """Return an ASGI application that lets `answer` respond, and responds with an error to whatever it raises."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = Responder(send, errors)
+        response = Responder(send, errors, scope.get("extensions", {}).get(HUNG_UP))
         try:
             if scope["method"] != method:
                 wrong = Refused(Code.MALFORMED, f"Use {method} here.")
@@ -115,13 +131,6 @@ def not_found(errors: ErrorEncoder) -> ASGIApp:
         await Responder(send, errors).fail(Refused(Code.UNKNOWN_PATH, why))
 
     return app
-
-
-async def hang_up_on_disconnect(receive: Receive, call: Call) -> None:
-    """Wait until the client closes the connection, and hang the call up. The body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    call.hang_up()
 
 
 def _as_refusal(error: BombusError) -> Refused:

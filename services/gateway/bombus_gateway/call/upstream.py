@@ -130,7 +130,7 @@ class Upstream:
     def _discount(self, name: str) -> None:
         self._running[name] -= 1
         if self._running[name] <= 0:
-            del self._running[name]
+            self._running.pop(name)
 
     def failed(self, engine: str, name: str, error: ReplicaGone) -> None:
         """Avoid a replica for a moment. One that has answered wrongly a few times at its version is reported too."""

@@ -126,7 +126,8 @@ class Conversation:
         if walk is not None and followed.count == walk.followed.settled.count:
             # Of equal answers, the one that this request goes on with may be another by now.
             followed = follow(self, root, messages, stops)
-        if self._walks is walks:  # nothing was forgotten meanwhile: large requests are followed in threads
+        # Nothing was forgotten meanwhile: large requests are followed in threads.
+        if followed.settled.given and self._walks is walks:
             new = _walked(root, messages, stops, followed, walk)
             self._walks = [*(each for each in walks if each is not walk), new][-WALKS:]
         return followed

@@ -7,7 +7,7 @@ model has said, and what is trained.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import msgspec
 
@@ -74,6 +74,9 @@ class Followed(msgspec.Struct, Generic[AnswerT], frozen=True):
         return self.candidates[0] if self.candidates else None
 
 
+_NOTHING: Followed[Any] = Followed()
+
+
 def follow(
     episode: SampledEpisode[AnswerT],
     root: bytes,
@@ -86,7 +89,7 @@ def follow(
     `stops` are the request's stop strings: some harnesses put the one that ended an answer back. `before` is what an
     earlier request with the same root and stops was followed to, whose settled messages this one begins with.
     """
-    before = before or Followed[AnswerT]()
+    before = before or _NOTHING
     settled = before.settled
     taken, digests = list(before.messages[: settled.taken]), list(before.digests[: settled.taken])
     at, count, candidates = settled.given, settled.count, settled.candidates

@@ -14,7 +14,7 @@ from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.hive.events import NotedCall
 from bombus.hive.inbox import Found, Lookup
 from bombus.hive.records import CallRecord, CallRef, decode_record
-from bombus_gateway.call.request import CallRequest
+from bombus_gateway.call.request import CallRequest, CompletionRequest
 from bombus_gateway.call.workers import INLINE_BYTES_MAX, Workers
 from bombus_gateway.history.conversation import Conversation, Node
 from bombus_gateway.history.echoes import Followed
@@ -85,19 +85,12 @@ class Histories:
         """
         claims, completion = request.claims, request.completion
         conversation = self.conversation(claims)
-
-        def find() -> Followed[Node]:
-            root = root_digest(completion.tools, completion.chat_template_kwargs)
-            return conversation.follow(root, completion.messages, completion.stops)
-
-        def find_and_make() -> tuple[Followed[Node], _T | None]:
-            found = find()
-            waits = _may_be_elsewhere(found) or (work_bytes <= INLINE_BYTES_MAX < _bytes_of(found))
-            return found, None if waits else then(found)
-
+        find = partial(_found, conversation, completion)
         known = conversation.known
         try:
-            found, made = await self._workers.run(claims.episode, work_bytes, find_and_make)
+            found, made = await self._workers.run(
+                claims.episode, work_bytes, partial(_found_and_made, find, then, work_bytes)
+            )
             if made is not None:
                 return made
             if _may_be_elsewhere(found):
@@ -167,6 +160,20 @@ class Histories:
 
 def _key(claims: KeyClaims) -> _Key:
     return claims.engine, claims.run, claims.episode
+
+
+def _found(conversation: Conversation, completion: CompletionRequest) -> Followed[Node]:
+    root = root_digest(completion.tools, completion.chat_template_kwargs)
+    return conversation.follow(root, completion.messages, completion.stops)
+
+
+def _found_and_made(
+    find: Callable[[], Followed[Node]], then: Callable[[Followed[Node]], _T], work_bytes: int
+) -> tuple[Followed[Node], _T | None]:
+    """Return what a request extends, and what `then` makes of it; None where that has to wait, or is for a thread."""
+    found = find()
+    waits = _may_be_elsewhere(found) or (work_bytes <= INLINE_BYTES_MAX < _bytes_of(found))
+    return found, None if waits else then(found)
 
 
 def _may_be_elsewhere(found: Followed[Node]) -> bool:

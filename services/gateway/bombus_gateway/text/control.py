@@ -193,6 +193,8 @@ def _inner(name: str) -> set[str]:
 
 def restored(text: str, placeholders: Mapping[str, str]) -> str:
     """Return a text with the names that placeholders stand for."""
+    if not placeholders:
+        return text
     return text.translate({ord(character): name for name, character in placeholders.items()})
 
 

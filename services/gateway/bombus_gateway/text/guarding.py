@@ -225,7 +225,7 @@ class _Trial:
 
 def _texts(part: Any) -> Iterable[str]:
     """Return the texts of a part, but for the role of a message."""
-    return strings({key: item for key, item in part.items() if key != "role"} if isinstance(part, Mapping) else part)
+    return strings({key: item for key, item in part.items() if key != "role"} if isinstance(part, dict) else part)
 
 
 def _by_words(words: Mapping[str, str]) -> Callable[[str], str]:

@@ -31,7 +31,10 @@ def _collect(value: Any, found: list[str]) -> None:
     elif isinstance(value, dict):
         for key, item in value.items():
             found.append(str(key))
-            _collect(item, found)
+            if isinstance(item, str):  # as nearly all are
+                found.append(item)
+            else:
+                _collect(item, found)
     elif isinstance(value, list | tuple):
         for item in value:
             _collect(item, found)
