@@ -365,6 +365,7 @@ LAZY_IMPORTS = {
     ("bombus.export.writing", "bombus.weights.merging"): "needs torch",
     ("bombus.host.doctor_streams", "bombus.bus"): "needs nats-py",
     ("bombus.weights.lora_folders", "bombus.weights.merging"): "needs torch",
+    ("bombus.weights.models", "bombus.weights.lora_folders"): "needs numpy, which gateways do without",
     ("bombus_inference.cli", "bombus_inference.service"): "needs torch",
     ("bombus_inference.fetching", "bombus.weights.merging"): "needs torch",
     ("bombus_inference.service", "bombus_inference.backends"): "each backend needs packages of its own",
@@ -483,3 +484,15 @@ def test_no_public_type_name_stands_in_two_files() -> None:
     twice = {name: sorted(places) for name, places in owners.items() if len(places) > 1}
     assert {name: places for name, places in twice.items() if name not in SAME_NAME_ALLOWED} == {}
     assert set(SAME_NAME_ALLOWED) <= set(twice), "an exception that nothing needs any more"
+
+
+# ---- what a process loads ----
+
+_LARGE = ("aiohttp", "numpy", "torch", "transformers")  # 10 MB and more each, and a part of a second
+
+
+def test_a_gateway_and_a_coordinator_load_nothing_large_that_they_can_do_without() -> None:
+    for service in ("bombus_gateway.service", "bombus_coordinator.shell"):
+        code = f"import sys, {service}; print(*[name for name in {_LARGE} if name in sys.modules]); import aiohttp"
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (ran.returncode, ran.stdout.split()) == (0, []), f"{service} loads this:\n{ran.stdout}{ran.stderr}"

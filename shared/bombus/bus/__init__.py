@@ -1,5 +1,6 @@
 """The bus: NATS JetStream as bombus uses it. Needs nats-py (`bombus[bus]`), which the SDK does without."""
 
+import bombus.bus.lean_nats  # noqa: F401  # before what imports nats-py
 from bombus.bus.append import Outgoing, append, log_id
 from bombus.bus.blobs import BlobMissing, Blobs
 from bombus.bus.connection import Bus

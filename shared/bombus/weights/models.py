@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bombus.errors import EngineFault, in_one_line
-from bombus.weights import lora_folders
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -100,6 +99,8 @@ def resolve_model(
     made = _made_folder(name, cache or cache_folder(), dtype, seed)
     if made is not None:
         return _made_once(made, lambda draft: build_tiny(draft, seed) if name == TINY else unpack_smollm2(draft, dtype))
+    from bombus.weights import lora_folders  # numpy, of which a gateway that only asks for names has no use
+
     folder = lora_folders.of_a_run(Path(name))
     if lora_folders.is_adapter(folder):
         base_named = partial(resolve_model, cache=cache, dtype=dtype, seed=seed, allow_download=allow_download)

@@ -7,11 +7,9 @@ left to `scored_data`, which says where a fault is. Where simdjson is not instal
 import importlib
 import importlib.util
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from bombus.hive.trajectories.records import PackedFloats, pack_ints
 from bombus_gateway import limits
@@ -22,6 +20,10 @@ ARRAYS = ("advantages", "ref_logprobs", "inference_logprobs")
 TEXTS = ("generation_params", "messages", "overrides", "group_overrides", "images")
 _KNOWN = frozenset(("tokens", "masks", "scores", "env_id", "distill_token_ids", "distill_logprobs", *ARRAYS, *TEXTS))
 _simdjson: Any = importlib.import_module("simdjson") if importlib.util.find_spec("simdjson") else None
+
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class PlainGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +70,7 @@ def read_plain(body: bytes) -> PlainGroup | None:
 
 def count_lists(body: bytes) -> int:
     """Return how many lists begin in JSON, counting those in its texts too."""
-    return int(np.count_nonzero(np.frombuffer(body, np.uint8) == ord("[")))
+    return body.count(b"[")
 
 
 def _arrays(given: dict[str, Any]) -> PlainGroup:
@@ -106,6 +108,8 @@ def _lists_of(rows: Iterable[list[int]]) -> int:
 
 
 def _ints(rows: Any, count: int, least: int) -> bytes:
+    import numpy as np  # 10 MB, in gateways to which no groups are pushed too
+
     numbers: NDArray[np.int64] = np.frombuffer(rows.as_buffer(of_type="i"), "<i8")
     if len(numbers) != count or numbers.min() < least or numbers.max() > INT32_MAX:
         raise _NotPlain
@@ -114,6 +118,8 @@ def _ints(rows: Any, count: int, least: int) -> bytes:
 
 def _floats(rows: Any, count: int | None = None) -> PackedFloats:
     """Pack numbers as `PackedFloats.of` does."""
+    import numpy as np
+
     wide: NDArray[np.float64] = np.frombuffer(rows.as_buffer(of_type="d"), "<f8")
     if count is not None and len(wide) != count:
         raise _NotPlain
