@@ -488,7 +488,7 @@ def test_no_public_type_name_stands_in_two_files() -> None:
 
 # ---- what a process loads ----
 
-_LARGE = ("aiohttp", "numpy", "torch", "transformers")  # 10 MB and more each, and a part of a second
+_LARGE = ("aiohttp", "httpx", "numpy", "torch", "transformers")  # 5 MB and more each, and a tenth of a second
 
 
 def test_a_gateway_and_a_coordinator_load_nothing_large_that_they_can_do_without() -> None:

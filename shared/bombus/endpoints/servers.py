@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import httpx
 import msgspec
 from msgspec import Struct
 
 from bombus.errors import BombusError, EngineFault
+
+if TYPE_CHECKING:
+    import httpx
 
 DETECT_TIMEOUT_S = 10.0
 ERROR_CHARS_MAX = 400
@@ -73,11 +75,13 @@ class _WholeAnswer(Struct, frozen=True):
 _AnswerT = TypeVar("_AnswerT", _Update, _Refusal)
 
 
-async def find_server(client: httpx.AsyncClient, model: str = "") -> FoundServer:
+async def find_server(client: "httpx.AsyncClient", model: str = "") -> FoundServer:
     """Find out which kind of server answers; it is to have `model`, if that is given.
 
     Raises `EngineFault` if none does, or an unknown one.
     """
+    import httpx  # 5 MB of each gateway, where nearly none has servers elsewhere
+
     where = str(client.base_url).rstrip("/")
     try:
         for path in ("/model_info", "/get_model_info"):
@@ -100,7 +104,9 @@ async def find_server(client: httpx.AsyncClient, model: str = "") -> FoundServer
     return FoundServer(kind=ServerKind.VLLM, model=listed.id, context=listed.max_model_len or 0, can_load=can_load)
 
 
-async def load_folder(client: httpx.AsyncClient, kind: ServerKind, folder: Path, label: str, timeout_s: float) -> None:
+async def load_folder(
+    client: "httpx.AsyncClient", kind: ServerKind, folder: Path, label: str, timeout_s: float
+) -> None:
     """Let a server load the model in a folder, which it must see under the same path, and forget what it has cached.
 
     `label` is what it calls these weights. Raises `LoadFailed`, or `httpx.HTTPError`.
@@ -113,7 +119,7 @@ async def load_folder(client: httpx.AsyncClient, kind: ServerKind, folder: Path,
         raise LoadFailed("it takes adapters only, and this is a whole model")
 
 
-async def _load_into_sglang(client: httpx.AsyncClient, folder: Path, label: str, timeout_s: float) -> None:
+async def _load_into_sglang(client: "httpx.AsyncClient", folder: Path, label: str, timeout_s: float) -> None:
     wanted = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
     answer = await _asked(client, "POST", "/update_weights_from_disk", timeout_s, wanted)
     if answer.status not in (200, 400):
@@ -123,7 +129,7 @@ async def _load_into_sglang(client: httpx.AsyncClient, folder: Path, label: str,
         raise LoadFailed(f"it did not load the weights: {loaded.message[:ERROR_CHARS_MAX]}")
 
 
-async def _load_into_vllm(client: httpx.AsyncClient, folder: Path, label: str, timeout_s: float) -> None:
+async def _load_into_vllm(client: "httpx.AsyncClient", folder: Path, label: str, timeout_s: float) -> None:
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     for path, json in (
         ("/collective_rpc", reload),
@@ -135,7 +141,7 @@ async def _load_into_vllm(client: httpx.AsyncClient, folder: Path, label: str, t
             raise LoadFailed(_answered(path, answer))
 
 
-async def load_adapter(client: httpx.AsyncClient, folder: Path, address: str, timeout_s: float) -> None:
+async def load_adapter(client: "httpx.AsyncClient", folder: Path, address: str, timeout_s: float) -> None:
     """Let a replica of ours load an adapter by its address. Raises `LoadFailed`, or `httpx.HTTPError`."""
     wanted = {"address": address, "folder": str(folder)}
     answer = await _asked(client, "POST", "/adapters", timeout_s, wanted)
@@ -144,9 +150,11 @@ async def load_adapter(client: httpx.AsyncClient, folder: Path, address: str, ti
 
 
 async def _asked(
-    client: httpx.AsyncClient, method: str, path: str, timeout_s: float, json: Mapping[str, object] | None = None
+    client: "httpx.AsyncClient", method: str, path: str, timeout_s: float, json: Mapping[str, object] | None = None
 ) -> _WholeAnswer:
     """Return a server's whole answer. Raises `httpx.HTTPError`, also where it is too large or late."""
+    import httpx
+
     body = bytearray()
     headers = {"accept-encoding": "identity"}  # a small answer could unpack to a huge one
     try:

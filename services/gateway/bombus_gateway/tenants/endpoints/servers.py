@@ -6,9 +6,9 @@ Only the hive's own replicas, as the log has them, get the key for replicas: wha
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 
 from bombus.endpoints.servers import (
@@ -24,6 +24,9 @@ from bombus.host.host_names import is_loopback
 from bombus.operations import CheckpointSaved
 from bombus_gateway.context import Gateway
 from bombus_gateway.training.endpoints import Endpoint
+
+if TYPE_CHECKING:
+    import httpx
 
 CONNECT_S = 5.0
 LOOK_S = 15.0  # for a server to say what it is, by all of its routes
@@ -85,6 +88,8 @@ def _leads_to(url: str, at: Endpoint) -> bool:
 
 async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
     """Return what answers at an address, which the operator may have stopped allowing since it was registered."""
+    import httpx  # 5 MB of each gateway, where nearly none has servers elsewhere
+
     url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"
     try:
         check_allowed(gateway.settings.inference_hosts, at)
@@ -110,6 +115,8 @@ async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
 
 async def given(target: Target, saved: CheckpointSaved, label: str) -> EndpointOutcome:
     """Let a server load what was saved, from a folder that it must see under the same path."""
+    import httpx
+
     try:
         if target.server is None or target.failure:
             raise LoadFailed(target.failure)
@@ -134,7 +141,9 @@ def _failed(target: Target, why: str) -> EndpointOutcome:
     return EndpointOutcome(target.at.host, target.at.port, False, why)
 
 
-def _client(url: str, key: str = "") -> httpx.AsyncClient:
+def _client(url: str, key: str = "") -> "httpx.AsyncClient":
     """Return a client of one server that follows nobody elsewhere: no redirects, no proxies of the environment."""
+    import httpx
+
     timeout, headers = httpx.Timeout(LOAD_S, connect=CONNECT_S), {"authorization": f"Bearer {key}"} if key else {}
     return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False, follow_redirects=False)
