@@ -67,10 +67,11 @@ class RememberedItems(Generic[PartT]):
 
     def __call__(self, items: Iterable[msgspec.Raw], name: str) -> list[PartT]:
         """Return what the items of the list `name` say. Raises `Refused` with the place of the one that is wrong."""
-        return [self._item(bytes(item), f"{name}[{at}]", f"{name}.{at}") for at, item in enumerate(items)]
-
-    def _item(self, item: bytes, at: str, place: str) -> PartT:
-        try:
-            return self._remembered(item)
-        except Refused:
-            return self._read(item, at, place)  # raises it with its place
+        found: list[PartT] = []
+        for item in map(bytes, items):
+            try:
+                found.append(self._remembered(item))
+            except Refused:
+                at = len(found)
+                found.append(self._read(item, f"{name}[{at}]", f"{name}.{at}"))  # raises it with its place
+        return found

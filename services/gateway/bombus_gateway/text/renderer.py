@@ -212,8 +212,8 @@ class TemplateRenderer:
         count: int,
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
-        tokens = unpack_tokens(history)
-        probe = self._probe(tokens, completion_at, messages, count, free_word(strings([messages, tools])))
+        prompt, completion = history[: 4 * completion_at], unpack_tokens(history[4 * completion_at :])
+        probe = self._probe(prompt, completion, messages, count, free_word(strings([messages, tools])))
         try:
             probe, rendered = self._rendered_probe(probe, tools)
             kept = self._history == "keep" or self._keeps(probe, tools, rendered)
@@ -225,7 +225,7 @@ class TemplateRenderer:
         after = rendered.text.partition(probe.last)[2]
         if probe.word in after:
             return None  # the template writes a part of the answer elsewhere than the model did
-        ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self.stop_token_ids else None
+        ended = completion[-1] if completion and completion[-1] in self.stop_token_ids else None
         if ended is not None and (
             ended not in self._stops or self._ends_later(probe, tools, after, self._stops[ended])
         ):
@@ -240,7 +240,7 @@ class TemplateRenderer:
             return probe, self._rendered(probe.messages, tools)
 
     def _probe(
-        self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int, word: str
+        self, prompt: bytes, completion: Sequence[int], messages: Sequence[ChatMessage], count: int, word: str
     ) -> Probe:
         """Return the messages with words in place of what was sampled, which begin with `word` and have letters more.
 
@@ -248,9 +248,9 @@ class TemplateRenderer:
         """
         content, last_word = f"{word}w", f"{word}q"
         # Only what thinks is looked for in all that was before.
-        before = self._tokenizer.decode(tokens[:completion_at]) if self.reading.reasoning else ""
-        text = self._tokenizer.decode(tokens[completion_at:])
-        reasoned = bool(self._reasoning_of(tokens[:completion_at], text))
+        before = self._tokenizer.decode(unpack_tokens(prompt)) if self.reading.reasoning else ""
+        text = self._tokenizer.decode(completion)
+        reasoned = bool(self._reasoning_of(prompt, text))
         earlier = self._has_reasoning(before)
         probe = list(messages)
         for index, message in enumerate(messages[:count]):
@@ -330,8 +330,8 @@ class TemplateRenderer:
         whole = opened + text
         return whole.rfind(thinking.open) > whole.rfind(thinking.close)
 
-    def _reasoning_of(self, prompt: Sequence[int], completion: str) -> str:
-        """Return the reasoning in a completion."""
+    def _reasoning_of(self, prompt: bytes, completion: str) -> str:
+        """Return the reasoning in the completion of a prompt (int32)."""
         return self._read_reasoning(self._end_of(prompt), completion) if self.reading.reasoning else ""
 
     def _read_reasoning(self, prompt_end: str, text: str) -> str:
@@ -421,7 +421,7 @@ class TemplateRenderer:
 
     def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]]) -> DeltaReader:
         """Return a reader of the completion of a prompt (int32)."""
-        end = self._end_of(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])) if self.reading.begins_in_prompt else ""
+        end = self._end_of(prompt) if self.reading.begins_in_prompt else ""
         return self.reading.reader(end, tools)
 
     @cached_property
@@ -452,13 +452,14 @@ class TemplateRenderer:
 
         Their `open` is empty where the prompt has opened it.
         """
-        thinking, end = self.reading.thinking, self._end_of(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])).rstrip()
+        thinking, end = self.reading.thinking, self._end_of(prompt).rstrip()
         if thinking is None or end.endswith(thinking.close):
             return None
         return Thinking("", thinking.close) if end.endswith(thinking.open) else thinking
 
-    def _end_of(self, prompt: Sequence[int]) -> str:
-        return self._tokenizer.decode(prompt[-PROMPT_END_TOKENS:], with_specials=True)
+    def _end_of(self, prompt: bytes) -> str:
+        """Return the text of the last tokens of a prompt (int32)."""
+        return self._tokenizer.decode(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :]), with_specials=True)
 
 
 def _control_names(tokenizer: Tokenizer, written: str, markers: Collection[str]) -> set[str]:
