@@ -30,10 +30,12 @@ class Echo:
         self.cut_off = 0
         self.go = asyncio.Event()
         self.gone = asyncio.Event()
+        self.begun = asyncio.Semaphore(0)  # released by each request, before its body is there
         self.busy = asyncio.Semaphore(0)  # released by each request that waits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         size, more = 0, True
+        self.begun.release()
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -272,6 +274,28 @@ async def test_a_request_with_another_after_it_hears_that_its_client_has_left(
         wire.writer.transport.abort()
         await asyncio.wait_for(served.app.gone.wait(), PATIENCE_S)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_client_that_leaves_after_a_large_body_is_heard() -> None:
+    async with serving() as served:
+        for _ in range(5):  # it is all read at once in most of them
+            wire = await served.connect()
+            await wire.send(HEAD.replace(b"/x", b"/left") + b"content-length: 200000\r\n\r\n")
+            await asyncio.wait_for(served.app.begun.acquire(), PATIENCE_S)
+            await wire.send(bytes(200_000))
+            await asyncio.wait_for(served.app.busy.acquire(), PATIENCE_S)
+            wire.writer.transport.abort()
+            await asyncio.wait_for(served.app.gone.wait(), PATIENCE_S)
+            served.app.gone.clear()
+
+
+async def test_a_client_that_only_sends_no_more_gets_its_answer() -> None:
+    async with serving() as served:
+        for _ in range(20):
+            wire = await served.connect()
+            wire.writer.write(HEAD + b"content-length: 4\r\n\r\nfour")
+            wire.writer.write_eof()
+            assert (await wire.answer()) == (200, b"4")
 
 
 class Recorded:

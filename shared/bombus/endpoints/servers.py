@@ -80,7 +80,7 @@ async def find_server(client: "httpx.AsyncClient", model: str = "") -> FoundServ
 
     Raises `EngineFault` if none does, or an unknown one.
     """
-    import httpx  # 5 MB of each gateway, where nearly none has servers elsewhere
+    import httpx  # 5 MB, which nearly all gateways can save
 
     where = str(client.base_url).rstrip("/")
     try:

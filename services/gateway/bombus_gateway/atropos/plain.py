@@ -108,7 +108,7 @@ def _lists_of(rows: Iterable[list[int]]) -> int:
 
 
 def _ints(rows: Any, count: int, least: int) -> bytes:
-    import numpy as np  # 10 MB, in gateways to which no groups are pushed too
+    import numpy as np  # 10 MB, which gateways that get no groups can save
 
     numbers: NDArray[np.int64] = np.frombuffer(rows.as_buffer(of_type="i"), "<i8")
     if len(numbers) != count or numbers.min() < least or numbers.max() > INT32_MAX:

@@ -571,8 +571,9 @@ class Call:
 
     def _remember(self, ref: CallRef, record: CallRecord) -> None:
         """Let later requests continue this call, and retries that wait for it have its answer."""
-        prompt = self.plan.prompt
-        self._conversation.add(ref, record, prompt.node, prompt.digest)
-        self.calls.histories.account_for(self.request.claims)
+        histories, prompt = self.calls.histories, self.plan.prompt
+        conversation = histories.conversation(self.request.claims)  # cached again, if it was dropped meanwhile
+        conversation.add(ref, record, prompt.node, prompt.digest)
+        histories.account_for(self.request.claims)
         if record.status == CallStatus.COMPLETE:
             self.attempt.ref = ref

@@ -47,7 +47,7 @@ class Responder:
 
     @contextmanager
     def hanging_up(self, hang_up: Callable[[object], None]) -> Iterator[None]:
-        """Let `hang_up` be called when the client closes the connection in the block, if the server tells that."""
+        """Let `hang_up` be called when the client closes the connection in the block, if the server reports it."""
         if self._hung_up is None:
             yield
             return
@@ -105,7 +105,7 @@ def route(
     """Return an ASGI application that lets `answer` respond, and responds with an error to whatever it raises."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = Responder(send, errors, scope.get("extensions", {}).get(HUNG_UP))
+        response = Responder(send, errors, (scope.get("extensions") or {}).get(HUNG_UP))
         try:
             if scope["method"] != method:
                 wrong = Refused(Code.MALFORMED, f"Use {method} here.")

@@ -88,7 +88,7 @@ def _leads_to(url: str, at: Endpoint) -> bool:
 
 async def looked_at(gateway: Gateway, at: Endpoint) -> Target:
     """Return what answers at an address, which the operator may have stopped allowing since it was registered."""
-    import httpx  # 5 MB of each gateway, where nearly none has servers elsewhere
+    import httpx  # 5 MB, which nearly all gateways can save
 
     url = f"http://[{at.host}]:{at.port}" if ":" in at.host else f"http://{at.host}:{at.port}"
     try:
