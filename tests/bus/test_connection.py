@@ -1,5 +1,6 @@
 import asyncio
 import socket
+import sys
 from pathlib import Path
 
 import nats
@@ -12,7 +13,7 @@ from bombus.demo.hive import free_port
 from bombus.errors import BusUnavailable, LogCorrupted, Refused
 from bombus.hive import inbox
 from tests.conftest import SMALL_STREAMS, freeze, kill, thaw
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 MB = 1 << 20
 
@@ -288,3 +289,47 @@ async def test_a_command_does_not_wait_for_a_server_whose_port_is_closed() -> No
         async with asyncio.timeout(5):
             with pytest.raises(BusUnavailable, match=r"no NATS server listens at nats://127\.0\.0\.1"):
                 await Bus.connect(url, "h", patient=False)
+
+
+_BY_WEBSOCKET = """
+import asyncio, sys
+from bombus.bus import Bus
+
+async def main():
+    assert "aiohttp" not in sys.modules
+    async with await Bus.connect(sys.argv[1], "main"):
+        print("connected")
+
+asyncio.run(main())
+"""
+
+
+async def test_a_server_is_reached_by_websocket(tmp_path: Path) -> None:
+    tcp, web = free_port(), free_port()
+    config = tmp_path / "nats.conf"
+    config.write_text(
+        f'port: {tcp}\nhost: "127.0.0.1"\njetstream {{ store_dir: "{tmp_path}/js" }}\n'
+        f'websocket {{ port: {web}, host: "127.0.0.1", no_tls: true }}\n'
+    )
+    command = [str(find_server()), "--config", str(config)]
+    server = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    try:
+        await until(lambda: _listens(web))
+        asked = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            _BY_WEBSOCKET,
+            f"ws://127.0.0.1:{web}",
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await asked.communicate()
+        assert (asked.returncode, out.decode().split()) == (0, ["connected"]), err.decode()
+    finally:
+        server.terminate()
+        await server.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

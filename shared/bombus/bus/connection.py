@@ -16,6 +16,7 @@ from nats.errors import Error
 
 from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT, check_size
 from bombus.bus.inbox_client import InboxClient
+from bombus.bus.lean_nats import allow_websockets
 from bombus.bus.publisher import Publisher
 from bombus.bus.requests import ApiCall, Requests
 from bombus.bus.streams import (
@@ -128,6 +129,7 @@ class Bus:
             for bus in made:
                 bus._connection_closed()
 
+        allow_websockets(url)
         connecting = asyncio.create_task(
             _connect(
                 client,

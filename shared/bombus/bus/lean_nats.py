@@ -1,10 +1,10 @@
-"""Imports nats-py without aiohttp, which it uses for websockets, and which would cost each process 12 MB and 0.2 s.
+"""Imports nats-py without aiohttp, which it needs for websockets alone: that would cost each process 12 MB and 0.2 s.
 
-What imports nats-py afterwards finds it as it is here: it says of a server at `ws://` that aiohttp is not installed. A
-program that has imported either of the two itself keeps what it has.
+`allow_websockets` makes up for it. A program that has imported either of the two itself keeps what it has.
 """
 
 import sys
+from contextlib import suppress
 
 if not sys.modules.keys() & {"nats", "aiohttp"}:
     sys.modules["aiohttp"] = None  # type: ignore[assignment]  # as if it were not installed
@@ -12,3 +12,15 @@ if not sys.modules.keys() & {"nats", "aiohttp"}:
         import nats  # noqa: F401
     finally:
         del sys.modules["aiohttp"]
+
+
+def allow_websockets(url: str) -> None:
+    """Give nats-py its aiohttp for servers at `ws://` or `wss://`. Where it is not installed, nats-py says so."""
+    if not any(scheme in url for scheme in ("ws://", "wss://")):
+        return
+    from nats.aio import transport
+
+    with suppress(ModuleNotFoundError):
+        import aiohttp
+
+        transport.aiohttp = aiohttp

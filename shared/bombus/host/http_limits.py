@@ -153,7 +153,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 hung_up.set_result(None)
 
     def eof_received(self) -> None:
-        """Send what was answered already: the loop closes the transport after this."""
+        """Flush what is pending: the loop closes the transport after this."""
         self.flush()
         super().eof_received()
 
@@ -198,7 +198,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._awaited = Awaited.NOTHING
         self._patience.end(self)
         super().on_message_complete()
-        if not self.pipeline:  # it is all there, and only who reads hears that the client has left
+        if not self.pipeline:  # the body is complete; a client that leaves is only noticed while we read
             self.flow.resume_reading()
 
     # ---- called when an answer is complete ----

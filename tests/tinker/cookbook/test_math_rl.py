@@ -51,8 +51,7 @@ def test_answers_that_end_are_reinforced_and_the_loop_is_resumed(sums: Recipes) 
     assert [each["optimizer_step"] for each in metrics] == list(range(1, 11)), "the optimizer went on too"
     rewards = [each["env/all/reward/total"] for each in metrics]
     assert CUT_OFF < rewards[0] < -0.035
-    # A step has 64 answers, whose mean does not get that high by chance; at this rate some runs unlearn it again.
-    assert max(rewards) > rewards[0] / 2
+    assert max(rewards[-3:]) > rewards[0] / 2  # one of them may be low
     assert max(abs(each["optim/kl_sample_train_v1"]) for each in metrics) < 1e-4, "samplers score as the trainer does"
     names = [each["name"] for each in sums.checkpoints("resumed")]
     assert names == ["000002", "000004", "final", "000006", "000008", "000010", "final"]

@@ -46,7 +46,7 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling_of_other_kinds(engine: EngineState, live: Live) -> Decisions:
-    """Look after a run of operations, or of scored groups."""
+    """Decide for a run of operations or of scored groups."""
     if engine.serves_operations:
         yield from _drop_untaken(engine, live)
     if engine.groups_episodes:

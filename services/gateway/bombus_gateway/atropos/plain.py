@@ -14,16 +14,15 @@ import msgspec
 from bombus.hive.trajectories.records import PackedFloats, pack_ints
 from bombus_gateway import limits
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 PLAIN_BYTES = 8 << 20  # of a body that takes some milliseconds, during which the interpreter does nothing else
 ARRAYS = ("advantages", "ref_logprobs", "inference_logprobs")
 TEXTS = ("generation_params", "messages", "overrides", "group_overrides", "images")
 _KNOWN = frozenset(("tokens", "masks", "scores", "env_id", "distill_token_ids", "distill_logprobs", *ARRAYS, *TEXTS))
 _simdjson: Any = importlib.import_module("simdjson") if importlib.util.find_spec("simdjson") else None
-
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class PlainGroup(msgspec.Struct, frozen=True, kw_only=True):

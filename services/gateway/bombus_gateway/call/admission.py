@@ -78,7 +78,7 @@ class Admitted:
 
     @property
     def characters_max(self) -> int:
-        """How many characters a prompt may have. A body of no more bytes cannot have more, and need not be counted."""
+        """The most characters that a prompt may have. A body with no more bytes than this need not be counted."""
         return CHARACTERS_FOR_A_TOKEN * self.tokens_max
 
     def check_characters(self, request: CompletionRequest) -> None:

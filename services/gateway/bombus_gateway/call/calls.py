@@ -421,7 +421,7 @@ class Call:
         calls.capacity.release(self._reserved, self._holder)
 
     async def _begin(self) -> Generation:
-        """Let a replica begin to generate."""
+        """Start the generation on a replica."""
         request, completion = self.request, self.request.completion
         generate = Generate(
             id=self.id,

@@ -47,7 +47,7 @@ class Responder:
 
     @contextmanager
     def hanging_up(self, hang_up: Callable[[object], None]) -> Iterator[None]:
-        """Let `hang_up` be called when the client closes the connection in the block, if the server reports it."""
+        """Call `hang_up` if the client closes the connection during the block, and the server reports that."""
         if self._hung_up is None:
             yield
             return

@@ -170,7 +170,7 @@ def _found(conversation: Conversation, completion: CompletionRequest) -> Followe
 def _found_and_made(
     find: Callable[[], Followed[Node]], then: Callable[[Followed[Node]], _T], work_bytes: int
 ) -> tuple[Followed[Node], _T | None]:
-    """Return what a request extends, and what `then` makes of it: None where that waits, or belongs in a thread."""
+    """Return what a request extends and the result of `then`, or None if `then` must wait or run in a thread."""
     found = find()
     waits = _may_be_elsewhere(found) or (work_bytes <= INLINE_BYTES_MAX < _bytes_of(found))
     return found, None if waits else then(found)
