@@ -18,6 +18,7 @@ import msgspec
 from bombus.faults import Point, arm
 
 RUNS = -1  # the answer in place of the status of a trainer that has not ended
+READY = b"ready\n"  # its first line
 THREADS = "1"  # of torch in a trainer, so that all its processes compute the same sums
 
 
@@ -37,7 +38,11 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Forge:
-    """The test's side, one for several tests. The trainers' stderr goes to `folder`."""
+    """The test's side, one for several tests. The trainers' stderr goes to `folder`.
+
+    It is ready when it was made: importing torch takes many seconds on a busy machine, and a loop that waits for a
+    process has no time for the acknowledgements of its hive.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,6 +53,8 @@ class Forge:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": THREADS, "OPENBLAS_NUM_THREADS": THREADS},
         )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == READY, "it ended while it imported"
 
     async def start(self, url: str, hive: str, options: str, **environment: str) -> int:
         """Start a trainer and return its process id. `options` are `TrainerOptions` as JSON."""
@@ -100,6 +107,8 @@ def main() -> None:
     import bombus_trainer.service  # noqa: F401
 
     assert len(os.listdir("/proc/self/task")) == 1, "a thread is running: a fork would lose it"
+    sys.stdout.write(READY.decode())
+    sys.stdout.flush()
     for line in sys.stdin:
         command = json.loads(line)
         if "wait" in command:
