@@ -6,16 +6,22 @@ import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import Message
 
 from bombus.bus import Bus
 from bombus.errors import Code, Refused
 from bombus_gateway import limits
+from bombus_gateway.anthropic.request import _Body, read_messages
 from bombus_gateway.bodies import SMALL, SWARM, TRAINING, TRAJECTORIES, BodyGate, BodyLimits
 from bombus_gateway.call.workers import THREADS, Workers
+from bombus_gateway.decoding.json_body import BadParameter
+from bombus_gateway.openai.request import _ChatBody, read_chat
+from bombus_gateway.responses.request import _ResponsesBody, read_response_request
 from tests.gateway.swarm_hive import PlayedHive, played_hive
 from tests.gateway.test_access import routes_of
 from tests.patience import PATIENCE_S
@@ -135,6 +141,33 @@ async def test_other_requests_go_on_while_a_large_body_is_read(played: PlayedHiv
     for path, task in asked.items():
         status, said = await task
         assert status < 500, (path, said)
+
+
+# Each field of each kind of body that is as long as a conversation: these are not looked through as a whole.
+MESSAGES = [{"role": "user", "content": "hi"}]
+FIELDS = [
+    pytest.param(read, given, field.encode_name, id=f"{read.__name__}-{field.encode_name}")
+    for read, kind, given in (
+        (read_chat, _ChatBody, {"messages": MESSAGES}),
+        (read_messages, _Body, {"messages": MESSAGES, "max_tokens": 1}),
+        (read_response_request, _ResponsesBody, {"input": "hi"}),
+    )
+    for field in msgspec.structs.fields(kind)
+]
+
+
+@pytest.mark.parametrize(("read", "given", "field"), FIELDS)
+def test_what_is_too_deep_is_refused_in_each_field_and_what_is_just_not_is_not(
+    read: Callable[[bytes], Any], given: dict[str, Any], field: str
+) -> None:
+    def body(depth: int) -> bytes:
+        nested = b"[" * (depth - 2) + b'{"x":1}' + b"]" * (depth - 2)
+        return msgspec.json.encode({"model": "m", **given, field: msgspec.Raw(nested)})
+
+    with pytest.raises(Refused, match="nested deeper"):
+        read(body(limits.DEPTH + 1))
+    with suppress(BadParameter):  # most fields are no lists: that is said then
+        read(body(limits.DEPTH))
 
 
 # ---- the gate alone ----

@@ -53,7 +53,7 @@ def test_a_body_that_is_nested_too_deeply_or_is_not_unicode_is_refused(body: byt
 
 
 def test_a_prompt_that_is_nested_too_deeply_is_refused() -> None:
-    with pytest.raises(Refused, match="nested too deeply"):
+    with pytest.raises(Refused, match="nested deeper"):
         read_completion(b'{"model": "m", "prompt": ' + DEEP + b"}")
 
 

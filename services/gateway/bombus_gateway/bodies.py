@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What the bodies of a route may hold; 0: as much as fits into their bytes.
+    """What the bodies of a route may hold; 0: as much as fits into their bytes, or who decodes them looks.
 
     `names` are those of all objects, and `lists` counts objects too. A body that `may_be_binary` is JSON all the same
     unless it says that it is protobuf. One of up to `inline_bytes` is read at once, and a larger one in a thread.
@@ -50,14 +50,14 @@ class BodyLimits:
         A list, a name or a value takes two bytes at least, so those of a small body are not counted.
         """
         counted = {"lists and objects": self.lists, "names": self.names, "values": self.values}
-        if is_flat(body) and not any(0 < most < len(body) // 2 for most in counted.values()):
+        if (not self.depth or is_flat(body)) and not any(0 < most < len(body) // 2 for most in counted.values()):
             return body
         marks = marks_of(body)
         found = (marks.count(b"["), marks.count(b":"), marks.count(b","))
         for (what, most), count in zip(counted.items(), found, strict=True):
             if 0 < most < count:
                 raise Refused(Code.TOO_LARGE, f"The body has more than {most} {what}; {self.fewer}.")
-        if is_deeper(marks, self.depth):
+        if self.depth and is_deeper(marks, self.depth):
             raise Refused(Code.MALFORMED, f"The body is nested deeper than {self.depth}.")
         return body
 
@@ -86,7 +86,7 @@ class BodyGate:
     """Reads the bodies of one gateway's requests. `calls` are the limits of a model call's, and of a sample's."""
 
     def __init__(self, workers: Workers, call_bytes_max: int) -> None:
-        self.calls = BodyLimits(call_bytes_max, fewer="send less text")
+        self.calls = BodyLimits(call_bytes_max, depth=0, fewer="send less text")
         self.samples = replace(TRAINING, bytes_max=call_bytes_max, may_be_binary=False)
         self._workers = workers
 

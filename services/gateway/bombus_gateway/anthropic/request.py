@@ -22,16 +22,16 @@ from bombus_gateway.decoding.json_body import (
     STRICT,
     Asked,
     BadParameter,
+    BodyDecoder,
     check_count_of_tools,
+    check_depth,
     checked_arguments,
     decode_body,
     demand_of_calls,
     demand_of_json,
-    field_names,
     function_tool,
     split_asked,
     stop_strings,
-    unknown_fields,
 )
 from bombus_gateway.decoding.json_parts import RememberedItems, RememberedParts
 from bombus_gateway.text.message import ChatMessage
@@ -107,7 +107,7 @@ class _Body(msgspec.Struct, kw_only=True):
     model: _Name
     messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]  # of `_Message`
     max_tokens: _Count | None = None
-    system: _Content = None
+    system: msgspec.Raw = msgspec.Raw(b"null")  # a `_Content`
     tools: msgspec.Raw = msgspec.Raw(b"null")  # of `_Tool`, or null
     tool_choice: _ToolChoice | None = None
     stop_sequences: list[str] | None = None
@@ -152,23 +152,23 @@ class _Alone(NamedTuple):
     unsupported: tuple[Unsupported, ...]
 
 
-_body = msgspec.json.Decoder(_Body)
+_body = BodyDecoder(_Body, "messages", "system", "tools")
 _message = msgspec.json.Decoder(_Message)
+_system: msgspec.json.Decoder[_Content] = msgspec.json.Decoder(_Content)
 _offered = msgspec.json.Decoder(list[_Tool] | None)
-_FIELDS = field_names(_Body)
 
 
 def read_messages(body: bytes) -> MessagesRequest:
     """Decode the body of `POST /v1/messages`, or of `/v1/messages/count_tokens`. Raises `Refused`."""
-    found = decode_body(_body, body)
+    found, unknown = _body(body)
     given = _remembered_messages(found.messages, "messages")
-    unsupported = [*_beyond_messages(found, given[-1].message), *unknown_fields(body, _FIELDS)]
+    unsupported = [*_beyond_messages(found, given[-1].message), *unknown]
     offered = _remembered_tools(bytes(found.tools))
     tools = _tools(offered, given, unsupported)
     demands, unmet = split_asked([_forced_call(found.tool_choice, tools), *_forms_of_answer(found)])
     completion = CompletionRequest(
         chat=True,
-        messages=tuple(_messages(found.system, given, unsupported)),
+        messages=tuple(_messages(_remembered_system(bytes(found.system)), given, unsupported)),
         tools=tuple(tools),
         parse_tool_calls=bool(tools) and (found.tool_choice is None or found.tool_choice.type != "none"),
         stops=stop_strings(found.stop_sequences or (), "stop_sequences"),
@@ -253,6 +253,7 @@ def _takes_away(management: dict[str, Any] | None) -> bool:
 
 
 def _read_tools(given: bytes) -> tuple[_Offered, ...]:
+    check_depth(given, around=1)
     found = decode_body(_offered, given, "tools") or []
     check_count_of_tools(len(found))
     return tuple(_Offered(tool, _function(tool, f"tools.{index}")) for index, tool in enumerate(found))
@@ -314,7 +315,13 @@ def _read_message(part: bytes, at: str, place: str) -> _Alone:
     return _Alone(message, turn, tuple(left_out))
 
 
+def _read_system(given: bytes) -> _Content:
+    check_depth(given, around=1)
+    return decode_body(_system, given, _SYSTEM)
+
+
 _remembered_messages = RememberedItems(_read_message)
+_remembered_system = RememberedParts(_read_system)
 
 
 def _messages(system: _Content, given: Sequence[_Alone], left_out: list[Unsupported]) -> Iterator[ChatMessage]:

@@ -3,19 +3,21 @@
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
 from bombus.errors import Code, Refused
 from bombus_gateway import limits
 from bombus_gateway.call.request import Demand, Unsupported
+from bombus_gateway.decoding.json_shape import is_deeper, is_flat, marks_of
 from bombus_gateway.text.thinking import NEAREST, NO_EFFORT, ThinkingWish
 
 Asked = Demand | Unsupported  # what a client asks for beyond tools, messages and how tokens are drawn
 ANY_OBJECT: dict[str, Any] = {"type": "object"}  # the JSON Schema of it
 
 _Body = TypeVar("_Body")
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
 raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _anything = msgspec.json.Decoder()
 _packed = msgspec.msgpack.Encoder().encode  # as the log has it
@@ -63,11 +65,40 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = 
         raise Refused(Code.MALFORMED, "The body is nested too deeply.") from None
 
 
-def unknown_fields(body: bytes, known: set[str]) -> list[Unsupported]:
-    """Return the fields of a body that are not among the known ones and not null.
+def check_depth(text: bytes, around: int = 0) -> None:
+    """Raise `Refused` MALFORMED for JSON that is too deep where it is inside of `around` lists and objects."""
+    depth = limits.DEPTH - around
+    if not is_flat(text, depth) and is_deeper(marks_of(text), depth):
+        _refuse_depth()
 
-    Raises `Refused` MALFORMED, and TOO_LARGE for too many fields.
+
+class BodyDecoder(Generic[_StructT]):
+    """Decodes the bodies of one route, which are objects with the fields of `kind`, and checks how deep they are.
+
+    A body is as long as its conversation, so it is read once: how deep the fields `parts` are is left to those who read
+    them, and who have seen most of them before. Only where there are fields that nobody here knows it is read again.
     """
+
+    def __init__(self, kind: type[_StructT], *parts: str) -> None:
+        strict = msgspec.defstruct(kind.__name__, [], bases=(kind,), kw_only=True, forbid_unknown_fields=True)
+        self._strict: msgspec.json.Decoder[_StructT] = msgspec.json.Decoder(strict)
+        self._lenient = msgspec.json.Decoder(kind)
+        self._known = {field.encode_name for field in msgspec.structs.fields(kind)}
+        self._names = [field.name for field in msgspec.structs.fields(kind) if field.name not in parts]
+
+    def __call__(self, body: bytes) -> tuple[_StructT, list[Unsupported]]:
+        """Return a body, and the fields that are not known and not null. Raises `Refused` as `decode_body` does."""
+        try:
+            found = self._strict.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            check_depth(body)
+            return decode_body(self._lenient, body), _unknown_fields(body, self._known)
+        if any(limits.is_deeper(getattr(found, name), limits.DEPTH - 1) for name in self._names):
+            _refuse_depth()
+        return found, []
+
+
+def _unknown_fields(body: bytes, known: Collection[str]) -> list[Unsupported]:
     given = decode_body(raw_fields, body)  # what is unknown was not looked at before
     if len(given) > limits.FIELDS:
         raise Refused(Code.TOO_LARGE, f"The body has {len(given)} fields, and the limit is {limits.FIELDS}.")
@@ -194,6 +225,10 @@ def _without_halves(text: str) -> str:
     if r"\u" not in text:  # as in most bodies: looking at each character of a large one takes seconds
         return text
     return _escapes.sub(lambda found: r"\ufffd" if found["half"] else found[0], text)
+
+
+def _refuse_depth() -> NoReturn:
+    raise Refused(Code.MALFORMED, f"The body is nested deeper than {limits.DEPTH}.")
 
 
 def _refuse_body(error: msgspec.MsgspecError, before: str) -> NoReturn:

@@ -7,9 +7,9 @@ _TO_SQUARE = bytes.maketrans(b"{}", b"[]")
 _REST = bytes(byte for byte in range(256) if byte not in b'[]{},:"')
 
 
-def is_flat(text: bytes) -> bool:
-    """Return whether JSON has too few brackets to be deeper than `limits.DEPTH`, which is true of most bodies."""
-    return text.count(b"[") + text.count(b"{") <= DEPTH
+def is_flat(text: bytes, depth: int = DEPTH) -> bool:
+    """Return whether JSON has too few brackets to be deeper than `depth`, which is true of most bodies."""
+    return text.count(b"[") + text.count(b"{") <= depth
 
 
 def marks_of(text: bytes) -> bytes:

@@ -19,18 +19,18 @@ from bombus_gateway.decoding.json_body import (
     STRICT,
     Asked,
     BadParameter,
+    BodyDecoder,
     arguments_of_text,
     check_count_of_tools,
+    check_depth,
     checked_arguments,
     decode_body,
     demand_of_calls,
     demand_of_json,
-    field_names,
     function_tool,
     split_asked,
     stop_strings,
     stop_tokens,
-    unknown_fields,
     wish_of_effort,
 )
 from bombus_gateway.decoding.json_parts import RememberedItems, RememberedParts
@@ -155,16 +155,15 @@ class _ReadTools(NamedTuple):
     unsupported: tuple[Unsupported, ...]
 
 
-_chat = msgspec.json.Decoder(_ChatBody)
+_chat = BodyDecoder(_ChatBody, "messages", "tools")
 _chat_message = msgspec.json.Decoder(_Message)
 _chat_tools = msgspec.json.Decoder(list[dict[str, Any]] | None)
-_completion = msgspec.json.Decoder(_CompletionBody)
-_CHAT_FIELDS, _COMPLETION_FIELDS = field_names(_ChatBody), field_names(_CompletionBody)
+_completion = BodyDecoder(_CompletionBody, "prompt")
 
 
 def read_chat(body: bytes) -> OpenAIRequest:
     """Decode the body of `POST /v1/chat/completions`. Raises `Refused`, naming the parameter."""
-    found = decode_body(_chat, body)
+    found, unknown = _chat(body)
     _check_stream_options(found)
     tools = _remembered_tools(bytes(found.tools))
     if found.tool_choice == "auto" and not (tools.functions or tools.unsupported):
@@ -186,7 +185,7 @@ def read_chat(body: bytes) -> OpenAIRequest:
         *unmet,
         *unthought,
         *_beyond_chat(found),
-        *unknown_fields(body, _CHAT_FIELDS),
+        *unknown,
     ]
     completion = CompletionRequest(
         chat=True,
@@ -209,13 +208,12 @@ def read_chat(body: bytes) -> OpenAIRequest:
 
 def read_completion(body: bytes) -> OpenAIRequest:
     """Decode the body of `POST /v1/completions`. Raises `Refused`, naming the parameter."""
-    found = decode_body(_completion, body)
+    found, unsupported = _completion(body)
     _check_stream_options(found)
     if found.echo:
         _refuse("echo", "prompts are not scored")
     if found.suffix:
         _refuse("suffix", "text is not inserted")
-    unsupported = unknown_fields(body, _COMPLETION_FIELDS)
     if found.best_of not in (None, 1, found.n or 1):
         unsupported.append(Unsupported("best_of", "only as many completions are sampled as are returned"))
     completion = CompletionRequest(
@@ -420,6 +418,7 @@ def _tool_call(call: _ToolCall, place: str) -> dict[str, Any]:
 def _read_tools(given: bytes) -> _ReadTools:
     tools: list[dict[str, Any]] = []
     others: list[Unsupported] = []
+    check_depth(given, around=1)
     found = decode_body(_chat_tools, given, "tools") or []
     check_count_of_tools(len(found))
     for index, tool in enumerate(found):

@@ -15,7 +15,7 @@ from bombus_gateway.call.admission import Admitted
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.http import ErrorEncoder, Responder, route
 from bombus_gateway.call.request import CallRequest, CompletionRequest
-from bombus_gateway.decoding.json_body import BadParameter, decode_body, raw_fields
+from bombus_gateway.decoding.json_body import BadParameter, check_depth, decode_body, raw_fields
 from bombus_gateway.openai.request import read_chat
 
 
@@ -77,9 +77,12 @@ class TokenRoutes:
         claims = self._agents.verify(episode_key(headers), now_ns)
         self._calls.admission.check_episode(claims)
         bodies = self._calls.bodies
-        found, size = await bodies.decoded(
-            headers, receive, bodies.calls, lambda body: (decode(body), len(body)), claims.episode
-        )
+
+        def work(body: bytes) -> tuple[_BodyT, int]:
+            check_depth(body)
+            return decode(body), len(body)
+
+        found, size = await bodies.decoded(headers, receive, bodies.calls, work, claims.episode)
         nothing = CompletionRequest(chat=False)
         return found, CallRequest(claims=claims, completion=nothing, digest=b"", body_bytes=size, received_ns=now_ns)
 

@@ -17,16 +17,16 @@ from bombus_gateway.decoding.json_body import (
     ANY_OBJECT,
     Asked,
     BadParameter,
+    BodyDecoder,
+    check_depth,
     decode_body,
     demand_of_calls,
     demand_of_json,
-    field_names,
     split_asked,
-    unknown_fields,
     unknown_parts,
     wish_of_effort,
 )
-from bombus_gateway.decoding.json_parts import RememberedParts
+from bombus_gateway.decoding.json_parts import RememberedItems, RememberedParts
 from bombus_gateway.responses.items import InputItem, InputReader
 from bombus_gateway.responses.tools import RequestTools, ToolForm, read_tools
 from bombus_gateway.text.message import ChatMessage
@@ -68,7 +68,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class _ResponsesBody(msgspec.Struct, kw_only=True):
     model: _Name
-    input: str | list[InputItem] | None = None
+    input: str | list[msgspec.Raw] | None = None  # of `InputItem`
     instructions: str | None = None
     tools: msgspec.Raw = msgspec.Raw(b"null")  # objects, or null
     tool_choice: str | dict[str, Any] | None = None
@@ -100,9 +100,9 @@ class _ResponsesBody(msgspec.Struct, kw_only=True):
     max_tool_calls: Ignored = None  # of tools that run at the server
 
 
-_body = msgspec.json.Decoder(_ResponsesBody)
+_body = BodyDecoder(_ResponsesBody, "input", "tools")
+_item = msgspec.json.Decoder(InputItem)
 _offered = msgspec.json.Decoder(list[dict[str, Any]] | None)
-_FIELDS = field_names(_ResponsesBody)
 _ECHOED = (
     "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id", "prompt_cache_key",
     "reasoning", "safety_identifier", "service_tier", "store", "temperature", "text", "tool_choice", "top_p",
@@ -132,29 +132,31 @@ def _placed(given: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _read_tools(part: bytes) -> _ReadTools:
+    check_depth(part, around=1)
     given = decode_body(_offered, part, "tools") or []
     return _ReadTools(given, read_tools(_placed(given)))
 
 
 _remembered_tools = RememberedParts(_read_tools)
+_remembered_items = RememberedItems(lambda item, at, _: decode_body(_item, item, at))
 
 
 def read_response_request(body: bytes) -> ResponsesRequest:
     """Decode the body of `POST /v1/responses`. Raises `Refused`, naming the parameter."""
-    found = decode_body(_body, body)
+    found, unknown = _body(body)
     _check_form(found)
     reader = InputReader()
     if isinstance(found.input, str):
         reader.messages.append({"role": "user", "content": found.input})
     else:
-        reader.read(found.input or [])
+        reader.read(_remembered_items(found.input or (), "input"))
     if not reader.messages and not found.instructions and not found.previous_response_id:
         why = "input is empty: send a text, or items of which at least one is a message."
         raise BadParameter(Code.MALFORMED, "input", why)
     given, tools = _remembered_tools(bytes(found.tools))
     if reader.tools:
         tools = read_tools([*_placed(given), *reader.tools])
-    unsupported = [*tools.unsupported, *reader.unsupported, *_beyond(found), *unknown_fields(body, _FIELDS)]
+    unsupported = [*tools.unsupported, *reader.unsupported, *_beyond(found), *unknown]
     return ResponsesRequest(
         completion=_completion(found, reader, tools, unsupported),
         model=found.model,
