@@ -4,10 +4,8 @@ import asyncio
 import logging
 import random
 import re
-import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, Protocol
 
 import httpx
@@ -15,6 +13,7 @@ import msgspec
 
 from bombus.environments.kinds import MessageDict, ToolCall, ToolSchema
 from bombus.errors import FOREIGN_TEXT_MAX, Code, in_one_line
+from bombus.host.certificates import certificates
 from bombus.host.host_names import is_loopback
 from bombus.sdk.errors import InfraError
 
@@ -138,13 +137,13 @@ class ChatModel:
         self._watch = watch
         self.versions: set[int] = set()  # of the policies that have sampled the answers so far, where a hive says so
         self._sampling = dict(sampling or {})
-        url = httpx.URL(base_url)
+        trusts = not is_loopback(httpx.URL(base_url).host)
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(None, connect=CONNECT_S),  # whoever asks has a limit for the whole
-            trust_env=not is_loopback(url.host),
-            verify=_certificates(url.scheme == "https"),
+            trust_env=trusts,
+            verify=certificates(trusts),
             transport=transport,
         )
 
@@ -214,12 +213,6 @@ class ChatModel:
             pause = min(BACKOFF_FIRST_S * 2 ** min(attempt, 10), BACKOFF_MAX_S)
             await asyncio.sleep(max(pause, at_least_s) * (1 + random.random() / 2))
             attempt += 1
-
-
-@cache
-def _certificates(are_needed: bool) -> ssl.SSLContext:
-    """Return the TLS context that all episodes share: reading all root certificates takes 60 ms."""
-    return httpx.create_ssl_context(verify=are_needed)
 
 
 class _Usage(msgspec.Struct):

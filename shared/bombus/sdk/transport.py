@@ -2,17 +2,16 @@
 
 import os
 import socket
-import ssl
 import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import httpx
 
 from bombus import telemetry
+from bombus.host.certificates import certificates
 from bombus.host.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
 from bombus.host.host_names import is_loopback
 from bombus.sdk.core import NoReply, ServerReply, ServerRequest
@@ -54,14 +53,8 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
         "limits": limits,
         "headers": headers,
         "trust_env": trusts_environment,
-        "verify": _certificates(trusts_environment),
+        "verify": certificates(trusts_environment),
     }
-
-
-@cache
-def _certificates(trusts_environment: bool) -> ssl.SSLContext:
-    """Return what checks certificates. It takes 25 ms to make, so one is for all clients, and for their heartbeats."""
-    return httpx.create_ssl_context(trust_env=trusts_environment)
 
 
 class OpenConnections:

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from bombus.host.certificates import certificates
+
 RETRIES_MAX = 60
 PAUSE_S = 1.0
 CONNECT_S = 10.0
@@ -25,7 +27,10 @@ def client() -> httpx.AsyncClient:
     if key not in _clients:
         _clients.clear()
         _clients[key] = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=CONNECT_S), limits=httpx.Limits(max_connections=None), trust_env=False
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+            verify=certificates(False),
         )
     return _clients[key]
 

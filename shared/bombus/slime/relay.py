@@ -15,6 +15,7 @@ import msgspec
 
 from bombus.errors import Code, Refused, in_one_line
 from bombus.hive.decoding import decoded
+from bombus.host.certificates import certificates
 from bombus.host.host_names import is_loopback
 from bombus.sdk.types import Credentials
 from bombus.slime.local_server import JSON, LocalAnswer, LocalServer
@@ -185,7 +186,8 @@ class SampleRelay:
     def __init__(self, server_url: str, tokenizer: Any) -> None:
         limits = httpx.Limits(max_connections=None)
         trusts = not is_loopback(httpx.URL(server_url).host)
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10.0), limits=limits, trust_env=trusts)
+        timeout, checks = httpx.Timeout(None, connect=10.0), certificates(trusts)
+        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=trusts, verify=checks)
         self._tokenizer = tokenizer
         self._retired: deque[SampleAddress] = deque()
         self._current: set[SampleAddress] = set()

@@ -18,6 +18,7 @@ from bombus.config.flags import Flag, add_settings_arguments, settings_from
 from bombus.environments.rollout import Rollout
 from bombus.errors import BombusError, Refused, in_one_line
 from bombus.hive.episodes import KEY_PREFIX
+from bombus.host.certificates import certificates
 from bombus.host.host_names import is_loopback
 from bombus.host.process import TERMINATED, cancel_at_signals
 from bombus.sdk.types import Credentials, Task
@@ -166,9 +167,9 @@ class _Models(msgspec.Struct):
 
 async def _first_model(base_url: str) -> str:
     """Return the first model that a server lists. Raises `BombusError` where it lists none."""
-    local = is_loopback(httpx.URL(base_url).host)
+    trusts = not is_loopback(httpx.URL(base_url).host)
     try:
-        async with httpx.AsyncClient(timeout=ASK_S, trust_env=not local) as client:
+        async with httpx.AsyncClient(timeout=ASK_S, trust_env=trusts, verify=certificates(trusts)) as client:
             response = await client.get(f"{base_url}/models", headers={"Authorization": f"Bearer {_key()}"})
         if response.status_code != 200:
             raise BombusError(

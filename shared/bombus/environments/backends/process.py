@@ -13,6 +13,7 @@ from bombus.environments.backends.folders import BackendFolder
 from bombus.environments.backends.listening import listens
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import in_one_line
+from bombus.host.certificates import certificates
 from bombus.host.process import die_with_this_process, kill
 
 START_S = 30.0
@@ -50,7 +51,8 @@ class SimulatorProcess:
         if self._port and not is_free(port):
             raise EnvironmentLost(f"port {port} is in use: end the program that has it, or choose another base port")
         self._folder = BackendFolder("simulator")
-        self._http = httpx.AsyncClient(base_url=self.address, timeout=CALL_S, trust_env=False)
+        checks = certificates(False)
+        self._http = httpx.AsyncClient(base_url=self.address, timeout=CALL_S, trust_env=False, verify=checks)
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             env=self._variables(port, self._folder.path),

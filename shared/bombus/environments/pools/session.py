@@ -29,6 +29,7 @@ from bombus.environments.openenv.messages import (
 )
 from bombus.errors import FOREIGN_TEXT_MAX, BombusError, Code, Refused, in_one_line
 from bombus.hive.episodes import reward_number
+from bombus.host.certificates import certificates
 
 log = logging.getLogger("bombus")
 
@@ -181,8 +182,9 @@ class EnvSession:
         """Return the JSON schema of an action that the server's `/schema` has, or one that allows anything."""
         if self._action is None:
             headers = _key_header(self.settings.key)
+            http = httpx.AsyncClient(trust_env=False, verify=certificates(False))
             try:
-                async with asyncio.timeout(self.settings.connect_s), httpx.AsyncClient(trust_env=False) as http:
+                async with asyncio.timeout(self.settings.connect_s), http:
                     answer = await http.get(_page_url(self.url, "schema"), headers=headers)
                     found = msgspec.json.decode(answer.content, type=dict[str, Any])["action"]
                 self._action = _for_models(found)

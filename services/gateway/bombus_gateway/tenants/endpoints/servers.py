@@ -20,6 +20,7 @@ from bombus.endpoints.servers import (
     load_folder,
 )
 from bombus.errors import Code, EngineFault, Refused
+from bombus.host.certificates import certificates
 from bombus.host.host_names import is_loopback
 from bombus.operations import CheckpointSaved
 from bombus_gateway.context import Gateway
@@ -145,5 +146,11 @@ def _client(url: str, key: str = "") -> "httpx.AsyncClient":
     """Return a client of one server that follows nobody elsewhere: no redirects, no proxies of the environment."""
     import httpx
 
-    timeout, headers = httpx.Timeout(LOAD_S, connect=CONNECT_S), {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False, follow_redirects=False)
+    return httpx.AsyncClient(
+        base_url=url,
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        timeout=httpx.Timeout(LOAD_S, connect=CONNECT_S),
+        trust_env=False,
+        verify=certificates(False),
+        follow_redirects=False,
+    )
