@@ -14,7 +14,6 @@ from bombus.environments.backends.folders import BackendFolder, FolderUse, empty
 from bombus.environments.backends.memory import memory_of
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import Code, Refused
-from bombus.host.process import die_with_this_process
 
 SETUP = Path(__file__).with_name("sandbox.sh")
 OUTPUT_BYTES_MAX = 64 * 1024
@@ -29,8 +28,10 @@ MEASURE_S = 1.0
 MEASURE_MEMORY_S = 0.1
 NAMESPACES = ("--user", "--map-root-user", "--pid", "--fork", "--net", "--mount", "--ipc", "--uts", "--kill-child")
 NOBODY = 65534
-# Another user is not told of its parent's death any longer, unless it asks for that again.
-AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--pdeathsig=KILL", "--")
+# What follows is killed when this process dies. A `preexec_fn` that asks for that has the whole process copied first.
+DIES_WITH_US = ("setpriv", "--pdeathsig=KILL")
+AS_NOBODY = (f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+UNLESS_IT_DIED = ("/bin/sh", "-c", 'test "$PPID" = "$0" && exec "$@"')  # before the call above
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
@@ -81,7 +82,11 @@ class ShellSandbox:
         if self._folder is None:
             raise EnvironmentLost("the sandbox has been closed")
         process = await asyncio.create_subprocess_exec(
+            *DIES_WITH_US,
             *(AS_NOBODY if os.geteuid() == 0 else ()),
+            "--",
+            *UNLESS_IT_DIED,
+            str(os.getpid()),
             "unshare",
             *NAMESPACES,
             "/bin/sh",
@@ -99,7 +104,6 @@ class ShellSandbox:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=die_with_this_process(),
         )
         output = bytearray()
         seen = 0
