@@ -45,7 +45,7 @@ LONGEST = [
     "test_replicas",
 ]
 MEMORY_BYTES = 4 << 30  # that the files of the shared nats-server may take at most
-FREEZE_EVERY = 200  # tests
+FREEZE_EVERY = 500  # tests
 _numbers, _ended = itertools.count(1), itertools.count(1)
 
 if importlib.util.find_spec("hypothesis") is not None:  # the environments of others' clients do without

@@ -60,29 +60,32 @@ def is_bombus(word: str) -> bool:
     return word == "bombus" or word.endswith("/bombus")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_command_of_a_page_exists(page: Path) -> None:
-    for command in commands(page):
-        first, *rest = shlex.split(command)
-        if first == "make":
-            assert rest[0] in TARGETS, command
-        elif is_bombus(first):
-            assert rest[0] in COMMANDS, command
-        elif first.endswith("python"):
-            assert exists_as_module(rest[1]) if rest[0] == "-m" else (ROOT / rest[0]).exists(), command
-        else:
-            assert first in INSTALLED or (ROOT / first).is_file(), command
+def test_every_command_of_a_page_exists() -> None:
+    for page in PAGES:
+        for command in commands(page):
+            first, *rest = shlex.split(command)
+            if first == "make":
+                assert rest[0] in TARGETS, (name_of(page), command)
+            elif is_bombus(first):
+                assert rest[0] in COMMANDS, (name_of(page), command)
+            elif first.endswith("python"):
+                assert exists_as_module(rest[1]) if rest[0] == "-m" else (ROOT / rest[0]).exists(), (
+                    name_of(page),
+                    command,
+                )
+            else:
+                assert first in INSTALLED or (ROOT / first).is_file(), (name_of(page), command)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_flag_of_a_bombus_command_exists(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in commands(page):
-        first, *rest = shlex.split(command)
-        flags = {word for word in rest if word.startswith("--")}
-        if is_bombus(first) and flags:
-            with pytest.raises(SystemExit):
-                main([*rest[: 2 if rest[0] in WITH_SUBCOMMANDS else 1], "--help"])
-            assert flags <= set(re.findall(r"--[a-z0-9-]+", capsys.readouterr().out)), command
+def test_every_flag_of_a_bombus_command_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    for page in PAGES:
+        for command in commands(page):
+            first, *rest = shlex.split(command)
+            flags = {word for word in rest if word.startswith("--")}
+            if is_bombus(first) and flags:
+                with pytest.raises(SystemExit):
+                    main([*rest[: 2 if rest[0] in WITH_SUBCOMMANDS else 1], "--help"])
+                assert flags <= set(re.findall(r"--[a-z0-9-]+", capsys.readouterr().out)), (name_of(page), command)
 
 
 def exists_as_module(name: str) -> bool:
@@ -105,25 +108,25 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if re.match(r"[a-z]+:", target):
-            continue
-        file, _, heading = target.partition("#")
-        leads_to = (page.parent / file).resolve() if file else page
-        assert leads_to.exists(), f"{name_of(page)} links to {target}"
-        if heading:
-            headings = re.findall(r"^#+ (.*)$", leads_to.read_text(), re.MULTILINE)
-            assert heading in map(anchor, headings), f"{name_of(page)} links to {target}"
+def test_every_link_of_a_page_leads_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if re.match(r"[a-z]+:", target):
+                continue
+            file, _, heading = target.partition("#")
+            leads_to = (page.parent / file).resolve() if file else page
+            assert leads_to.exists(), f"{name_of(page)} links to {target}"
+            if heading:
+                headings = re.findall(r"^#+ (.*)$", leads_to.read_text(), re.MULTILINE)
+                assert heading in map(anchor, headings), f"{name_of(page)} links to {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_file_that_a_page_names_exists(page: Path) -> None:
+def test_every_file_that_a_page_names_exists() -> None:
     """A name in backquotes with a top folder of the tree in front is a path."""
-    tops = "|".join(("shared", "services", "tests", "bench", "examples", "docs", "deploy"))
-    for path in re.findall(rf"`((?:{tops})/[\w./-]*)`", page.read_text()):
-        assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
+    for page in PAGES:
+        tops = "|".join(("shared", "services", "tests", "bench", "examples", "docs", "deploy"))
+        for path in re.findall(rf"`((?:{tops})/[\w./-]*)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
 
 
 # ---- the README -----------------------------------------------------------------------------------------------
@@ -214,15 +217,15 @@ def test_decisions_are_numbered_without_gaps() -> None:
     assert [int(page.name[:4]) for page in DECISIONS] == list(range(1, len(DECISIONS) + 1))
 
 
-@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.name[:4])
-def test_a_decision_has_a_title_a_status_a_date_and_its_reasons(page: Path) -> None:
-    lines = page.read_text().splitlines()
-    assert re.match(rf"# {int(page.name[:4])}\. \S", lines[0])
-    status = re.fullmatch(r"- Status: (?:accepted|superseded by \[(\d+)\]\(\S+\))", lines[2])
-    assert status, lines[2]
-    assert re.fullmatch(r"- Date: \d{4}-\d\d-\d\d", lines[3]), lines[3]
-    headings = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
-    assert headings == ["Decision", "Why", "Turned down"]
+def test_a_decision_has_a_title_a_status_a_date_and_its_reasons() -> None:
+    for page in DECISIONS:
+        lines = page.read_text().splitlines()
+        assert re.match(rf"# {int(page.name[:4])}\. \S", lines[0]), page.name
+        status = re.fullmatch(r"- Status: (?:accepted|superseded by \[(\d+)\]\(\S+\))", lines[2])
+        assert status, (page.name, lines[2])
+        assert re.fullmatch(r"- Date: \d{4}-\d\d-\d\d", lines[3]), (page.name, lines[3])
+        headings = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+        assert headings == ["Decision", "Why", "Turned down"], page.name
 
 
 def test_the_index_names_each_decision_once_by_its_title() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("tidy")  # where each file is read once
 ROOT = Path(__file__).parent.parent
 SERVICES = {
     "bombus_gateway": ROOT / "services/gateway/bombus_gateway",

@@ -16,7 +16,7 @@ from bombus.hive.events import StepCompleted, TrainerOpened, WeightsReady
 from bombus.weights.adapters import ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.weights.deltas import DELTA_FORMAT, FULL_FILE, chain, file_sha256
 from bombus_inference.fetching import Fetcher
-from tests.effort import LONG, effort
+from tests.effort import LONG, effort, long_only
 from tests.trainer.forked_trainers import Forge
 from tests.trainer.trainer_hive import WAIT_S
 from tests.trainer.trainer_lives import running, undisturbed
@@ -60,7 +60,7 @@ async def test_r11_killed_at_each_point_a_trainer_makes_each_step_once_and_with_
     assert found == await undisturbed(nats_url, hive, tmp_path, forge, len(found))
 
 
-@pytest.mark.parametrize("form", WAYS)
+@pytest.mark.parametrize("form", [DELTA_FORMAT, pytest.param(ADAPTER_FORMAT, marks=long_only)])
 async def test_r15_killed_wherever_weights_are_put_out_a_trainer_leaves_no_version_that_cannot_be_put_together(
     nats_url: str, hive: str, tmp_path: Path, forge: Forge, form: str
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from bombus.hive.trajectories import forming
 from bombus.hive.trajectories.forming import form, lacking, minimums
 from bombus.hive.trajectories.queue import TrajectoryQueue, leave, push, register, take, virtual_time
+from tests.effort import effort
 from tests.hive.trajectories.queues import Player, entries, environment, groups, next_batch, queue_of
 
 # ---- beside a search through all selections ---------------------------------------------------------------------
@@ -54,7 +55,7 @@ def left(owners: dict[int, int], chosen: set[int]) -> set[int]:
     return {owner for number, owner in owners.items() if number not in chosen}
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(effort(40, 120)))
 def test_a_batch_is_that_of_a_search_through_all_selections(seed: int) -> None:
     """Whenever any selection is a batch there is one, the oldest group of any is in it, and all take their turns."""
     player = Player(seed)
