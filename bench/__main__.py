@@ -9,6 +9,7 @@ PARTS = {
     "coordinator": ["-m", "bench.coordinator"],
     "gateway": ["-m", "bench.gateway"],
     "turns": ["-m", "bench.turns"],
+    "disk": ["-m", "bench.disk"],
     "episodes": ["-m", "bench.episodes"],
     "asynchronous": ["-m", "bench.asynchronous"],
     "bus": ["bench/bus.py"],
