@@ -121,7 +121,7 @@ async def test_every_route_refuses_a_body_that_is_too_large_without_reading_it(p
         assert (status, b"over the limit of" in said) == (413, True), (path, said)
 
 
-async def test_every_route_refuses_a_body_that_is_too_deep_before_it_is_decoded(played: PlayedHive) -> None:
+async def test_every_route_refuses_a_body_that_is_too_deep(played: PlayedHive) -> None:
     for path in of_clients_and_agents(played) - WITHOUT_BODY:
         status, said = await answer(played, path, given(DEEP))
         assert (status, b"nested deeper than" in said) == (400, True), (path, said)

@@ -58,6 +58,15 @@ def test_a_large_part_does_not_displace_the_others() -> None:
     assert reader.parts == [b"a", b"x" * 1000, b"x" * 1000]
 
 
+def test_a_part_of_many_lists_counts_as_what_it_takes_in_memory() -> None:
+    reader = Reader()
+    remembered = RememberedParts(reader, size_max=40_000)
+    lists, text = b"[" + b"[]," * 300 + b"1]", b"x" * 900
+    for part in (lists, text, lists, text):
+        remembered(part)
+    assert reader.parts == [lists, text, lists]
+
+
 @pytest.mark.parametrize(
     ("wrong", "place"),
     [

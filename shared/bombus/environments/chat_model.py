@@ -137,13 +137,13 @@ class ChatModel:
         self._watch = watch
         self.versions: set[int] = set()  # of the policies that have sampled the answers so far, where a hive says so
         self._sampling = dict(sampling or {})
-        trusts = not is_loopback(httpx.URL(base_url).host)
+        url = httpx.URL(base_url)
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={"Authorization": f"Bearer {api_key}"},
             timeout=httpx.Timeout(None, connect=CONNECT_S),  # whoever asks has a limit for the whole
-            trust_env=trusts,
-            verify=certificates(trusts),
+            trust_env=not is_loopback(url.host),
+            verify=url.scheme == "https" and certificates(True),
             transport=transport,
         )
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bombus.environments.backends.pool import BackendPool
-from bombus.environments.backends.shell import OUTPUT_BYTES_MAX, ShellSandbox
+from bombus.environments.backends.shell import DIES_WITH_US, OUTPUT_BYTES_MAX, UNLESS_IT_DIED, ShellSandbox
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import Refused
 from tests.environments.backends.test_folders import make_deep
@@ -207,6 +207,12 @@ async def test_a_command_that_makes_too_many_files_is_killed_and_makes_no_more_u
         assert not (await box.run("find . -type f -delete")).is_full
     finally:
         await box.stop()
+
+
+def test_a_command_whose_program_died_before_it_asked_for_that_signal_does_nothing() -> None:
+    for parent, said in ((os.getpid(), b"on\n"), (os.getppid(), b"")):
+        words = [*DIES_WITH_US, "--", *UNLESS_IT_DIED, str(parent), "echo", "on"]
+        assert subprocess.run(words, stdout=subprocess.PIPE, check=False).stdout == said
 
 
 EATER = "dd if=/dev/zero of=/dev/null bs=100M count=1000000"  # holds 100 MB for as long as it runs
