@@ -84,6 +84,17 @@ class Bench:
         """The resident memory of the gateway."""
         return psutil.Process(self.pid).memory_info().rss / 1e6
 
+    async def until_served(self, key: str) -> None:
+        """Wait until the gateway knows the replica, which it may learn later than this process does."""
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    return await self.warm([key], stream=False)
+                except AssertionError as error:
+                    if b" 503 " not in error.args[0][:20]:
+                        raise
+                await asyncio.sleep(0.1)
+
     async def warm(self, keys: list[str], stream: bool) -> None:
         await self._run(self.gateway_port, [[chat(key, stream)] for key in keys])
 
@@ -128,6 +139,7 @@ async def run(calls: int) -> None:
             async with await Bus.connect(nats, "main") as bus, scripted_replica(bus, "main", ANSWER) as replica:
                 bench = Bench(urlsplit(url).port or 0, replica, calls)
                 print(f"memory of the gateway before  {bench.memory_mb:5.1f} MB")
+                await bench.until_served(keys[0])
                 for stream in (False, True):
                     await bench.warm(keys[:WARM], stream)
                 for stream in (False, True):
