@@ -1,6 +1,7 @@
 """The renderer of a model's own chat template, on templates of several kinds and tokenizers of two."""
 
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Fast
 
 from bombus.errors import EngineFault, Refused
-from bombus.hive.records import pack_tokens
+from bombus.hive.records import pack_tokens, unpack_tokens
 from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.renderer import opened
 from bombus_gateway.text.rendering import TextModel, TextOptions
 
 HEADERS = (
@@ -621,3 +623,36 @@ def test_tokens_that_only_the_tokenizers_configuration_names_are_added() -> None
     made = model(HEADERS.replace("<|end|>", "<|over|>"), config={"extra_special_tokens": ["<|over|>"]})
     assert "<|over|>" in made.tokenizer.specials.values()
     assert transformers_ids(made, CONVERSATION) == made.renderer.render(CONVERSATION, [])
+
+
+def test_what_follows_each_opening_token_is_found_whatever_the_bytes_are() -> None:
+    pick = random.Random(0)
+    for _ in range(500):
+        tokens = pick.choices((256, 1, 65_536, 257, 1 << 24), k=pick.randrange(30))
+        found: list[list[int]] = []
+        is_closed = True
+        for token in tokens:
+            if token == 256:
+                found.append([])
+                is_closed = False
+            elif not is_closed:
+                found[-1].append(token)
+                is_closed = token == 1
+        assert [unpack_tokens(each) for each in opened(pack_tokens(tokens), 256, 1)] == found
+
+
+def test_reasoning_is_found_in_a_prompt_by_its_tokens_as_it_is_in_its_text() -> None:
+    """Also where a model has spelled the mark that closes it, letter by letter."""
+    made, pick, seen = model(REASONING), random.Random(0), set[bool]()
+    assert made.renderer._thinking_tokens is not None
+    ids = {name: made.tokenizer.encode(name) for name in ("<think>", "</think>", "<|end|>", "fox", " ", "\n")}
+    spelled = [token for letter in "</think>" for token in made.tokenizer.encode(letter)]
+    for _ in range(500):
+        parts = pick.choices([*ids.values(), spelled], k=pick.randrange(12))
+        tokens = [token for part in parts for token in part]
+        text = made.tokenizer.decode(tokens)
+        closed = [part.partition("</think>") for part in text.split("<think>")[1:]]
+        expected = any(close and reasoning.strip() for reasoning, close, _ in closed)
+        assert made.renderer._has_reasoning(pack_tokens(tokens)) == expected, text
+        seen.add(expected)
+    assert seen == {True, False}

@@ -247,11 +247,9 @@ class TemplateRenderer:
         No text has these words, so that they say where in the rendering the sampled parts are.
         """
         content, last_word = f"{word}w", f"{word}q"
-        # Only what thinks is looked for in all that was before.
-        before = self._tokenizer.decode(unpack_tokens(prompt)) if self.reading.reasoning else ""
         text = self._tokenizer.decode(completion)
         reasoned = bool(self._reasoning_of(prompt, text))
-        earlier = self._has_reasoning(before)
+        earlier = self._has_reasoning(prompt)
         probe = list(messages)
         for index, message in enumerate(messages[:count]):
             if message["role"] == "assistant":
@@ -271,7 +269,7 @@ class TemplateRenderer:
         thinking = self.reading.thinking
         if thinking and thinking.open in text:
             sampled.append(thinking.open)  # also where the reasoning is empty
-        return Probe(probe, count, word, last_word, sampled, self._is_unclosed(before, text))
+        return Probe(probe, count, word, last_word, sampled, self._is_unclosed(prompt, text))
 
     @property
     def shortens(self) -> bool:
@@ -321,12 +319,12 @@ class TemplateRenderer:
         except (TemplateRefused, Refused):
             return []
 
-    def _is_unclosed(self, before: str, text: str) -> bool:
-        """Whether the completion `text` ends within reasoning, which its prompt `before` opened or which it did."""
+    def _is_unclosed(self, prompt: bytes, text: str) -> bool:
+        """Whether the completion `text` ends within reasoning, which its prompt (int32) opened or which it did."""
         thinking = self.reading.thinking
         if thinking is None:
             return False
-        opened = thinking.open if before.rstrip().endswith(thinking.open) else ""
+        opened = thinking.open if self._end_of(prompt).rstrip().endswith(thinking.open) else ""
         whole = opened + text
         return whole.rfind(thinking.open) > whole.rfind(thinking.close)
 
@@ -339,13 +337,27 @@ class TemplateRenderer:
         deltas = [*reader.feed(text), *reader.finish()]
         return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
 
-    def _has_reasoning(self, text: str) -> bool:
-        """Whether a text holds reasoning that is closed, and more than white space."""
-        thinking = self.reading.thinking
+    def _has_reasoning(self, prompt: bytes) -> bool:
+        """Whether a prompt (int32) holds reasoning that is closed, and more than white space."""
+        if not self.reading.reasoning:
+            return False
+        thinking, decode = self.reading.thinking, self._tokenizer.decode
         if thinking is None:
-            return self.reading.channels is not None and bool(self._read_reasoning("", text).strip())
-        closed = (part.partition(thinking.close) for part in text.split(thinking.open)[1:])
+            return bool(self._read_reasoning("", decode(unpack_tokens(prompt))).strip())
+        if self._thinking_tokens is not None:  # of a long prompt only what may be reasoning is decoded
+            parts = [decode(unpack_tokens(each)) for each in {*opened(prompt, *self._thinking_tokens)}]
+        else:
+            parts = decode(unpack_tokens(prompt)).split(thinking.open)[1:]
+        closed = (part.partition(thinking.close) for part in parts)
         return any(close and reasoning.strip() for reasoning, close, _ in closed)
+
+    @cached_property
+    def _thinking_tokens(self) -> tuple[int, int] | None:
+        """The tokens that are the marks around reasoning, where each mark is one."""
+        thinking, ids = self.reading.thinking, {name: token for token, name in self._tokenizer.added.items()}
+        if thinking is None or thinking.open not in ids or thinking.close not in ids:
+            return None
+        return ids[thinking.open], ids[thinking.close]
 
     def _keeps(self, probe: Probe, tools: Sequence[Mapping[str, Any]], rendered: Rendered) -> bool:
         """Whether the template leaves the prompt of the last completion as it was, and shows all that was sampled."""
@@ -460,6 +472,27 @@ class TemplateRenderer:
     def _end_of(self, prompt: bytes) -> str:
         """Return the text of the last tokens of a prompt (int32)."""
         return self._tokenizer.decode(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :]), with_specials=True)
+
+
+def opened(tokens: bytes, opening: int, closing: int) -> Iterator[bytes]:
+    """Yield what follows each opening token, to the end of the first closing one, or else to the next opening (int32).
+
+    Of a pair whose second mark was not sampled as its token, but spelled, that is enough to find it in the text.
+    """
+    start, end = pack_tokens([opening]), pack_tokens([closing])
+    at = _place(tokens, start, 0, len(tokens))
+    while at < len(tokens):
+        following = _place(tokens, start, at + 4, len(tokens))
+        yield tokens[at + 4 : min(_place(tokens, end, at + 4, following) + 4, following)]
+        at = following
+
+
+def _place(tokens: bytes, token: bytes, since: int, until: int) -> int:
+    """Return where a token is in others (int32) between two places, all in bytes; `until` if it is not there."""
+    at = tokens.find(token, since, until)
+    while at % 4 and at >= 0:
+        at = tokens.find(token, at + 1, until)
+    return until if at < 0 else at
 
 
 def _control_names(tokenizer: Tokenizer, written: str, markers: Collection[str]) -> set[str]:
