@@ -889,7 +889,7 @@ async def test_a_call_that_has_waited_for_one_that_hangs_is_not_carried_out() ->
     await environment.open(TASK)
     hanging = asyncio.create_task(environment.call(call("hang")))
     waiting = asyncio.create_task(environment.call(call("touch")))
-    await asyncio.wait({hanging}, timeout=0.05)
+    await until(world.hangs.is_set)
     hanging.cancel()
     with pytest.raises(EnvironmentLost, match="`hang` did not end in its time"):
         await waiting

@@ -79,7 +79,7 @@ class Threads:
     """Tells in which thread its methods run, and has tools that never end by themselves."""
 
     def __init__(self) -> None:
-        self.release = threading.Event()
+        self.hangs, self.release = threading.Event(), threading.Event()
 
     def reset(self, task: Task) -> list[MessageDict]:
         return [{"role": "system", "content": "be brief"}, {"role": "user", "content": "go"}]
@@ -90,6 +90,7 @@ class Threads:
 
     def hang(self) -> str:
         """Never come back, unless a test lets it."""
+        self.hangs.set()
         self.release.wait()
         return "late"
 
