@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 
 from bench.processes import process_of
-from bench.turns import CONTEXT, Bench, Chat, Line, history_of, small_model
-from bombus import AsyncSwarmClient, Job
+from bench.turns import Bench, Chat, Line, history_of, job_of, small_model
+from bombus import AsyncSwarmClient
 from bombus.bus import Bus, Reader
 from bombus.demo import hive
 from bombus.hive.records import CallRecord, decode_record, unpack_logprobs, unpack_tokens
@@ -82,11 +82,7 @@ async def run(turns: int, nemo_gym: str) -> None:
         folder = Path(name)
         model = small_model(folder / "model")
         async with hive.running(folder, threads=1) as url, AsyncSwarmClient(url) as client:
-            lengths = {"max_prompt_length": 48_000, "max_response_length": 16_000, "max_model_len": CONTEXT}
-            bombus: dict[str, Any] = {"rollout": lengths, "model": {"path": model, "tools": "hermes"}}
-            await client.auto_sync_train_config_and_start_engine(
-                Job(model=model, batch_size=1000, num_repeat=2, bombus=bombus)
-            )
+            await client.auto_sync_train_config_and_start_engine(job_of(model))
             claimed, _ = await client.begin_episodes(2)
             line = Line(Chat(), claimed.api_key, history_of(PAIRS, TOOLS, random.Random(0)))
             nats = (folder / "hive/nats-url").read_text().strip()

@@ -227,17 +227,21 @@ class Bench:
         return lines
 
 
+def job_of(model: str) -> Job:
+    """Return a job for conversations of up to `CONTEXT` tokens, none of which is trained."""
+    lengths = {
+        "max_prompt_length": 48_000, "max_response_length": 16_000,
+        "max_response_length_in_one_turn": 64, "max_model_len": CONTEXT,
+    }  # fmt: skip
+    bombus: dict[str, Json] = {"rollout": lengths, "model": {"path": model, "tools": "hermes"}}
+    return Job(model=model, batch_size=1000, num_repeat=2, bombus=bombus)
+
+
 async def run(turns: int, sizes: Sequence[tuple[int, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = small_model(Path(folder) / "model")
         async with hive.running(Path(folder), threads=1) as url, AsyncSwarmClient(url) as client:
-            lengths = {
-                "max_prompt_length": 48_000, "max_response_length": 16_000,
-                "max_response_length_in_one_turn": 64, "max_model_len": CONTEXT,
-            }  # fmt: skip
-            bombus: dict[str, Json] = {"rollout": lengths, "model": {"path": model, "tools": "hermes"}}
-            job = Job(model=model, batch_size=1000, num_repeat=2, bombus=bombus)
-            await client.auto_sync_train_config_and_start_engine(job)
+            await client.auto_sync_train_config_and_start_engine(job_of(model))
             lines: list[Line] = []
             async with httpx.AsyncClient(base_url=url, timeout=600) as http:
                 bench = Bench(http, process_of(os.getpid(), "gateway"))

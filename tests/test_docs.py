@@ -69,10 +69,8 @@ def test_every_command_of_a_page_exists() -> None:
             elif is_bombus(first):
                 assert rest[0] in COMMANDS, (name_of(page), command)
             elif first.endswith("python"):
-                assert exists_as_module(rest[1]) if rest[0] == "-m" else (ROOT / rest[0]).exists(), (
-                    name_of(page),
-                    command,
-                )
+                there = exists_as_module(rest[1]) if rest[0] == "-m" else (ROOT / rest[0]).exists()
+                assert there, (name_of(page), command)
             else:
                 assert first in INSTALLED or (ROOT / first).is_file(), (name_of(page), command)
 
@@ -123,8 +121,8 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
 
 def test_every_file_that_a_page_names_exists() -> None:
     """A name in backquotes with a top folder of the tree in front is a path."""
+    tops = "|".join(("shared", "services", "tests", "bench", "examples", "docs", "deploy"))
     for page in PAGES:
-        tops = "|".join(("shared", "services", "tests", "bench", "examples", "docs", "deploy"))
         for path in re.findall(rf"`((?:{tops})/[\w./-]*)`", page.read_text()):
             assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
 

@@ -143,7 +143,7 @@ async def test_other_requests_go_on_while_a_large_body_is_read(played: PlayedHiv
         assert status < 500, (path, said)
 
 
-# Each field of each kind of body that is as long as a conversation: these are not looked through as a whole.
+# Every field of the bodies whose depth is checked field by field.
 MESSAGES = [{"role": "user", "content": "hi"}]
 FIELDS = [
     pytest.param(read, given, field.encode_name, id=f"{read.__name__}-{field.encode_name}")

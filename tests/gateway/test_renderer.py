@@ -642,7 +642,7 @@ def test_what_follows_each_opening_token_is_found_whatever_the_bytes_are() -> No
 
 
 def test_reasoning_is_found_in_a_prompt_by_its_tokens_as_it_is_in_its_text() -> None:
-    """Also where a model has spelled the mark that closes it, letter by letter."""
+    """Even where the model spelled the closing mark letter by letter."""
     made, pick, seen = model(REASONING), random.Random(0), set[bool]()
     assert made.renderer._thinking_tokens is not None
     ids = {name: made.tokenizer.encode(name) for name in ("<think>", "</think>", "<|end|>", "fox", " ", "\n")}

@@ -25,10 +25,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What the bodies of a route may hold; 0: as much as fits into their bytes, or who decodes them looks.
+    """What the bodies of a route may hold; 0: as much as fits into their bytes.
 
-    `names` are those of all objects, and `lists` counts objects too. A body that `may_be_binary` is JSON all the same
-    unless it says that it is protobuf. One of up to `inline_bytes` is read at once, and a larger one in a thread.
+    With a `depth` of 0, whoever decodes a body checks how deep it is. `names` are those of all objects, and `lists`
+    counts objects too. A body that `may_be_binary` is JSON all the same unless it says that it is protobuf. One of up
+    to `inline_bytes` is read at once, and a larger one in a thread.
     """
 
     bytes_max: int

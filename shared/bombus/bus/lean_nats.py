@@ -15,7 +15,7 @@ if not sys.modules.keys() & {"nats", "aiohttp"}:
 
 
 def allow_websockets(url: str) -> None:
-    """Give nats-py its aiohttp for servers at `ws://` or `wss://`. Where it is not installed, nats-py says so."""
+    """Let nats-py have aiohttp, which servers at `ws://` or `wss://` need. Where it is missing, nats-py says so."""
     if not any(scheme in url for scheme in ("ws://", "wss://")):
         return
     from nats.aio import transport

@@ -1,4 +1,4 @@
-"""What checks the certificates of servers, once for a process."""
+"""The TLS context that the HTTP clients of a process share."""
 
 import ssl
 from functools import cache
@@ -6,9 +6,9 @@ from functools import cache
 
 @cache
 def certificates(trusts_environment: bool) -> ssl.SSLContext:
-    """Return what checks certificates: those of httpx, unless the environment names others and may be trusted.
+    """Return the TLS context for a client: with httpx's root certificates, or those that a trusted environment names.
 
-    An HTTP client makes one of its own, unless it is given one, and reading all root certificates takes 25 to 60 ms.
+    A client that is given none makes its own, and reading all root certificates takes 25 to 60 ms.
     """
     import httpx
 

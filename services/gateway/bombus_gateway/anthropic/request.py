@@ -24,9 +24,9 @@ from bombus_gateway.decoding.json_body import (
     BadParameter,
     BodyDecoder,
     check_count_of_tools,
-    check_depth,
     checked_arguments,
     decode_body,
+    decode_field,
     demand_of_calls,
     demand_of_json,
     function_tool,
@@ -253,8 +253,7 @@ def _takes_away(management: dict[str, Any] | None) -> bool:
 
 
 def _read_tools(given: bytes) -> tuple[_Offered, ...]:
-    check_depth(given, around=1)
-    found = decode_body(_offered, given, "tools") or []
+    found = decode_field(_offered, given, "tools") or []
     check_count_of_tools(len(found))
     return tuple(_Offered(tool, _function(tool, f"tools.{index}")) for index, tool in enumerate(found))
 
@@ -315,13 +314,8 @@ def _read_message(part: bytes, at: str, place: str) -> _Alone:
     return _Alone(message, turn, tuple(left_out))
 
 
-def _read_system(given: bytes) -> _Content:
-    check_depth(given, around=1)
-    return decode_body(_system, given, _SYSTEM)
-
-
 _remembered_messages = RememberedItems(_read_message)
-_remembered_system = RememberedParts(_read_system)
+_remembered_system = RememberedParts[bytes, _Content](lambda given: decode_field(_system, given, _SYSTEM))
 
 
 def _messages(system: _Content, given: Sequence[_Alone], left_out: list[Unsupported]) -> Iterator[ChatMessage]:

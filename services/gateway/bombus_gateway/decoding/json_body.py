@@ -65,8 +65,14 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = 
         raise Refused(Code.MALFORMED, "The body is nested too deeply.") from None
 
 
+def decode_field(decoder: msgspec.json.Decoder[_Body], text: bytes, place: str) -> _Body:
+    """Decode a field that a `BodyDecoder` left to its reader. Raises `Refused` as `decode_body` does."""
+    check_depth(text, around=1)
+    return decode_body(decoder, text, place)
+
+
 def check_depth(text: bytes, around: int = 0) -> None:
-    """Raise `Refused` MALFORMED for JSON that is too deep where it is inside of `around` lists and objects."""
+    """Raise `Refused` MALFORMED for JSON that is too deep inside of `around` lists and objects."""
     depth = limits.DEPTH - around
     if not is_flat(text, depth) and is_deeper(marks_of(text), depth):
         _refuse_depth()
@@ -75,15 +81,15 @@ def check_depth(text: bytes, around: int = 0) -> None:
 class BodyDecoder(Generic[_StructT]):
     """Decodes the bodies of one route, which are objects with the fields of `kind`, and checks how deep they are.
 
-    A body is as long as its conversation, so it is read once: how deep the fields `parts` are is left to those who read
-    them, and who have seen most of them before. Only where there are fields that nobody here knows it is read again.
+    A body is as long as its conversation, so it is gone through once. The depth of the fields `parts` is left to their
+    readers, who remember most of what they hold. Only a body with unknown fields is gone through again.
     """
 
     def __init__(self, kind: type[_StructT], *parts: str) -> None:
         strict = msgspec.defstruct(kind.__name__, [], bases=(kind,), kw_only=True, forbid_unknown_fields=True)
         self._strict: msgspec.json.Decoder[_StructT] = msgspec.json.Decoder(strict)
         self._lenient = msgspec.json.Decoder(kind)
-        self._known = {field.encode_name for field in msgspec.structs.fields(kind)}
+        self._known = field_names(kind)
         self._names = [field.name for field in msgspec.structs.fields(kind) if field.name not in parts]
 
     def __call__(self, body: bytes) -> tuple[_StructT, list[Unsupported]]:
@@ -93,7 +99,7 @@ class BodyDecoder(Generic[_StructT]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             check_depth(body)
             return decode_body(self._lenient, body), _unknown_fields(body, self._known)
-        if any(limits.is_deeper(getattr(found, name), limits.DEPTH - 1) for name in self._names):
+        if not is_flat(body) and any(limits.is_deeper(getattr(found, name), limits.DEPTH - 1) for name in self._names):
             _refuse_depth()
         return found, []
 

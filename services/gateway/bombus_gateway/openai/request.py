@@ -22,9 +22,9 @@ from bombus_gateway.decoding.json_body import (
     BodyDecoder,
     arguments_of_text,
     check_count_of_tools,
-    check_depth,
     checked_arguments,
     decode_body,
+    decode_field,
     demand_of_calls,
     demand_of_json,
     function_tool,
@@ -418,8 +418,7 @@ def _tool_call(call: _ToolCall, place: str) -> dict[str, Any]:
 def _read_tools(given: bytes) -> _ReadTools:
     tools: list[dict[str, Any]] = []
     others: list[Unsupported] = []
-    check_depth(given, around=1)
-    found = decode_body(_chat_tools, given, "tools") or []
+    found = decode_field(_chat_tools, given, "tools") or []
     check_count_of_tools(len(found))
     for index, tool in enumerate(found):
         place = f"tools.{index}"

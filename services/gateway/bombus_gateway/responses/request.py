@@ -18,8 +18,8 @@ from bombus_gateway.decoding.json_body import (
     Asked,
     BadParameter,
     BodyDecoder,
-    check_depth,
     decode_body,
+    decode_field,
     demand_of_calls,
     demand_of_json,
     split_asked,
@@ -132,8 +132,7 @@ def _placed(given: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _read_tools(part: bytes) -> _ReadTools:
-    check_depth(part, around=1)
-    given = decode_body(_offered, part, "tools") or []
+    given = decode_field(_offered, part, "tools") or []
     return _ReadTools(given, read_tools(_placed(given)))
 
 

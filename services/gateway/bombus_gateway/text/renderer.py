@@ -477,7 +477,7 @@ class TemplateRenderer:
 def opened(tokens: bytes, opening: int, closing: int) -> Iterator[bytes]:
     """Yield what follows each opening token, to the end of the first closing one, or else to the next opening (int32).
 
-    Of a pair whose second mark was not sampled as its token, but spelled, that is enough to find it in the text.
+    A closing mark that was spelled, rather than sampled as its token, is within that too.
     """
     start, end = pack_tokens([opening]), pack_tokens([closing])
     at = _place(tokens, start, 0, len(tokens))
