@@ -10,22 +10,14 @@ server's own count. NeMo Gym's `TokenCaptureStore` is given the same prompts, co
 import argparse
 import asyncio
 import os
-import random
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from bench.processes import process_of
-from bench.turns import Bench, Chat, Line, history_of, job_of, small_model
-from bombus import AsyncSwarmClient
+from bench.turns import PAIRS, TOOLS, Chat, running_bench
 from bombus.bus import Bus, Reader
-from bombus.demo import hive
 from bombus.hive.records import CallRecord, decode_record, unpack_logprobs, unpack_tokens
-
-PAIRS, TOOLS = 210, 60
 
 
 async def bytes_of(bus: Bus) -> dict[str, int]:
@@ -78,25 +70,19 @@ def captured(folder: Path, records: dict[int, CallRecord], measured: list[CallRe
 
 
 async def run(turns: int, nemo_gym: str) -> None:
+    async with running_bench() as bench:
+        played = await bench.played(Chat(), PAIRS, TOOLS)
+        before = await bytes_of(bench.bus)
+        for _ in range(turns):
+            await bench.turn(played)
+        after = await bytes_of(bench.bus)
+        records = await records_of(bench.bus)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = small_model(folder / "model")
-        async with hive.running(folder, threads=1) as url, AsyncSwarmClient(url) as client:
-            await client.auto_sync_train_config_and_start_engine(job_of(model))
-            claimed, _ = await client.begin_episodes(2)
-            line = Line(Chat(), claimed.api_key, history_of(PAIRS, TOOLS, random.Random(0)))
-            nats = (folder / "hive/nats-url").read_text().strip()
-            async with httpx.AsyncClient(base_url=url, timeout=600) as http, await Bus.connect(nats, "main") as bus:
-                bench = Bench(http, process_of(os.getpid(), "gateway"))
-                await bench.turn(line)
-                before = await bytes_of(bus)
-                for _ in range(turns):
-                    await bench.turn(line)
-                after = await bytes_of(bus)
-                records = await records_of(bus)
         measured = [records[seq] for seq in sorted(records)][-turns:]
+        new = sum(len(each.prompt_tail) // 4 + each.completion_tokens() for each in measured) / turns
         ours = {name: (after[name] - before[name]) / turns for name in after}
-        print(f"{line.tokens:,} tokens at the end, {turns} calls of some 64 new tokens")
+        print(f"{played.tokens:,} tokens at the end, {turns} calls of {new:.0f} new tokens")
         of_each = ", ".join(f"{name} {size:,.0f}" for name, size in ours.items())
         print(f"the log: {sum(ours.values()):,.0f} bytes a call, {of_each}")
         if nemo_gym:

@@ -1,24 +1,29 @@
 """Episodes per second, end to end: the tiny one-turn task through a whole hive, and in one process without any of it.
 
+Also the memory of the hive's gateway, which serves one episode after another.
+
 The process alone does what a trainer library does: `generate` of transformers, a padded batch, one AdamW step. Same
 model, same task, 16 letters x 8 episodes a step, one torch thread for each process.
 """
 
 import argparse
 import asyncio
+import os
 import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.processes import process_of
 from bombus import AsyncSwarmClient
 from bombus.commands.demo import tiny_job
 from bombus.demo import hive
 from bombus.demo.games import Letters
 from bombus.demo.player import Player
-from bombus.demo.training import Training, TrainingPlan, Watcher
+from bombus.demo.training import Stepped, Training, TrainingPlan, Watcher
 from bombus.weights.models import TINY, resolve_model
 
 TASKS, REPEAT, TOKENS = 16, 8, Letters.SHARE
@@ -26,16 +31,30 @@ WARM_STEPS = 5
 RATE = 3e-3
 
 
+class MemoryWatcher(Watcher):
+    """Notes the resident memory of the gateway, in MB, after each step."""
+
+    def __init__(self) -> None:
+        self._gateway = psutil.Process(process_of(os.getpid(), "gateway"))
+        self.mb: list[float] = []
+
+    def stepped(self, step: Stepped) -> None:
+        self.mb.append(self._gateway.memory_info().rss / 1e6)
+
+
 async def through_a_hive(seconds: float) -> float:
     plan = TrainingPlan(batch_size=TASKS, num_repeat=REPEAT, train_s=seconds, measure=False)
     with tempfile.TemporaryDirectory() as folder:
         async with hive.running(Path(folder), threads=1) as url, AsyncSwarmClient(url) as client:
             await client.auto_sync_train_config_and_start_engine(tiny_job(plan, RATE))
-            player = Player(client, Letters())
+            player, watcher = Player(client, Letters()), MemoryWatcher()
             try:
-                steps = (await Training(player, plan, Watcher(), time.monotonic()).run()).steps
+                steps = (await Training(player, plan, watcher, time.monotonic()).run()).steps
             finally:
                 await player.close()
+    episodes = sum(step.episodes for step in steps)
+    print(f"memory of the gateway   {watcher.mb[0]:6.1f} MB   after {steps[0].episodes} episodes", flush=True)
+    print(f"memory of the gateway   {watcher.mb[-1]:6.1f} MB   after {episodes} episodes", flush=True)
     warm, last = steps[WARM_STEPS - 1], steps[-1]
     return sum(step.episodes for step in steps[WARM_STEPS:]) / (last.training_s - warm.training_s)
 

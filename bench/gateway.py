@@ -136,7 +136,7 @@ async def run(calls: int) -> None:
             await client.auto_sync_train_config_and_start_engine(job)
             keys = [claimed.api_key for claimed in await client.begin_episodes(256)]
             nats = (Path(folder) / "hive/nats-url").read_text().strip()
-            async with await Bus.connect(nats, "main") as bus, scripted_replica(bus, "main", ANSWER) as replica:
+            async with await Bus.connect(nats, "main") as bus, scripted_replica(bus, "main", [ANSWER]) as replica:
                 bench = Bench(urlsplit(url).port or 0, replica, calls)
                 print(f"memory of the gateway before  {bench.memory_mb:5.1f} MB")
                 await bench.until_served(keys[0])

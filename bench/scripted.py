@@ -4,9 +4,10 @@ import asyncio
 import os
 import signal
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import cast
+from itertools import cycle
+from typing import Literal, NamedTuple, cast
 
 from bench.processes import process_of
 from bombus.bus import Bus
@@ -19,23 +20,37 @@ NAME = "scripted"
 ALIVE_S = 1.0
 LEAVES_S = 10.0
 CAPACITY = 1024
+Reason = Literal["length", "stop"]
 PORTIONS = 8  # in which a streamed answer arrives
 
 
-class ScriptedReplica(asyncio.Protocol):
-    """One connection of a gateway: each `POST /generate` gets the same tokens at once, or in portions, one a frame."""
+class _Answer(NamedTuple):
+    """The bytes of one answer: whole, and in portions."""
 
-    def __init__(self, tokens: list[int]) -> None:
+    whole: bytes
+    portions: list[bytes]
+
+
+def _written(tokens: Sequence[int], reason: Reason) -> _Answer:
+    whole = Tokens(version=0, tokens=pack_tokens(tokens), logprobs=pack_logprobs([-1.0] * len(tokens)))
+    single = [Tokens(version=0, tokens=pack_tokens([each]), logprobs=pack_logprobs([-1.0])) for each in tokens]
+    end = encode_frame(Finished(reason=reason))
+    body = encode_frame(whole) + end
+    size = -(-len(tokens) // PORTIONS)
+    parts = [b"".join(map(encode_frame, single[at : at + size])) for at in range(0, len(single), size)]
+    return _Answer(
+        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body),
+        [b"%x\r\n%s\r\n" % (len(part), part) for part in [*parts[:-1], parts[-1] + end]],
+    )
+
+
+class ScriptedReplica(asyncio.Protocol):
+    """One connection of a gateway: each `POST /generate` gets the next answer at once, or in portions, one a frame."""
+
+    def __init__(self, answers: Iterator[_Answer]) -> None:
+        self._answers = answers
         self._buffer = b""
         self._transport: asyncio.Transport | None = None
-        whole = [Tokens(version=0, tokens=pack_tokens(tokens), logprobs=pack_logprobs([-1.0] * len(tokens)))]
-        single = [Tokens(version=0, tokens=pack_tokens([each]), logprobs=pack_logprobs([-1.0])) for each in tokens]
-        end = encode_frame(Finished(reason="length"))
-        body = b"".join(map(encode_frame, whole)) + end
-        self._whole = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
-        size = len(tokens) // PORTIONS
-        parts = [b"".join(map(encode_frame, single[at : at + size])) for at in range(0, len(single), size)]
-        self._portions = [b"%x\r\n%s\r\n" % (len(part), part) for part in [*parts[:-1], parts[-1] + end]]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
@@ -50,29 +65,33 @@ class ScriptedReplica(asyncio.Protocol):
             return
         self._buffer = b""
         assert self._transport is not None
+        answer = next(self._answers)
         if decode_request(rest).stream:
             self._transport.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-            self._send(0)
+            self._send(iter(answer.portions))
         else:
-            self._transport.write(self._whole)
+            self._transport.write(answer.whole)
 
-    def _send(self, number: int) -> None:
+    def _send(self, portions: Iterator[bytes]) -> None:
         """Send a portion, and the next one when everything else had its turn."""
         assert self._transport is not None
-        if number == len(self._portions):
-            self._transport.write(b"0\r\n\r\n")
-            return
-        self._transport.write(self._portions[number])
-        asyncio.get_running_loop().call_later(0.001, self._send, number + 1)
+        portion = next(portions, None)
+        self._transport.write(portion or b"0\r\n\r\n")
+        if portion:
+            asyncio.get_running_loop().call_later(0.001, self._send, portions)
 
 
 @asynccontextmanager
-async def scripted_replica(bus: Bus, engine: str, tokens: list[int]) -> AsyncIterator[int]:
+async def scripted_replica(
+    bus: Bus, engine: str, answers: Sequence[Sequence[int]], reason: Reason = "length"
+) -> AsyncIterator[int]:
     """Take the place of the only replica of a hive that this process has started, for the block; yield the port.
 
-    Its engine rolls. The process of the replica stands still meanwhile, so that nobody starts another one.
+    Its engine rolls. The process of the replica stands still meanwhile, so that nobody starts another one. The calls
+    get these answers (ids of tokens) in turn, and the first one again after the last.
     """
-    server = await asyncio.get_running_loop().create_server(lambda: ScriptedReplica(tokens), "127.0.0.1", 0)
+    served = cycle([_written(tokens, reason) for tokens in answers])
+    server = await asyncio.get_running_loop().create_server(lambda: ScriptedReplica(served), "127.0.0.1", 0)
     port = int(server.sockets[0].getsockname()[1])
     follower = Follower(bus)
     tasks = [asyncio.create_task(follower.run())]

@@ -1,8 +1,9 @@
-"""What a turn costs on a long history, in each dialect: the gateway's CPU, and what the replica computes again.
+"""What a turn costs at the end of a long history, in each dialect: the gateway's CPU.
 
-One `bombus up` with SmolLM2's tokenizer and template, and weights so small that they cost nothing. The history is that
-of a coding agent: tools, and pairs of a call and its result. Each turn sends it all again with some 48 tokens more and
-gets at most 16: 64 new tokens. The dialects, and the short and the long history, take turns.
+One `bombus up` with SmolLM2's tokenizer and template, or with another template, and a scripted replica in place of its
+own. The history is that of a coding agent: each answer is a call, which a model that thinks has thought about, and each
+turn sends all again with the result of the last one. The whole history is played, and the turns after it are
+measured. The dialects, and the short and the long history, take turns.
 """
 
 import argparse
@@ -13,38 +14,54 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.processes import cpu_ns, process_of
+from bench.scripted import scripted_replica
 from bombus import AsyncSwarmClient, Job
+from bombus.bus import Bus
 from bombus.demo import hive
 from bombus.weights.models import SMOLLM2, resolve_tokenizer
+from bombus_gateway.text.rendering import TextModel, TextOptions
 
+PAIRS, TOOLS = 240, 60  # calls with their results, and tools, of the long history
 ROUNDS = 5  # with episodes of their own, so that short histories stay short
-SAMPLED = 16
-ASKED_WORDS = 42  # some 48 tokens with what the template puts around them
+ANSWERS = 1000  # before one comes again: some models write ids of calls, and no episode has one twice
+ANSWER_TOKENS = 96  # at most
 RESULT_WORDS = 48
 CONTEXT = 65_536
 TEXT = "the quick brown fox jumps over a lazy dog def return import self value list of files in src main test"
 WORDS = TEXT.split()
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 Json = dict[str, Any]
 
 
-def small_model(folder: Path) -> str:
-    """Write a model with SmolLM2's tokenizer and chat template, and weights of two layers of 32."""
-    tokenizer = resolve_tokenizer(SMOLLM2)
-    config = json.loads((tokenizer / "config.json").read_text())
+def files_of(template: str) -> dict[str, bytes]:
+    """Return a tokenizer and a chat template: SmolLM2's, or small ones for the chat template in the file `template`."""
+    if template:
+        from tests.templates.families import family
+
+        return family(Path(template).read_text(), "all special").files
+    folder = resolve_tokenizer(SMOLLM2)
+    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+
+
+def write_model(folder: Path, files: dict[str, bytes], text: TextModel) -> None:
+    """Write a model with these text files, and small weights: a hive loads them, and nothing is computed with them."""
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=config["vocab_size"],
+        vocab_size=len(text.tokenizer.pieces),
+        bos_token_id=None,
+        eos_token_id=text.renderer.stop_token_ids[0],
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -54,10 +71,40 @@ def small_model(folder: Path) -> str:
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(shape).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
-        if (tokenizer / name).is_file():
-            (folder / name).write_bytes((tokenizer / name).read_bytes())
-    return str(folder)
+    for name in FILES:
+        if name in files:
+            (folder / name).write_bytes(files[name])
+
+
+def words(count: int, rng: random.Random) -> str:
+    return " ".join(rng.choices(WORDS, k=count))
+
+
+def tools_of(count: int) -> list[Json]:
+    rng = random.Random(0)
+    path = {"type": "string", "description": words(10, rng)}
+    parameters = {"type": "object", "properties": {"path": path}, "required": ["path"]}
+    return [{"name": f"tool_{at}", "description": words(60, rng), "parameters": parameters} for at in range(count)]
+
+
+def answers_of(text: TextModel) -> list[list[int]]:
+    """Return answers as the model writes them: a call each, and a thought before it where the model thinks."""
+    rng, renderer = random.Random(1), text.renderer
+    tools = [{"type": "function", "function": tool} for tool in tools_of(1)]
+    asked: Json = {"role": "user", "content": "go on"}
+    found: list[list[int]] = []
+    for at in range(ANSWERS):
+        function = {"name": "tool_0", "arguments": json.dumps({"path": words(3, rng)})}
+        call = {"id": f"call_{at}", "type": "function", "function": function}
+        said: Json = {"role": "assistant", "content": None, "tool_calls": [call]}
+        thought = {"reasoning_content": words(12, rng)} if renderer.reading.reasoning else {}
+        prompt = renderer.render([asked], tools)
+        whole = renderer.render([asked, said | thought], tools, generate=False)
+        assert whole[: len(prompt)] == prompt
+        answer = whole[len(prompt) :]
+        ends = [place for place, token in enumerate(answer) if token in renderer.stop_token_ids]
+        found.append(answer[: ends[0] + 1])
+    return found
 
 
 @dataclass
@@ -68,27 +115,16 @@ class History:
     system: str
     messages: list[Json]
 
-    def ask(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": text})
+    def add_call(self, id: str, name: str, arguments: str) -> None:
+        self.messages.append({"role": "assistant", "id": id, "call": {"name": name, "arguments": arguments}})
 
-    def answer(self, text: str) -> None:
-        self.messages.append({"role": "assistant", "content": text})
+    def add_result(self, text: str) -> None:
+        self.messages.append({"role": "tool", "id": self.messages[-1]["id"], "content": text})
 
 
-def history_of(pairs: int, tools: int, rng: random.Random) -> History:
-    """Make a history with so many calls and results, and so many tools."""
-
-    def text(words: int) -> str:
-        return " ".join(rng.choices(WORDS, k=words))
-
-    path = {"type": "object", "properties": {"path": {"type": "string", "description": text(10)}}, "required": ["path"]}
-    offered = [{"name": f"tool_{at}", "description": text(60), "parameters": path} for at in range(tools)]
-    messages: list[Json] = [{"role": "user", "content": text(50)}]
-    for at in range(pairs):
-        call = {"name": f"tool_{at % max(tools, 1)}", "arguments": json.dumps({"path": text(3)})}
-        messages.append({"role": "assistant", "id": f"call_{at}", "call": call})
-        messages.append({"role": "tool", "id": f"call_{at}", "content": text(RESULT_WORDS)})
-    return History(offered, text(60), messages)
+def history_of(tools: int) -> History:
+    rng = random.Random(2)
+    return History(tools_of(tools), words(60, rng), [{"role": "user", "content": words(50, rng)}])
 
 
 # ---- the dialects ----------------------------------------------------------------------------------------------------
@@ -101,7 +137,7 @@ class Chat:
     def body(self, history: History) -> Json:
         messages = [{"role": "system", "content": history.system}, *map(self._message, history.messages)]
         tools = [{"type": "function", "function": tool} for tool in history.tools]
-        return {"messages": messages, "tools": tools, "max_tokens": SAMPLED}
+        return {"messages": messages, "tools": tools, "max_tokens": ANSWER_TOKENS}
 
     def _message(self, message: Json) -> Json:
         if "call" in message:
@@ -111,11 +147,10 @@ class Chat:
             return {"role": "tool", "tool_call_id": message["id"], "content": message["content"]}
         return message
 
-    def read(self, answer: Json) -> tuple[str, int, int]:
-        """Return the text of an answer, and how many tokens its prompt had and how many of them were cached."""
-        usage = answer["usage"]
-        text = answer["choices"][0]["message"]["content"] or ""
-        return text, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    def read(self, answer: Json) -> tuple[tuple[str, str, str], int]:
+        """Return the call of an answer, as its id, name and arguments, and the number of tokens of its prompt."""
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        return (call["id"], call["function"]["name"], call["function"]["arguments"]), answer["usage"]["prompt_tokens"]
 
 
 class Messages:
@@ -128,7 +163,7 @@ class Messages:
             for tool in history.tools
         ]
         messages = [self._message(message) for message in history.messages]
-        return {"system": history.system, "messages": messages, "tools": tools, "max_tokens": SAMPLED}
+        return {"system": history.system, "messages": messages, "tools": tools, "max_tokens": ANSWER_TOKENS}
 
     def _message(self, message: Json) -> Json:
         if "call" in message:
@@ -140,11 +175,11 @@ class Messages:
             return {"role": "user", "content": [block]}
         return {"role": message["role"], "content": [{"type": "text", "text": message["content"]}]}
 
-    def read(self, answer: Json) -> tuple[str, int, int]:
+    def read(self, answer: Json) -> tuple[tuple[str, str, str], int]:
+        (call,) = [block for block in answer["content"] if block["type"] == "tool_use"]
         usage = answer["usage"]
-        text = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
-        cached = usage["cache_read_input_tokens"]
-        return text, usage["input_tokens"] + cached, cached
+        tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        return (call["id"], call["name"], json.dumps(call["input"])), tokens
 
 
 class Responses:
@@ -154,7 +189,7 @@ class Responses:
     def body(self, history: History) -> Json:
         tools = [{"type": "function", "strict": False, **tool} for tool in history.tools]
         items = [self._item(message) for message in history.messages]
-        return {"instructions": history.system, "input": items, "tools": tools, "max_output_tokens": SAMPLED}
+        return {"instructions": history.system, "input": items, "tools": tools, "max_output_tokens": ANSWER_TOKENS}
 
     def _item(self, message: Json) -> Json:
         if "call" in message:
@@ -164,11 +199,9 @@ class Responses:
         part = {"type": "output_text" if message["role"] == "assistant" else "input_text", "text": message["content"]}
         return {"type": "message", "role": message["role"], "content": [part]}
 
-    def read(self, answer: Json) -> tuple[str, int, int]:
-        usage = answer["usage"]
-        items = [item for item in answer["output"] if item["type"] == "message"]
-        text = "".join(part["text"] for item in items for part in item["content"])
-        return text, usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+    def read(self, answer: Json) -> tuple[tuple[str, str, str], int]:
+        (call,) = [item for item in answer["output"] if item["type"] == "function_call"]
+        return (call["call_id"], call["name"], call["arguments"]), answer["usage"]["input_tokens"]
 
 
 Dialect = Chat | Messages | Responses
@@ -179,8 +212,8 @@ DIALECTS: Sequence[Dialect] = (Chat(), Messages(), Responses())
 
 
 @dataclass
-class Line:
-    """One episode: what its turns cost."""
+class Episode:
+    """What the turns of an episode cost."""
 
     dialect: Dialect
     key: str
@@ -188,93 +221,115 @@ class Line:
     tokens: int = 0
     cpu_ms: list[float] = field(default_factory=list)
     took_ms: list[float] = field(default_factory=list)
-    computed: list[int] = field(default_factory=list)  # tokens of the prompt that were not cached
 
 
 class Bench:
-    def __init__(self, http: httpx.AsyncClient, gateway: int) -> None:
-        self._http = http
-        self._gateway = gateway
-        self._rng = random.Random(1)
+    """A hive with a scripted replica, and a client of it."""
 
-    async def turn(self, line: Line, measured: bool = True) -> None:
-        line.history.ask(" ".join(self._rng.choices(WORDS, k=ASKED_WORDS)))
-        body = json.dumps({"model": "policy", **line.dialect.body(line.history)}).encode()
-        headers = {"authorization": f"Bearer {line.key}", "content-type": "application/json"}
+    def __init__(self, http: httpx.AsyncClient, client: AsyncSwarmClient, bus: Bus) -> None:
+        self._http = http
+        self._client = client
+        self._gateway = process_of(os.getpid(), "gateway")
+        self._rng = random.Random(3)
+        self.bus = bus
+
+    async def played(self, dialect: Dialect, pairs: int, tools: int) -> Episode:
+        """Claim an episode with so many tools, and play that many pairs of a call and its result."""
+        (claimed,) = await self._client.begin_episodes(1)
+        episode = Episode(dialect, claimed.api_key, history_of(tools))
+        for _ in range(pairs):
+            await self.turn(episode, measured=False)
+        return episode
+
+    async def turn(self, episode: Episode, measured: bool = True) -> None:
+        body = json.dumps({"model": "policy", **episode.dialect.body(episode.history)}).encode()
+        headers = {"authorization": f"Bearer {episode.key}", "content-type": "application/json"}
         before, began = cpu_ns(self._gateway), time.perf_counter()
-        reply = await self._http.post(line.dialect.path, content=body, headers=headers)
+        reply = await self._http.post(episode.dialect.path, content=body, headers=headers)
         took = time.perf_counter() - began
         spent = cpu_ns(self._gateway) - before
         assert reply.status_code == 200, reply.text
-        text, tokens, cached = line.dialect.read(reply.json())
-        line.history.answer(text)
-        line.tokens = tokens
+        call, episode.tokens = episode.dialect.read(reply.json())
+        episode.history.add_call(*call)
+        episode.history.add_result(words(RESULT_WORDS, self._rng))
         if measured:
-            line.cpu_ms.append(spent / 1e6)
-            line.took_ms.append(1e3 * took)
-            line.computed.append(tokens - cached)
+            episode.cpu_ms.append(spent / 1e6)
+            episode.took_ms.append(1e3 * took)
 
-    async def round(self, keys: Sequence[str], sizes: Sequence[tuple[int, int]], turns: int) -> list[Line]:
+    async def round(self, sizes: Sequence[tuple[int, int]], turns: int) -> list[Episode]:
         """Play an episode of each dialect for each size of history, which takes turns with the others."""
-        left = iter(keys)
-        lines = [Line(each, next(left), history_of(*size, random.Random(0))) for size in sizes for each in DIALECTS]
-        for line in lines:
-            for _ in range(2):
-                await self.turn(line, measured=False)
+        episodes = [await self.played(each, *size) for size in sizes for each in DIALECTS]
         for _ in range(turns):
-            for line in lines:
-                await self.turn(line)
-        return lines
+            for episode in episodes:
+                await self.turn(episode)
+        return episodes
 
 
-def job_of(model: str) -> Job:
+def job_of(model: str, tools: Literal["template", "hermes"]) -> Job:
     """Return a job for conversations of up to `CONTEXT` tokens, none of which is trained."""
     lengths = {
-        "max_prompt_length": 48_000, "max_response_length": 16_000,
-        "max_response_length_in_one_turn": 64, "max_model_len": CONTEXT,
+        "max_prompt_length": 16_000, "max_response_length": 48_000,
+        "max_response_length_in_one_turn": ANSWER_TOKENS, "max_model_len": CONTEXT,
     }  # fmt: skip
-    bombus: dict[str, Json] = {"rollout": lengths, "model": {"path": model, "tools": "hermes"}}
+    bombus: dict[str, Json] = {"rollout": lengths, "model": {"path": model, "tools": tools}}
     return Job(model=model, batch_size=1000, num_repeat=2, bombus=bombus)
 
 
-async def run(turns: int, sizes: Sequence[tuple[int, int]]) -> None:
+@asynccontextmanager
+async def running_bench(template: str = "") -> AsyncIterator[Bench]:
+    """Run a hive with a scripted replica for the block."""
+    tools: Literal["template", "hermes"] = "template" if template else "hermes"  # SmolLM2's has no place for them
+    files = files_of(template)
+    text = TextModel(files, "", TextOptions(tools=tools))
     with tempfile.TemporaryDirectory() as folder:
-        model = small_model(Path(folder) / "model")
+        model = Path(folder) / "model"
+        write_model(model, files, text)
         async with hive.running(Path(folder), threads=1) as url, AsyncSwarmClient(url) as client:
-            await client.auto_sync_train_config_and_start_engine(job_of(model))
-            lines: list[Line] = []
-            async with httpx.AsyncClient(base_url=url, timeout=600) as http:
-                bench = Bench(http, process_of(os.getpid(), "gateway"))
-                for _ in range(ROUNDS):
-                    keys = [claimed.api_key for claimed in await client.begin_episodes(2 * len(DIALECTS))]
-                    lines += await bench.round(keys, sizes, turns)
-                    print(".", end="", flush=True)
+            await client.auto_sync_train_config_and_start_engine(job_of(str(model), tools))
+            nats = (Path(folder) / "hive/nats-url").read_text().strip()
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=600) as http,
+                await Bus.connect(nats, "main") as bus,
+                scripted_replica(bus, "main", answers_of(text), "stop"),
+            ):
+                yield Bench(http, client, bus)
+
+
+async def run(template: str, turns: int, sizes: Sequence[tuple[int, int]]) -> None:
+    episodes: list[Episode] = []
+    async with running_bench(template) as bench:
+        for _ in range(ROUNDS):
+            episodes += await bench.round(sizes, turns)
+            print(".", end="", flush=True)
     print()
-    report(lines)
+    report(episodes)
 
 
-def report(lines: Sequence[Line]) -> None:
+def report(episodes: Sequence[Episode]) -> None:
     half = len(DIALECTS)
-    costs = [statistics.median(cpu for line in lines[at :: 2 * half] for cpu in line.cpu_ms) for at in range(2 * half)]
+    costs = [
+        statistics.median(cpu for episode in episodes[at :: 2 * half] for cpu in episode.cpu_ms)
+        for at in range(2 * half)
+    ]
     for at, cost in enumerate(costs):
         short, chat = costs[at % half], costs[at - at % half]
-        same = lines[at :: 2 * half]
+        same = episodes[at :: 2 * half]
         print(
             f"{f'{same[0].dialect.name}, {same[0].tokens:,} tokens':24}  gateway CPU {cost:6.2f} ms a turn"
             f"  {cost / short:4.2f} of the short history's  {cost / chat:4.2f} of chat's"
-            f"  replica computed {statistics.median(new for line in same for new in line.computed):4.0f} tokens"
-            f"  a turn took {statistics.median(took for line in same for took in line.took_ms):6.1f} ms"
+            f"  a turn took {statistics.median(took for episode in same for took in episode.took_ms):6.1f} ms"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--template", default="", help="a file with a chat template, in place of SmolLM2's")
     parser.add_argument("--turns", type=int, default=8, help="measured in each of the rounds")
-    parser.add_argument("--pairs", type=int, default=210, help="calls and results in the long history")
-    parser.add_argument("--tools", type=int, default=60, help="of the long history")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="calls and results in the long history")
+    parser.add_argument("--tools", type=int, default=TOOLS, help="of the long history")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    asyncio.run(run(args.turns, ((0, 1), (args.pairs, args.tools))))
+    asyncio.run(run(args.template, args.turns, ((4, 1), (args.pairs, args.tools))))
 
 
 if __name__ == "__main__":
