@@ -3,7 +3,7 @@
 import pytest
 
 from bombus.bus import Bus
-from bombus_gateway.text.shortening import Keep
+from bombus_gateway.text.shortening import Keep, ToolsKept
 from tests.templates.battery import Outcome, Subject, bridge, run, subject
 from tests.templates.families import family
 from tests.templates.long_conversations import differences
@@ -217,10 +217,14 @@ def test_long_conversations_go_on_as_they_do_without_their_middle(made: Subject)
     assert differences(made.ours, 40, seed=1) == []
 
 
-@pytest.mark.parametrize(("template", "kept"), [(NUMBERED, None), (TOOLS_LAST, Keep.TOOLS)], ids=["calls", "tools"])
-def test_what_is_left_out_does_not_matter_to_the_template(template: str, kept: Keep | None) -> None:
+@pytest.mark.parametrize(
+    ("template", "kept"),
+    [(NUMBERED, ToolsKept()), (TOOLS_LAST, ToolsKept(Keep.CALLED_TOOLS, Keep.TOOLS))],
+    ids=["calls", "tools"],
+)
+def test_what_is_left_out_does_not_matter_to_the_template(template: str, kept: ToolsKept) -> None:
     made = subject(family(template, "all special", small=True))
-    assert made.ours.renderer.kept is kept
+    assert made.ours.renderer.kept == kept
     assert differences(made.ours, 40, seed=1) == []
 
 

@@ -100,7 +100,7 @@ def _loaded(files: dict[str, bytes], name: str, options: TextOptions) -> TextMod
     _ = (
         model.tokenizer.pieces,
         model.format,
-        model.renderer.shortens,
+        model.renderer.kept,
         model.renderer.thinking,
     )  # they take long, and are made when they are first read
     return model

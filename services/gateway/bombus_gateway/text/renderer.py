@@ -3,7 +3,7 @@
 import copy
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.call_text import CallText, calls_come_singly, find_call_text
 from bombus_gateway.text.reading.finding import RenderText, find_reading
 from bombus_gateway.text.reading.syntax import Thinking
-from bombus_gateway.text.shortening import Dialogue, Keep, short, trials
+from bombus_gateway.text.shortening import Dialogue, Keep, ToolsKept, find_kept, short
 from bombus_gateway.text.stops import find_stops
 from bombus_gateway.text.thinking import ThinkingVariables, find_thinking
 from bombus_gateway.text.words import free_word, strings
@@ -75,7 +75,7 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self._template = template
         self._history = history
-        self._kept: dict[str, Keep | None] = {}  # by the template's variables; renderers with others share it
+        self._kept: dict[str, ToolsKept] = {}  # by the template's variables; renderers with others share it
         self.form = find_form(template)
         self.reading = find_reading(self._text, self._switched())
         written = self._written()
@@ -174,16 +174,16 @@ class TemplateRenderer:
         Some templates refuse a message with several calls, which their models sample all the same. What was sampled
         stays as it is: only what follows it is needed, and that is what follows the last of the calls.
         """
-        keep = self.kept
-        found = short(messages, count, tools, self.looked_for, keep) if keep is not None else None
-        if found is not None:
-            try:
-                tail = self.extend_as_given(history, completion_at, *found)
-            except Refused:
-                tail = None  # the whole conversation says where it is
-            if tail is not None:
-                return tail
-        return self.extend_as_given(history, completion_at, messages, count, tools)
+        shorter = self.shortened(messages, count, tools)
+        tail = None if shorter is None else self.extend_by(history, completion_at, shorter)
+        return self.extend_as_given(history, completion_at, messages, count, tools) if tail is None else tail
+
+    def extend_by(self, history: bytes, completion_at: int, shorter: Dialogue) -> list[int] | None:
+        """Extend by way of a `shortened` conversation. Return None where only the whole one says what follows."""
+        try:
+            return self.extend_as_given(history, completion_at, *shorter)
+        except Refused:
+            return None  # rendering the whole says what is wrong
 
     @at_one_time
     def extend_as_given(
@@ -271,20 +271,24 @@ class TemplateRenderer:
             sampled.append(thinking.open)  # also where the reasoning is empty
         return Probe(probe, count, word, last_word, sampled, self._is_unclosed(prompt, text))
 
-    @property
-    def shortens(self) -> bool:
-        """Whether long conversations are shortened before they are extended."""
-        return self.kept is not None
+    def shortened(
+        self, messages: Sequence[ChatMessage], count: int, tools: Sequence[Mapping[str, Any]]
+    ) -> Dialogue | None:
+        """Return a shorter conversation with which `extend` does the same as with this one, if there is one."""
+        keep = self.kept.where(messages[count:])
+        return None if keep is None else short(messages, count, tools, self.looked_for, keep)
 
     @property
-    def kept(self) -> Keep | None:
-        """What has to stay in conversations that are shortened, with the variables that are given.
-
-        None where the template goes on otherwise without the middle of a conversation.
-        """
+    def kept(self) -> ToolsKept:
+        """Which tools stay in conversations that are shortened, with the variables that are given."""
         if not self.is_tried:
-            self._kept[self._given] = next((keep for keep in Keep if self._goes_on_as_whole(keep)), None)
-        return self._kept.get(self._given)
+            self._kept[self._given] = find_kept(self._goes_on)
+        return self._kept.get(self._given, ToolsKept())
+
+    @property
+    def decodes_history(self) -> bool:
+        """Whether extending decodes the whole history, to look for reasoning in it."""
+        return bool(self.reading.reasoning) and self._thinking_tokens is None
 
     @property
     def is_tried(self) -> bool:
@@ -295,15 +299,12 @@ class TemplateRenderer:
     def _given(self) -> str:
         return repr(sorted(self._template.variables.items()))
 
-    def _goes_on_as_whole(self, keep: Keep) -> bool:
-        """Whether every trial goes on as it does without its middle; those that the template refuses do not count."""
-        for trial in trials():
-            found = short(*trial, (), keep)
-            assert found is not None
-            whole, shorter = self._continuations(trial, trial), self._continuations(trial, found)
-            if whole and whole != shorter:
-                return False
-        return True
+    def _goes_on(self, trial: Dialogue, keep: Keep) -> bool:
+        """Whether a trial goes on as it does without its middle, or is refused."""
+        found = short(*trial, (), keep)
+        assert found is not None
+        whole = self._continuations(trial, trial)
+        return not whole or whole == self._continuations(trial, found)
 
     def _continuations(self, trial: Dialogue, given: Dialogue) -> list[list[int] | None]:
         """Return what follows an answer of a trial that ends by itself, and one that does not, by way of `given`.
@@ -344,8 +345,9 @@ class TemplateRenderer:
         thinking, decode = self.reading.thinking, self._tokenizer.decode
         if thinking is None:
             return bool(self._read_reasoning("", decode(unpack_tokens(prompt))).strip())
-        if self._thinking_tokens is not None:  # of a long prompt only what may be reasoning is decoded
-            parts = [decode(unpack_tokens(each)) for each in {*opened(prompt, *self._thinking_tokens)}]
+        if self._thinking_tokens is not None:  # of a long prompt only what may be reasoning is decoded, each once
+            found = dict.fromkeys(opened(prompt, *self._thinking_tokens))
+            parts: Iterable[str] = (decode(unpack_tokens(each)) for each in found)
         else:
             parts = decode(unpack_tokens(prompt)).split(thinking.open)[1:]
         closed = (part.partition(thinking.close) for part in parts)

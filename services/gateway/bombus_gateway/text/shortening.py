@@ -4,8 +4,10 @@ What was sampled stays as it is, as tokens. Only what the chat template writes a
 long conversation need not cost more to continue than one of a short one.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 from bombus_gateway.text.forms import TOOL, WORD, call_of, user
@@ -24,12 +26,32 @@ class Keep(Enum):
     TOOLS = "all of them"
 
 
+class ToolsKept(NamedTuple):
+    """Which tools stay in the shorter conversations of one template.
+
+    Some templates write the tools again before a new question, and not before results: so it is said for what follows
+    the last answer. None: without its middle, a conversation would go on otherwise.
+    """
+
+    before_results: Keep | None = None
+    otherwise: Keep | None = None
+
+    def where(self, following: Sequence[ChatMessage]) -> Keep | None:
+        """Return which tools stay where these messages follow the last answer."""
+        return self.before_results if _are_results(following) else self.otherwise
+
+
 class Dialogue(NamedTuple):
     """A conversation, whose first `known` messages are those of the history, and its tools."""
 
     messages: Sequence[ChatMessage]
     known: int
     tools: Sequence[Mapping[str, Any]]
+
+    @property
+    def following(self) -> Sequence[ChatMessage]:
+        """The messages after the history."""
+        return self.messages[self.known :]
 
 
 def short(
@@ -45,29 +67,35 @@ def short(
     that the template looks for (`looked_for`), such as a switch in the system's message; and where a new result is
     that of a call which would be left out, since some templates look that call up.
     """
-    answers = [index for index in range(count) if messages[index]["role"] == "assistant"]
-    first, last = answers[0], answers[-ANSWERS_KEPT:][0]
-    left_out = messages[first:last]
+    first = next(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    answers = (index for index in range(count - 1, first - 1, -1) if messages[index]["role"] == "assistant")
+    last = [*islice(answers, ANSWERS_KEPT)][-1]
+    left_out, following = messages[first:last], messages[count:]
     kept = [*messages[:first], *messages[last:count]]
     shortened = [_shortened(message) for message in kept]
-    if not left_out and shortened == kept:
-        return None
-    if not _ids_of_calls(left_out).isdisjoint(_ids_of_results(messages[count:])):
+    if (not left_out and shortened == kept) or _is_called(_ids_of_results(following), left_out):
         return None
     changed = [*left_out, *(one for one, other in zip(kept, shortened) if one is not other)]
     texts = [each.get("content") or "" for each in changed if each["role"] not in ("tool", "assistant")]
     if any(word in text for text in texts for word in looked_for):
         return None
-    made = [*shortened, *messages[count:]]
+    made = [*shortened, *following]
     return Dialogue(made, len(shortened), tools if keep is Keep.TOOLS else _named(made, tools))
 
 
-def _ids_of_calls(messages: Sequence[ChatMessage]) -> set[str]:
-    return {id_for_model(call.get("id") or "") for message in messages for call in message.get("tool_calls") or ()}
+def _is_called(ids: Collection[str], messages: Sequence[ChatMessage]) -> bool:
+    """Return whether messages have a call to which the model gave one of these ids."""
+    given = [call.get("id") or "" for message in messages for call in message.get("tool_calls") or ()]
+    # What the model wrote is behind the first hyphen of an id of ours. To look at that is quicker than `id_for_model`.
+    return any(id_for_model(id) in ids for id in given if id in ids or id.partition("-")[2] in ids)
 
 
 def _ids_of_results(messages: Sequence[ChatMessage]) -> set[str]:
     return {id_for_model(message["tool_call_id"]) for message in messages if message.get("tool_call_id")}
+
+
+def _are_results(messages: Sequence[ChatMessage]) -> bool:
+    return bool(messages) and all(message["role"] == "tool" for message in messages)
 
 
 def _shortened(message: ChatMessage) -> ChatMessage:
@@ -97,6 +125,21 @@ def _named(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) 
 # ---- the conversations that say whether a template can be given shorter ones ----
 
 TOOLS = [TOOL, {**TOOL, "function": {**TOOL["function"], "name": "rest"}}]  # the second one is never called
+
+
+def find_kept(goes_on: Callable[[Dialogue, Keep], bool]) -> ToolsKept:
+    """Return which tools stay. `goes_on` says whether a trial goes on as it does where only those stay."""
+    tried = [*trials()]
+    results = [number for number, trial in enumerate(tried) if _are_results(trial.following)]
+
+    @cache
+    def holds(number: int, keep: Keep) -> bool:
+        return goes_on(tried[number], keep)
+
+    def least(numbers: Collection[int]) -> Keep | None:
+        return next((keep for keep in Keep if all(holds(number, keep) for number in numbers)), None)
+
+    return ToolsKept(least(results), least(range(len(tried))))  # a question may follow results
 
 
 def trials() -> Iterator[Dialogue]:
