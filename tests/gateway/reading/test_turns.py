@@ -354,8 +354,8 @@ def test_elements_that_are_no_call_are_text(body: str) -> None:
 
 def test_much_white_space_in_a_named_call_is_read_at_once() -> None:
     with pytest.raises(ValueError, match="no name"):
-        read_named(" " * 100_000 + "f" + " " * 100_000 + "[ARGS]" + " " * 100_000, {})
-    (read_call,) = read_named(' f  [CALL_ID] 123456789 [ARGS] {"a": 1}', {})
+        read_named(" " * 100_000 + "f" + " " * 100_000 + "[ARGS]" + " " * 100_000, lambda _: {})
+    (read_call,) = read_named(' f  [CALL_ID] 123456789 [ARGS] {"a": 1}', lambda _: {})
     assert read_call == ToolCallDelta("f", '{"a": 1}', "123456789")
 
 

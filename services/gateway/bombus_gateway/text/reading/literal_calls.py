@@ -48,7 +48,7 @@ def gemma(quote: str, typed: bool = False) -> ReadBody:
             name = code.name()
             code.expect("{")
             arguments = code.rest_of_object()
-            calls.append(make_call(name, _typed(arguments, schemas.get(name, {})) if typed else arguments))
+            calls.append(make_call(name, _typed(arguments, schemas(name)) if typed else arguments))
         if not calls:
             raise ValueError("no call")
         return calls

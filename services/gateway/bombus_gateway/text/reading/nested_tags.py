@@ -29,7 +29,7 @@ def nested_tags(mark: str) -> ReadBody:
             opened = _CALL.fullmatch(rest.popleft())
             if opened is None:
                 raise ValueError("not a call")
-            schema = {"properties": schemas.get(opened[1].strip(), {})}
+            schema = {"properties": schemas(opened[1].strip())}
             calls.append(make_call(opened[1], dict(_elements(rest, "invoke", schema, 0))))
         if not calls:
             raise ValueError("no call")

@@ -125,4 +125,4 @@ def _value(form: TagForm, found: re.Match[str], tool: str, schemas: Schemas) -> 
         text = text.removeprefix("\n").removesuffix("\n")
     if found.groupdict().get("is_string"):
         return text
-    return typed_value(text, schemas.get(tool, {}).get(_name(form, found)))
+    return typed_value(text, schemas(tool).get(_name(form, found)))

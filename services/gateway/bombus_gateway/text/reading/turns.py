@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from bombus_gateway import limits
@@ -41,7 +41,7 @@ class TurnReader:
     ) -> None:
         self._syntax = syntax
         self._thinking = thinking
-        self._tools = tools
+        self._schemas: Schemas = partial(schemas_of, tools)
         self._frames = frozenset(frames)
         around_reasoning = (thinking.open, thinking.close) if thinking else ()
         self._lead = lead
@@ -60,11 +60,6 @@ class TurnReader:
         self._thought_space: list[str] = []
         self._after: Thinking | CallSyntax | None = None  # what ended since the last text
         self._take = self._take_reasoning if inside_reasoning and thinking else self._take_text
-
-    @cached_property
-    def _schemas(self) -> Schemas:
-        """Those of the tools, of which there may be many, and most turns have no call."""
-        return schemas_of(self._tools)
 
     def feed(self, text: str) -> list[Delta]:
         """Add text. Returns what can no longer change."""

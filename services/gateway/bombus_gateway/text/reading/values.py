@@ -5,7 +5,7 @@ Everything here raises `ValueError`, and nothing else, for what cannot be read.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,19 +15,19 @@ from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.literals import DEPTH_MAX, PYTHON_CONSTANTS, Literals
 
 Schema = Mapping[str, Any]  # of one parameter
-Schemas = Mapping[str, Mapping[str, Schema]]  # by the names of tool and parameter
+Schemas = Callable[[str], Mapping[str, Schema]]  # of the parameters of a tool, by the name of that
 
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\(?:.|\Z))*+(?:"|\Z)|([\[{])|([\]}])', re.DOTALL)
 
 
-def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Schema]]:
-    """Return the schemas of the tools' parameters. What is not as it should be is left out."""
-    found: dict[str, Mapping[str, Schema]] = {}
-    for tool in tools:
+def schemas_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Schema]:
+    """Return the schemas of a tool's parameters, by their names. What is not as it should be is left out."""
+    for tool in reversed(tools):
         function = as_mapping(tool.get("function")) or tool
-        properties = as_mapping(as_mapping(function.get("parameters")).get("properties"))
-        found[str(function.get("name"))] = {name: as_mapping(schema) for name, schema in properties.items()}
-    return found
+        if function.get("name") == name:
+            properties = as_mapping(as_mapping(function.get("parameters")).get("properties"))
+            return {parameter: as_mapping(schema) for parameter, schema in properties.items()}
+    return {}
 
 
 def make_call(name: object, arguments: object, call_id: object = "") -> ToolCallDelta:
