@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from bombus.hive.records import CallRecord, CallRef, CallStatus, Choice, SamplingParams, pack_tokens, unpack_tokens
-from bombus_gateway.history.conversation import WALKS, Conversation
+from bombus_gateway.history.conversation import WALKS, Conversation, Node
 from bombus_gateway.history.identity import next_digest, root_digest
 from bombus_gateway.text.message import ChatMessage
 from tests.gateway.openai_hive import IM_END, TEXT
@@ -333,7 +333,32 @@ def test_what_is_remembered_of_earlier_requests_changes_nothing(steps: Any) -> N
 
     def call(messages: list[ChatMessage], sampled: list[int], answer: ChatMessage) -> None:
         forgetful.conversation.forget_walks()
+        found, whole = remembering.conversation, forgetful.conversation.follow(b"", messages)
+        forgetful.conversation.forget_walks()
+        gone_on = found.follow_on(b"", messages, (), 1 << 20)
+        if gone_on is not None:
+            assert [*map(name_of, gone_on.candidates)] == [*map(name_of, whole.candidates)]
+            assert (gone_on.messages, gone_on.digests, gone_on.count) == (whole.messages, whole.digests, whole.count)
         record = remembering.call(messages, sampled, answer)
         assert record == forgetful.call(messages, sampled, answer)
 
     play(steps, call)
+
+
+def name_of(node: Node) -> tuple[str, int]:
+    return node.name
+
+
+def test_a_conversation_is_followed_on_where_an_answer_and_little_else_is_new() -> None:
+    episode, messages = Episode(), [turn("user", "a")]
+    found: list[int | None] = []
+    for number in range(4):
+        for bytes_max in (10_000, 100):
+            followed = episode.conversation.follow_on(b"", messages, (), bytes_max)
+            found.append(None if followed is None else followed.count)
+        answer = turn("assistant", f"{number}")
+        episode.call(messages, [number, IM_END], answer)
+        messages = [*messages, answer, turn("user", "more")]
+    assert found == [None, None, None, None, 4, None, 6, None]
+    again = episode.conversation.follow_on(b"", messages[:5], (), 10_000)
+    assert again is None, "no later answer is in it, and of equal ones another may be free"

@@ -14,6 +14,7 @@ from bombus_gateway.access import EpisodeGuard, HeaderMap, HeaderPair
 from bombus_gateway.call.calls import AnswerHead, Calls
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.door import ParsedRequest, call_route
+from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.call.request import CompletionRequest, InvalidField, SamplingWish
 from tests.gateway.openai_hive import ENGINE, Died, GatewayHive, Send, frame_of, gateway_hive, says, tokens_of
 
@@ -30,7 +31,7 @@ class PlainDialect:
 
     name = b"plain"
 
-    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
+    def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
         try:
             found = msgspec.json.decode(body, type=Body)
         except msgspec.MsgspecError as error:

@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest_asyncio
 
 from bombus.bus import Bus
 from bombus.errors import Code, Refused
+from bombus.hive.records import pack_tokens
 from bombus_gateway.call.workers import INLINE_BYTES_MAX, Workers
 from bombus_gateway.keys import Keys
 from bombus_gateway.limits import QUOTED_CHARACTERS, UNSUPPORTED
@@ -23,6 +25,7 @@ from tests.gateway.openai_hive import (
     FILES,
     MODEL,
     SECRET,
+    TEXT,
     GatewayHive,
     every_thread_busy,
     gateway_hive,
@@ -79,6 +82,27 @@ async def test_one_large_request_of_an_episode_is_worked_on_at_a_time() -> None:
     finally:
         may_end.set()
     assert all(await asyncio.gather(*slow))
+
+
+async def test_a_long_conversation_goes_on_without_a_thread_as_its_template_says(bus: Bus) -> None:
+    async with gateway_hive(bus, LONG_JOB, LONG_FILES) as hive, await agent(hive) as one:
+        assert hive.gateway is not None
+        hive.replica.scripts += [says("ok")] * 12
+        messages = [{"role": "user", "content": "hi"}]
+        for turn in range(12):
+            with every_thread_busy(hive.gateway.workers) if turn == 11 else nullcontext():
+                assert (await one.chat(body(messages))).status_code == 200
+            messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": f"{turn} " * 3000}]
+        records = await hive.records(one.episode, 12)
+    assert len(body(messages)) > 2 * INLINE_BYTES_MAX
+    last, before = records[-1], hive.replica.requests[-2].prompt
+    assert last.parent is not None
+    assert last.parent.id == records[-2].id
+    history = before + records[-2].choices[0].tokens
+    said = messages[:-2]
+    tail = TEXT.renderer.extend_as_given(history, len(before) // 4, said, len(said) - 1, ())
+    assert tail is not None
+    assert last.prompt_tail == pack_tokens(tail)
 
 
 async def test_an_answer_of_many_numbers_is_written_in_a_thread_while_others_go_on(served: GatewayHive) -> None:

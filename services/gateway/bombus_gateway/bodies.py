@@ -15,7 +15,7 @@ from bombus.errors import Code, Refused
 from bombus_gateway import limits
 from bombus_gateway.access import HeaderMap
 from bombus_gateway.atropos.compression import inflated
-from bombus_gateway.call.workers import CLIENTS, INLINE_BYTES_MAX, Workers
+from bombus_gateway.call.workers import CLIENTS, INLINE_BYTES_MAX, READ_BYTES_MAX, Workers
 from bombus_gateway.decoding.json_shape import is_deeper, is_flat, marks_of
 from bombus_gateway.training.compression import decompressed
 from bombus_gateway.training.dialects import is_protobuf
@@ -79,7 +79,7 @@ TRAJECTORIES = BodyLimits(
     lists=limits.TRAJECTORY_LISTS,
     values=limits.TRAJECTORY_NUMBERS,
     fewer="send fewer groups in one request",
-    inline_bytes=128 << 10,  # it takes less than a millisecond, and a thread for it as long
+    inline_bytes=READ_BYTES_MAX,
 )
 
 
@@ -87,7 +87,7 @@ class BodyGate:
     """Reads the bodies of one gateway's requests. `calls` are the limits of a model call's, and of a sample's."""
 
     def __init__(self, workers: Workers, call_bytes_max: int) -> None:
-        self.calls = BodyLimits(call_bytes_max, depth=0, fewer="send less text")
+        self.calls = BodyLimits(call_bytes_max, depth=0, fewer="send less text", inline_bytes=READ_BYTES_MAX)
         self.samples = replace(TRAINING, bytes_max=call_bytes_max, may_be_binary=False)
         self._workers = workers
 
@@ -103,16 +103,19 @@ class BodyGate:
         self, headers: HeaderMap, receive: Receive, bounds: BodyLimits, decode: Callable[[bytes], _T], turn: str
     ) -> _T:
         """Return what `decode` makes of a body that is within its bounds: of a large one in a thread, at its `turn`."""
-        body = await received(headers, receive, bounds)
-        encoding = headers.get(b"content-encoding", b"").decode("latin-1")
-        if encoding not in ("", "identity"):
-            body = await self._unpacked(encoding, body, bounds, turn)
+        body = await self.unpacked(headers, receive, bounds, turn)
         is_json = not (bounds.may_be_binary and is_protobuf(headers.get(b"content-type", b"").decode("latin-1")))
 
         def work() -> _T:
             return decode(bounds.checked(body) if is_json else body)
 
         return await self._workers.run(turn, len(body), work, bounds.inline_bytes)
+
+    async def unpacked(self, headers: HeaderMap, receive: Receive, bounds: BodyLimits, turn: str) -> bytes:
+        """Return the bytes of a body without its compression. Only their number was checked. Raises `Refused`."""
+        body = await received(headers, receive, bounds)
+        encoding = headers.get(b"content-encoding", b"").decode("latin-1")
+        return body if encoding in ("", "identity") else await self._unpacked(encoding, body, bounds, turn)
 
     async def _unpacked(self, encoding: str, body: bytes, bounds: BodyLimits, turn: str) -> bytes:
         """Return a body without its compression. A few bytes may be a large body, so it is tried how many they are."""

@@ -6,8 +6,7 @@ here knows, is listed as `unsupported`: the job says whether that is refused or 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -17,7 +16,9 @@ from bombus.errors import Code
 from bombus_gateway import limits
 from bombus_gateway.anthropic.client_tools import CLIENT_TOOLS
 from bombus_gateway.anthropic.thinking import beyond_thinking, wish_for_thinking
+from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
+from bombus_gateway.decoding.items import ItemReader
 from bombus_gateway.decoding.json_body import (
     STRICT,
     Asked,
@@ -33,7 +34,7 @@ from bombus_gateway.decoding.json_body import (
     split_asked,
     stop_strings,
 )
-from bombus_gateway.decoding.json_parts import RememberedItems, RememberedParts
+from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.text.message import ChatMessage
 
 INVALID_JSON = "INVALID_JSON"  # the only key of a tool's input whose text is not an object of JSON
@@ -47,13 +48,15 @@ class MessagesRequest(NamedTuple):
     """A request of either route: the neutral part, and what the response and the marks of harnesses need.
 
     `server_tools` are the types of tools that Anthropic's servers run. `answer` has the fields of the JSON that the
-    answer is to be, None where it may be any text.
+    answer is to be, None where it may be any text. `prefix` is the beginning of the body that the next request of
+    the conversation need not read again.
     """
 
     completion: CompletionRequest
     model: str
     server_tools: tuple[str, ...] = ()
     answer: frozenset[str] | None = None
+    prefix: BodyPrefix = NOTHING_READ
 
 
 _Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
@@ -144,12 +147,20 @@ class _Offered(NamedTuple):
     function: dict[str, Any] | None
 
 
-class _Alone(NamedTuple):
-    """A message, and what becomes of it where its neighbours have other roles. Places begin where it does."""
+class _Turns(NamedTuple):
+    """The messages of a request. Consecutive ones of one role are one turn.
 
-    message: _Message
-    turn: tuple[ChatMessage, ...]
-    unsupported: tuple[Unsupported, ...]
+    `leading` are the blocks of the system's messages that come before all others, which go on from the body's own
+    `system`; None where there is no such message. `role` and `blocks` are those of the last turn, to which later
+    messages may add. `referenced` are the names of the tools to which blocks refer.
+    """
+
+    leading: Sequence[_Placed] | None = None
+    messages: tuple[ChatMessage, ...] = ()
+    left_out: tuple[Unsupported, ...] = ()
+    role: str = ""
+    blocks: tuple[_Placed, ...] = ()
+    referenced: frozenset[str] = frozenset()
 
 
 _body = BodyDecoder(_Body, "messages", "system", "tools")
@@ -158,17 +169,19 @@ _system: msgspec.json.Decoder[_Content] = msgspec.json.Decoder(_Content)
 _offered = msgspec.json.Decoder(list[_Tool] | None)
 
 
-def read_messages(body: bytes) -> MessagesRequest:
-    """Decode the body of `POST /v1/messages`, or of `/v1/messages/count_tokens`. Raises `Refused`."""
-    found, unknown = _body(body)
-    given = _remembered_messages(found.messages, "messages")
-    unsupported = [*_beyond_messages(found, given[-1].message), *unknown]
+def read_messages(body: bytes, before: BodyPrefix = NOTHING_READ) -> MessagesRequest:
+    """Decode the body of `POST /v1/messages`, or of `/v1/messages/count_tokens`.
+
+    It begins with what was read `before`. Raises `Refused`.
+    """
+    found, unknown, turns, prefix = _read_body(body, before)
+    unsupported = [*_beyond_messages(found, turns.role), *unknown]
     offered = _remembered_tools(bytes(found.tools))
-    tools = _tools(offered, given, unsupported)
+    tools = _tools(offered, turns.referenced, unsupported)
     demands, unmet = split_asked([_forced_call(found.tool_choice, tools), *_forms_of_answer(found)])
     completion = CompletionRequest(
         chat=True,
-        messages=tuple(_messages(_remembered_system(bytes(found.system)), given, unsupported)),
+        messages=_messages(_remembered_system(bytes(found.system)), turns, unsupported),
         tools=tuple(tools),
         parse_tool_calls=bool(tools) and (found.tool_choice is None or found.tool_choice.type != "none"),
         stops=stop_strings(found.stop_sequences or (), "stop_sequences"),
@@ -185,7 +198,8 @@ def read_messages(body: bytes) -> MessagesRequest:
         unsupported=(*unmet, *unsupported),
     )
     server_tools = tuple(each.tool.type or "" for each in offered if each.function is None)
-    return MessagesRequest(completion, found.model, server_tools, _fields_of_answer(found.output_config or {}))
+    fields = _fields_of_answer(found.output_config or {})
+    return MessagesRequest(completion, found.model, server_tools, fields, prefix)
 
 
 def _fields_of_answer(output: dict[str, Any]) -> frozenset[str] | None:
@@ -199,13 +213,13 @@ def _fields_of_answer(output: dict[str, Any]) -> frozenset[str] | None:
 # ---- what is asked for --------------------------------------------------------------------------------------------
 
 
-def _beyond_messages(found: _Body, last: _Message) -> list[Unsupported]:
+def _beyond_messages(found: _Body, last_role: str) -> list[Unsupported]:
     """Return what is asked for that would change the answer, in ways that nobody here can."""
     asked = (
         ("context_management", _takes_away(found.context_management), "nothing is taken out of a conversation"),
         ("container", found.container is not None, "no code is run here"),
         ("mcp_servers", bool(found.mcp_servers), "tools are called by the client alone"),
-        ("messages", last.role == "assistant", "an answer that the client began is not gone on with"),
+        ("messages", last_role == "assistant", "an answer that the client began is not gone on with"),
         ("diagnostics", found.diagnostics is not None, "nothing is said about a cache"),
         ("service_tier", found.service_tier not in (None, "auto", "standard_only"), "there is only one"),
         ("speed", found.speed not in (None, "standard"), "there is only one"),
@@ -271,10 +285,9 @@ _remembered_tools = RememberedParts(_read_tools)
 
 
 def _tools(
-    offered: Sequence[_Offered], given: Sequence[_Alone], unsupported: list[Unsupported]
+    offered: Sequence[_Offered], referenced: Collection[str], unsupported: list[Unsupported]
 ) -> list[dict[str, Any]]:
     """Return the functions that the model may call. A deferred one is left out until a reference names it."""
-    referenced = _referenced(given) if any(each.tool.defer_loading for each in offered) else set()
     tools: list[dict[str, Any]] = []
     for index, (tool, function) in enumerate(offered):
         if function is None:
@@ -296,43 +309,57 @@ def _beyond_function(tool: _Tool) -> Iterator[Unsupported]:
         yield Unsupported("tools.allowed_callers", "no code is run here")
 
 
-def _referenced(given: Sequence[_Alone]) -> set[str]:
-    """Return the names of the tools to which the conversation refers."""
-    contents = [each.message.content for each in given]
-    blocks = [block for content in contents if isinstance(content, list) for block in content]
-    inner = [part for block in blocks if isinstance(block.content, list) for part in block.content]
-    return {each.tool_name for each in (*blocks, *inner) if each.type == "tool_reference" and each.tool_name}
-
-
 # ---- the conversation ---------------------------------------------------------------------------------------------
 
 
-def _read_message(part: bytes, at: str, place: str) -> _Alone:
-    message = decode_body(_message, part, at)
+def _read_turns(before: _Turns | None, items: Sequence[bytes], at: int) -> _Turns:
+    before = before or _Turns()
+    leading = None if before.leading is None else [*before.leading]
+    role, blocks = before.role, [*before.blocks]
+    messages: list[ChatMessage] = []
     left_out: list[Unsupported] = []
-    turn = tuple(_turn(message.role, _blocks(message.content, place), left_out))
-    return _Alone(message, turn, tuple(left_out))
+    referenced = set[str]()
+    for index, item in enumerate(items, at):
+        message = decode_body(_message, item, f"messages[{index}]")
+        given = _blocks(message.content, f"messages.{index}")
+        referenced.update(_referenced(message.content))
+        if not role and message.role == _SYSTEM:
+            leading = leading or []
+            leading += given
+            continue
+        if message.role != role:
+            messages += _turn(role, blocks, left_out) if role else ()
+            role, blocks = message.role, []
+        blocks += given
+    return _Turns(
+        leading,
+        (*before.messages, *messages),
+        (*before.left_out, *left_out),
+        role,
+        tuple(blocks),
+        before.referenced | referenced,
+    )
 
 
-_remembered_messages = RememberedItems(_read_message)
+def _referenced(content: _Content) -> Iterator[str]:
+    """Yield the names of the tools to which some content refers."""
+    for block in content if isinstance(content, list) else ():
+        for each in (block, *(block.content if isinstance(block.content, list) else ())):
+            if each.type == "tool_reference" and each.tool_name:
+                yield each.tool_name
+
+
+_read_body = ItemReader(_body, "messages", _read_turns)
 _remembered_system = RememberedParts[bytes, _Content](lambda given: decode_field(_system, given, _SYSTEM))
 
 
-def _messages(system: _Content, given: Sequence[_Alone], left_out: list[Unsupported]) -> Iterator[ChatMessage]:
-    """Yield the messages as they are stored, compared and rendered. Consecutive ones of one role are one turn."""
-    placed = [(f"messages.{index}", each) for index, each in enumerate(given)]
-    if system:
-        placed.insert(0, (_SYSTEM, _Alone(_Message("system", system), (), ())))
-    for role, turn in groupby(placed, key=lambda each: each[1].message.role):
-        yield from _one_turn(role, list(turn), left_out)
-
-
-def _one_turn(role: str, given: Sequence[tuple[str, _Alone]], left_out: list[Unsupported]) -> Iterable[ChatMessage]:
-    place, alone = given[0]
-    if len(given) == 1 and place != _SYSTEM:
-        left_out += [each._replace(field=f"{place}{each.field}") for each in alone.unsupported]
-        return alone.turn
-    return _turn(role, [block for at, each in given for block in _blocks(each.message.content, at)], left_out)
+def _messages(system: _Content, turns: _Turns, left_out: list[Unsupported]) -> tuple[ChatMessage, ...]:
+    """Return the messages as they are stored, compared and rendered."""
+    first = [*(_blocks(system, _SYSTEM) if system else ()), *(turns.leading or ())]
+    leading = [*_turn(_SYSTEM, first, left_out)] if system or turns.leading is not None else []
+    left_out += turns.left_out
+    last = _turn(turns.role, turns.blocks, left_out) if turns.role else ()
+    return (*leading, *turns.messages, *last)
 
 
 def _turn(role: str, blocks: Sequence[_Placed], left_out: list[Unsupported]) -> Iterable[ChatMessage]:

@@ -12,6 +12,7 @@ from bombus_gateway.anthropic.response import MessagesEncoder, count_body, error
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.door import ParsedRequest, call_route, count_route
 from bombus_gateway.call.http import not_found
+from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.context import Gateway
 from bombus_gateway.harnesses.marks import marks_of
 
@@ -24,11 +25,12 @@ class AnthropicDialect:
     def __init__(self, check_model: Callable[[str], None]) -> None:
         self._check_model = check_model
 
-    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
-        request = read_messages(body)
+    def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
+        request = read_messages(body, before)
         self._check_model(request.model)
         marks = marks_of(headers, request.completion, request.server_tools, request.answer)
-        return ParsedRequest(request.completion, partial(MessagesEncoder, request.model), marks.role, marks.side_call)
+        encoder = partial(MessagesEncoder, request.model)
+        return ParsedRequest(request.completion, encoder, marks.role, marks.side_call, request.prefix)
 
     def error(self, error: Refused) -> bytes:
         return error_body(error)

@@ -14,14 +14,15 @@ import msgspec
 from starlette.types import ASGIApp, Receive
 
 from bombus import telemetry
-from bombus.hive.records import digest
 from bombus_gateway import limits
 from bombus_gateway.access import EpisodeGuard, HeaderMap, HeaderPair, episode_key
 from bombus_gateway.call.calls import AnswerHead, Call, Calls, RecordedAnswer
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.http import ErrorEncoder, Responder, route
+from bombus_gateway.call.prefixes import NOTHING_READ, AnotherList, BodyPrefix, EarlierBody, nothing_of
 from bombus_gateway.call.request import CallRequest, CompletionRequest
 from bombus_gateway.call.workers import NUMBER_BYTES, Workers
+from bombus_gateway.keys import KeyClaims
 
 RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and of Anthropic
 OVERRIDDEN = b"x-bombus-overridden"  # in a response: what was asked for and is not done
@@ -66,13 +67,15 @@ class ResponseEncoder(Protocol):
 class ParsedRequest(NamedTuple):
     """A request as its dialect read it. `encoder` makes the encoder of its answer.
 
-    `role` and `side_call` are what the harness shows of the agent that asks: see `CallRequest`.
+    `role` and `side_call` are what the harness shows of the agent that asks: see `CallRequest`. `prefix` is the
+    beginning of the body that the next request of the conversation need not read again.
     """
 
     completion: CompletionRequest
     encoder: Callable[[AnswerHead], ResponseEncoder]
     role: str = ""
     side_call: str = ""
+    prefix: BodyPrefix = NOTHING_READ
 
 
 class Dialect(ErrorEncoder, Protocol):
@@ -81,8 +84,12 @@ class Dialect(ErrorEncoder, Protocol):
     @property
     def name(self) -> bytes: ...
 
-    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
-        """Read a request. Raises `Refused` when it is not one."""
+    def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
+        """Read a request, whose body begins with what was read `before`. Raises `Refused` when it is not one.
+
+        A dialect whose bodies are no conversations is never given a beginning. Raises `AnotherList` where the body has
+        to be read without it.
+        """
         ...
 
 
@@ -154,13 +161,24 @@ class _CallRoute:
         self._calls.check_ready()
         claims = self._guard.verify(episode_key(headers), received_ns)
         self._calls.admission.check_episode(claims)
-        bodies, decode = self._calls.bodies, partial(self._decoded, headers)
-        parsed, body_digest, size = await bodies.decoded(headers, receive, bodies.calls, decode, claims.episode)
+        bodies = self._calls.bodies
+        body = await bodies.unpacked(headers, receive, bodies.calls, claims.episode)
+        read_bodies = self._calls.histories.conversation(claims).bodies
+        before = read_bodies.continued_by(self._dialect.name, body)
+        try:
+            parsed, body_digest, kept = await self._decoded(claims, headers, body, before)
+        except AnotherList:
+            before = nothing_of(self._dialect.name)
+            parsed, body_digest, kept = await self._decoded(claims, headers, body, before)
+        if kept is not before:
+            read_bodies.keep(kept, before)
+            self._calls.histories.account_for(claims)
         request = CallRequest(
             claims=claims,
             completion=_within_total(parsed.completion, headers),
             digest=body_digest,
-            body_bytes=size,
+            body_bytes=len(body),
+            read_bytes=before.prefix.work_bytes(body),
             received_ns=received_ns,
             retry=_retry(headers.get(RETRY_COUNT, b"")),
             role=_named_role(headers) or parsed.role,
@@ -169,9 +187,17 @@ class _CallRoute:
         )
         return request, parsed.encoder
 
-    def _decoded(self, headers: HeaderMap, body: bytes) -> tuple[ParsedRequest, bytes, int]:
-        """Return what a body asks for, its digest, and its size."""
-        return self._dialect.read(body, headers), digest(self._dialect.name + b"\0" + body), len(body)
+    async def _decoded(
+        self, claims: KeyClaims, headers: HeaderMap, body: bytes, before: EarlierBody
+    ) -> tuple[ParsedRequest, bytes, EarlierBody]:
+        """Return what a body asks for, its digest, and what to keep of it; read in a thread where it is large."""
+
+        def work() -> tuple[ParsedRequest, bytes, EarlierBody]:
+            parsed = self._dialect.read(body, headers, before.prefix)
+            return parsed, *before.continued(body, parsed.prefix)
+
+        work_bytes = before.prefix.work_bytes(body)
+        return await self._calls.workers.run(claims.episode, work_bytes, work, self._calls.bodies.calls.inline_bytes)
 
 
 def _retry(count: bytes) -> int:

@@ -12,15 +12,17 @@ from bombus.hive.generation import Constraint
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus_gateway.call.admission import Admitted, Room
 from bombus_gateway.call.request import CallRequest
-from bombus_gateway.call.workers import Workers
+from bombus_gateway.call.workers import INLINE_BYTES_MAX, READ_BYTES_MAX, Workers
 from bombus_gateway.history.conversation import Conversation, Node
 from bombus_gateway.history.echoes import Followed
 from bombus_gateway.history.histories import Histories
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.renderer import TemplateRenderer
 from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.words import strings
 
 TRIAL_BYTES = 1 << 20  # of a request that takes as long as a template's trial with variables that are new to it
+TOKEN_TEXT_BYTES = 4  # of a token, roughly
 TRIED_MAX = 4  # answers that say the same: the template may be unable to go on from the first of them
 
 
@@ -88,7 +90,7 @@ async def plan_prompt(request: CallRequest, admitted: Admitted, histories: Histo
         check = partial(admitted.check_characters, request.completion)
         await workers.run(request.claims.episode, request.body_bytes, check)
     if request.completion.chat:
-        return await _chat_prompt(request, admitted.model, histories)
+        return await _chat_prompt(request, admitted.model, histories, workers)
     conversation = histories.conversation(request.claims)
     plain = partial(_plain_prompt, request, admitted.model, conversation)
     prompt = await workers.run(request.claims.episode, request.body_bytes, plain)
@@ -98,24 +100,49 @@ async def plan_prompt(request: CallRequest, admitted: Admitted, histories: Histo
     return prompt
 
 
-async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories) -> Prompt:
-    renderer = model.renderer.given(request.completion.chat_template_kwargs)
+async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories, workers: Workers) -> Prompt:
+    renderer, tools = model.renderer.given(request.completion.chat_template_kwargs), request.completion.tools
+    followed = await histories.follow(request)
+    history_bytes = TOKEN_TEXT_BYTES * followed.last.count if followed.last is not None else 0
     # A request may be the first with variables that have to be tried.
-    work_bytes = max(request.body_bytes, 0 if renderer.is_tried else TRIAL_BYTES)
-    return await histories.follow(request, partial(_rendered, request.completion.tools, renderer), work_bytes)
+    work_bytes = max(request.body_bytes, history_bytes, 0 if renderer.is_tried else TRIAL_BYTES)
+    is_read_at_once = work_bytes > INLINE_BYTES_MAX and request.read_bytes <= READ_BYTES_MAX
+    prompt = _extended_shortly(tools, renderer, followed) if is_read_at_once else None
+    if prompt is None:
+        rendered = partial(_rendered, tools, renderer, followed)
+        prompt = await workers.run(request.claims.episode, work_bytes, rendered)
+    return prompt
+
+
+def _extended_shortly(
+    tools: Sequence[Mapping[str, Any]], renderer: TemplateRenderer, followed: Followed[Node]
+) -> Prompt | None:
+    """Extend a long conversation by way of a short one, which is quick. Return None where all of it has to be seen."""
+    if followed.last is None or renderer.decodes_history or not renderer.is_tried:
+        return None
+    shorter = renderer.shortened(renderer.adapted(followed.messages), followed.count, tools)
+    if shorter is None or sum(map(len, strings([shorter.messages, shorter.tools]))) > INLINE_BYTES_MAX:
+        return None
+    history = followed.last.tokens
+    tail = renderer.extend_by(history, followed.last.completion_at, shorter)
+    return None if tail is None else _extended(followed, followed.last, history, tail)
 
 
 def _rendered(tools: Sequence[Mapping[str, Any]], renderer: TemplateRenderer, followed: Followed[Node]) -> Prompt:
-    messages, digest = renderer.adapted(followed.messages), followed.digests[-1]
+    messages = renderer.adapted(followed.messages)
     for node in followed.candidates[:TRIED_MAX]:
         history = node.tokens
         tail = renderer.extend(history, node.completion_at, messages, followed.count, tools)
         if tail is not None:
-            packed, new = pack_tokens(tail), tuple(followed.messages[followed.count :])
-            return Prompt(history + packed, len(packed), node, new, digest)
+            return _extended(followed, node, history, tail)
     # The model's template drops part of what was sampled (reasoning): the call begins a branch of its own.
     tokens = pack_tokens(renderer.render(messages, tools))
-    return Prompt(tokens, len(tokens), None, tuple(followed.messages), digest)
+    return Prompt(tokens, len(tokens), None, tuple(followed.messages), followed.digests[-1])
+
+
+def _extended(followed: Followed[Node], node: Node, history: bytes, tail: list[int]) -> Prompt:
+    packed, new = pack_tokens(tail), tuple(followed.messages[followed.count :])
+    return Prompt(history + packed, len(packed), node, new, followed.digests[-1])
 
 
 def _plain_prompt(request: CallRequest, model: TextModel, conversation: Conversation) -> Prompt:

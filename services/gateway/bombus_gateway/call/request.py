@@ -135,8 +135,9 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A completion request with its envelope: whose it is, and how it arrived.
 
     `digest` is that of the route and the body: a retry of a request has the same one. `retry`: how often the client
-    says that it has sent this request before. `role` names the agent within its episode. `side_call` is the purpose of
-    a call that its harness makes on its own account, such as a title for the session, and empty for all others.
+    says that it has sent this request before. `read_bytes` of a body take as long to read as this one did, of which an
+    earlier one may have had the most. `role` names the agent within its episode. `side_call` is the purpose of a call
+    that its harness makes on its own account, such as a title for the session, and empty for all others.
     """
 
     claims: KeyClaims
@@ -144,6 +145,7 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     digest: bytes
     body_bytes: int
     received_ns: int
+    read_bytes: int = 0
     retry: int = 0
     role: str = ""
     side_call: str = ""

@@ -1,4 +1,4 @@
-"""Threads for large requests, so that all other requests go on while one is read, rendered and encoded."""
+"""Threads for large work, so that all other requests go on while one is read, rendered and encoded."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,6 +7,9 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 INLINE_BYTES_MAX = 32 << 10  # of a request whose work takes no longer than a few milliseconds
+READ_BYTES_MAX = (
+    128 << 10
+)  # of a body that is only read: as long as that, or a tenth of a second for one made to be slow
 THREADS = 2  # each of them may hold some hundred bytes for each character of a request
 NUMBER_BYTES = 8  # writing a number is as much work as so many bytes of a text
 CLIENTS = "clients"  # the turn of all requests that are no agent's, who always have the other thread

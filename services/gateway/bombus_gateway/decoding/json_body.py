@@ -30,6 +30,7 @@ _place = re.compile(r" - at `\$\.?([^`]*)`$")
 _NULL = msgspec.Raw(b"null")  # a Raw never equals bytes
 FREE_TEXT = "input"  # the argument that has the text of a custom tool
 STRICT = Unsupported("tools.strict", "nothing holds the arguments of a call to their schema")
+COUNTED_BYTES_MAX = 16 << 10  # of a body whose brackets are counted first: of a longer one its fields are seen sooner
 UNKNOWN = "nobody here knows this field"
 
 
@@ -65,6 +66,12 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = 
         raise Refused(Code.MALFORMED, "The body is nested too deeply.") from None
 
 
+def repaired(body: bytes) -> bytes:
+    """Return a body as `decode_body` reads it, as long as it is: with U+FFFD in place of halves of surrogate pairs."""
+    escaped = "surrogateescape"  # what is no UTF-8 stays
+    return _without_halves(body.decode(errors=escaped)).encode(errors=escaped)
+
+
 def decode_field(decoder: msgspec.json.Decoder[_Body], text: bytes, place: str) -> _Body:
     """Decode a field that a `BodyDecoder` left to its reader. Raises `Refused` as `decode_body` does."""
     check_depth(text, around=1)
@@ -81,8 +88,8 @@ def check_depth(text: bytes, around: int = 0) -> None:
 class BodyDecoder(Generic[_StructT]):
     """Decodes the bodies of one route, which are objects with the fields of `kind`, and checks how deep they are.
 
-    A body is as long as its conversation, so it is gone through once. The depth of the fields `parts` is left to their
-    readers, who remember most of what they hold. Only a body with unknown fields is gone through again.
+    A body may be long, so it is gone through once. The depth of the fields `parts` is checked by their readers. Only a
+    body with unknown fields is gone through again.
     """
 
     def __init__(self, kind: type[_StructT], *parts: str) -> None:
@@ -99,7 +106,8 @@ class BodyDecoder(Generic[_StructT]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             check_depth(body)
             return decode_body(self._lenient, body), _unknown_fields(body, self._known)
-        if not is_flat(body) and any(limits.is_deeper(getattr(found, name), limits.DEPTH - 1) for name in self._names):
+        may_be_deep = len(body) > COUNTED_BYTES_MAX or not is_flat(body)
+        if may_be_deep and any(limits.is_deeper(getattr(found, name), limits.DEPTH - 1) for name in self._names):
             _refuse_depth()
         return found, []
 

@@ -1,12 +1,7 @@
-"""Remembers how parts of bodies were read: each request of a conversation repeats the messages of the one before it."""
+"""Remembers how parts of bodies and of texts were read, such as the tools that all requests of a job have."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Generic, TypeVar
-
-import msgspec
-
-from bombus.errors import Refused
-from bombus_gateway.decoding.json_body import check_depth
 
 SIZE_MAX = 32 << 20  # of the parts of one generation, in bytes or characters; what was read takes some times more
 PART_SIZE = 200  # at least, for each part
@@ -56,30 +51,3 @@ class RememberedParts(Generic[KeyT, PartT]):
             self._older, self._recent, self._size = self._recent, {}, 0
         self._recent[part] = found
         self._size += size
-
-
-class RememberedItems(Generic[PartT]):
-    """Reads the items of lists in bodies, refuses those that are too deep, and remembers as `RememberedParts` does.
-
-    `read` takes an item, its place in the words of msgspec (`messages[3]`), and in those of our own refusals
-    (`messages.3`). What it returns must not depend on them, so places in it begin where the item does.
-    """
-
-    def __init__(self, read: Callable[[bytes, str, str], PartT]) -> None:
-        self._read = read
-        self._remembered = RememberedParts[bytes, PartT](self._new)
-
-    def __call__(self, items: Iterable[msgspec.Raw], name: str) -> list[PartT]:
-        """Return what the items of the list `name` say. Raises `Refused` with the place of the one that is wrong."""
-        found: list[PartT] = []
-        for item in map(bytes, items):
-            try:
-                found.append(self._remembered(item))
-            except Refused:
-                at = len(found)
-                found.append(self._new(item, f"{name}[{at}]", f"{name}.{at}"))  # raises it with its place
-        return found
-
-    def _new(self, item: bytes, at: str = "", place: str = "") -> PartT:
-        check_depth(item, around=2)
-        return self._read(item, at, place)

@@ -22,6 +22,7 @@ from bombus_gateway.atropos.vllm_generate import (
 from bombus_gateway.call.calls import AnswerHead
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.door import ParsedRequest
+from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported
 from bombus_gateway.decoding.json_body import check_depth, decode_body
 from bombus_gateway.training.generate import GenerateRequest, read_generate, write_generated
@@ -36,7 +37,7 @@ class GenerateDialect:
 
     name = b"generate"
 
-    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
+    def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
         check_depth(body)
         fields = decode_body(_fields, body)
         if is_vllm(fields):

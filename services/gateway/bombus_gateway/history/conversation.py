@@ -1,12 +1,13 @@
 """An episode as a tree of messages, to find the stored conversation that a request extends. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from bombus.hive.records import CallRecord, CallRef, CallStatus
+from bombus_gateway.call.prefixes import EarlierBodies
 from bombus_gateway.history.answers import Answers
 from bombus_gateway.history.echoes import Followed, follow
 from bombus_gateway.history.identity import reasoning_digest, root_digest
@@ -76,11 +77,23 @@ class _Walk(NamedTuple):
     memory_bytes: int  # roughly the memory that they take
 
 
+class _Root(NamedTuple):
+    """The tools and variables of a request, and the digest with which its chain begins."""
+
+    tools: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    digest: bytes
+
+
 class Conversation:
-    """The calls of one episode, as far as this gateway knows them."""
+    """The calls of one episode, as far as this gateway knows them.
+
+    `bodies` are the last ones that asked for them: they live as long, and take part of its memory.
+    """
 
     def __init__(self) -> None:
         self.stored_bytes = 0  # of the records of its calls in the log, as far as this gateway wrote or read them
+        self.bodies = EarlierBodies()
         self.answers: dict[bytes, list[CallRef]] = {}  # by request digest
         self.sampled = Answers[Node]()
         self._continued: set[tuple[int, int]] = set()  # the answers after which something was asked
@@ -89,13 +102,14 @@ class Conversation:
         self._plain: dict[tuple[int, int] | None, list[Node]] = {}  # by the one that each continues
         self._by_call: dict[tuple[int, int], Node] = {}  # (sequence, choice)
         self._walks: list[_Walk] = []  # never changed, only replaced: threads look through it
+        self._root: _Root | None = None
         self._calls_bytes = 0
 
     @property
     def memory_bytes(self) -> int:
         """Roughly the memory that it takes, without calls too."""
         walks = sum(walk.memory_bytes for walk in self._walks)
-        return _OVERHEAD_BYTES + self._calls_bytes + walks
+        return _OVERHEAD_BYTES + self._calls_bytes + walks + self.bodies.memory_bytes
 
     @property
     def known(self) -> int:
@@ -118,19 +132,54 @@ class Conversation:
         """Return the whole prompt (int32) of a call that is known here."""
         return self._by_call[ref.seq, 0].prompt
 
+    def root_of(self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bytes:
+        """Return the digest with which a request's chain begins: for most requests of an episode it is the same."""
+        known = self._root
+        if known is None or known.tools != tools or known.variables != variables:
+            self._root = known = _Root(tools, variables, root_digest(tools, variables))
+        return known.digest
+
     def follow(self, root: bytes, messages: Sequence[ChatMessage], stops: Collection[str] = ()) -> Followed[Node]:
         """Find the longest stored conversation with which a request begins, whose chain begins with `root`."""
         stops, walks = tuple(stops), self._walks
         walk = self._walk_to(root, messages, stops)
-        followed = follow(self, root, messages, stops, walk.followed if walk is not None else None)
-        if walk is not None and followed.count == walk.followed.settled.count:
-            # Of equal answers, the one that this request goes on with may be another by now.
+        followed = self._gone_on(walk, messages) if walk is not None else None
+        if followed is None:
             followed = follow(self, root, messages, stops)
-        # Nothing was forgotten meanwhile: large requests are followed in threads.
-        if followed.settled.given and self._walks is walks:
-            new = _walked(root, messages, stops, followed, walk)
-            self._walks = [*(each for each in walks if each is not walk), new][-WALKS:]
+        self._remember(walks, walk, _walked(root, messages, stops, followed, walk))
         return followed
+
+    def follow_on(
+        self, root: bytes, messages: Sequence[ChatMessage], stops: Collection[str], memory_bytes_max: int
+    ) -> Followed[Node] | None:
+        """Return what `follow` does, or None where that takes more than to go on after an earlier request.
+
+        Or where the messages after those of that request take more memory than so much.
+        """
+        stops, walks = tuple(stops), self._walks
+        walk = self._walk_to(root, messages, stops)
+        if walk is None or _bytes_of(messages[len(walk.given) :]) > memory_bytes_max:
+            return None
+        followed = self._gone_on(walk, messages)
+        if followed is not None:
+            self._remember(walks, walk, _walked(root, messages, stops, followed, walk))
+        return followed
+
+    def _gone_on(self, walk: _Walk, messages: Sequence[ChatMessage]) -> Followed[Node] | None:
+        """Follow a request from where an earlier one was. Return None where no later answer is found in it.
+
+        Of equal answers, the one that it goes on with may be another by now.
+        """
+        followed = follow(self, walk.root, messages, walk.stops, walk.followed)
+        return None if followed.count == walk.followed.settled.count else followed
+
+    def _remember(self, walks: list[_Walk], before: _Walk | None, new: _Walk) -> None:
+        """Remember a request in place of the one `before` that it goes on with, where it has anything settled.
+
+        Not if `walks` were forgotten meanwhile: large requests are followed in threads.
+        """
+        if new.given and self._walks is walks:
+            self._walks = [*(each for each in walks if each is not before), new][-WALKS:]
 
     def is_continued(self, node: Node) -> bool:
         """Return whether something was asked after an answer."""

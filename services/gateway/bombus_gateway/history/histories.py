@@ -4,9 +4,8 @@ import asyncio
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from bombus.bus import Bus
@@ -15,10 +14,9 @@ from bombus.hive.events import NotedCall
 from bombus.hive.inbox import Found, Lookup
 from bombus.hive.records import CallRecord, CallRef, decode_record
 from bombus_gateway.call.request import CallRequest, CompletionRequest
-from bombus_gateway.call.workers import INLINE_BYTES_MAX, Workers
+from bombus_gateway.call.workers import INLINE_BYTES_MAX, READ_BYTES_MAX, Workers
 from bombus_gateway.history.conversation import Conversation, Node
 from bombus_gateway.history.echoes import Followed
-from bombus_gateway.history.identity import root_digest
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.settings import GatewaySettings
 
@@ -26,9 +24,6 @@ log = logging.getLogger(__name__)
 
 LOOKUP_S_MAX = 10.0
 READ_AT_ONCE = 16  # calls
-TOKEN_BYTES = 4  # of a token's text, roughly
-
-_T = TypeVar("_T")
 _Key = tuple[str, int, str]  # engine, run, episode
 
 
@@ -75,30 +70,27 @@ class Histories:
         self.bytes += conversation.memory_bytes - self._counted.get(key, 0)
         self._counted[key] = conversation.memory_bytes
 
-    async def follow(self, request: CallRequest, then: Callable[[Followed[Node]], _T], work_bytes: int) -> _T:
-        """Find what the messages of a request extend, and return what `then` makes of it, which is not None.
+    async def follow(self, request: CallRequest) -> Followed[Node]:
+        """Find what the messages of a request extend: in a thread where much of it is new.
 
         An assistant's message that is not known here may be one that another gateway sampled: the log is read before it
-        counts as the harness's own, or as an answer that only says the same. Otherwise both are done at once, in a
-        thread where `work_bytes` is large; where only the answer that was found is large, `then` is done in a thread.
-        Raises `Refused` BUS_DOWN when the log cannot be read, and what `then` raises.
+        counts as the harness's own, or as an answer that only says the same. Raises `Refused` BUS_DOWN when the log
+        cannot be read.
         """
         claims, completion = request.claims, request.completion
         conversation = self.conversation(claims)
         find = partial(_found, conversation, completion)
         known = conversation.known
         try:
-            found, made = await self._workers.run(
-                claims.episode, work_bytes, partial(_found_and_made, find, then, work_bytes)
-            )
-            if made is not None:
-                return made
+            found = _found_at_once(conversation, request)
+            if found is None:
+                found = await self._workers.run(claims.episode, request.body_bytes, find)
             if _may_be_elsewhere(found):
                 await self.read_log(claims, request.traceparent)
                 if conversation.known != known:
                     conversation.forget_walks()
                     found = await self._workers.run(claims.episode, request.body_bytes, find)
-            return await self._workers.run(claims.episode, max(work_bytes, _bytes_of(found)), partial(then, found))
+            return found
         finally:
             self.account_for(claims)
 
@@ -163,27 +155,22 @@ def _key(claims: KeyClaims) -> _Key:
 
 
 def _found(conversation: Conversation, completion: CompletionRequest) -> Followed[Node]:
-    root = root_digest(completion.tools, completion.chat_template_kwargs)
+    root = conversation.root_of(completion.tools, completion.chat_template_kwargs)
     return conversation.follow(root, completion.messages, completion.stops)
 
 
-def _found_and_made(
-    find: Callable[[], Followed[Node]], then: Callable[[Followed[Node]], _T], work_bytes: int
-) -> tuple[Followed[Node], _T | None]:
-    """Return what a request extends and the result of `then`, or None if `then` must wait or run in a thread."""
-    found = find()
-    waits = _may_be_elsewhere(found) or (work_bytes <= INLINE_BYTES_MAX < _bytes_of(found))
-    return found, None if waits else then(found)
+def _found_at_once(conversation: Conversation, request: CallRequest) -> Followed[Node] | None:
+    """Return what `_found` does for a large request of which little is new, or None."""
+    if request.body_bytes <= INLINE_BYTES_MAX or request.read_bytes > READ_BYTES_MAX:
+        return None
+    completion = request.completion
+    root = conversation.root_of(completion.tools, completion.chat_template_kwargs)
+    return conversation.follow_on(root, completion.messages, completion.stops, INLINE_BYTES_MAX)
 
 
 def _may_be_elsewhere(found: Followed[Node]) -> bool:
     """Whether another gateway may know of an answer that was not found here."""
     return found.doubt or any(message["role"] == "assistant" for message in found.messages[found.count :])
-
-
-def _bytes_of(found: Followed[Node]) -> int:
-    """Return how large a conversation is that is extended: roughly the bytes of its text."""
-    return TOKEN_BYTES * found.last.count if found.last is not None else 0
 
 
 def _unreadable(error: BombusError) -> Refused:

@@ -13,7 +13,9 @@ from msgspec import Meta
 
 from bombus.errors import Code
 from bombus_gateway import limits
+from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
+from bombus_gateway.decoding.items import ItemReader
 from bombus_gateway.decoding.json_body import (
     ANY_OBJECT,
     STRICT,
@@ -33,18 +35,22 @@ from bombus_gateway.decoding.json_body import (
     stop_tokens,
     wish_of_effort,
 )
-from bombus_gateway.decoding.json_parts import RememberedItems, RememberedParts
+from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.text.message import ChatMessage
 
 Unused = Any  # a known name whose value is only checked, or does not matter
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of either route: the neutral part, and what only the response needs."""
+    """A request of either route: the neutral part, and what only the response needs.
+
+    `prefix` is the beginning of the body that the next request of the conversation need not read again.
+    """
 
     completion: CompletionRequest
     model: str
     include_usage: bool = False
+    prefix: BodyPrefix = NOTHING_READ
 
 
 class _StreamOptions(msgspec.Struct):
@@ -148,6 +154,13 @@ class _CompletionBody(_Common, kw_only=True):
     suffix: str | None = None
 
 
+class _Messages(NamedTuple):
+    """Messages as they are stored, compared and rendered, and the parts of them that are not text."""
+
+    messages: tuple[ChatMessage, ...] = ()
+    left_out: tuple[Unsupported, ...] = ()
+
+
 class _ReadTools(NamedTuple):
     """The functions that the model may call, and what is no function."""
 
@@ -161,9 +174,12 @@ _chat_tools = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _completion = BodyDecoder(_CompletionBody, "prompt")
 
 
-def read_chat(body: bytes) -> OpenAIRequest:
-    """Decode the body of `POST /v1/chat/completions`. Raises `Refused`, naming the parameter."""
-    found, unknown = _chat(body)
+def read_chat(body: bytes, before: BodyPrefix = NOTHING_READ) -> OpenAIRequest:
+    """Decode the body of `POST /v1/chat/completions`, which begins with what was read `before`.
+
+    Raises `Refused`, naming the parameter.
+    """
+    found, unknown, read, prefix = _read_chat(body, before)
     _check_stream_options(found)
     tools = _remembered_tools(bytes(found.tools))
     if found.tool_choice == "auto" and not (tools.functions or tools.unsupported):
@@ -174,14 +190,13 @@ def read_chat(body: bytes) -> OpenAIRequest:
         raise BadParameter(
             Code.MALFORMED, "max_tokens", "max_tokens and max_completion_tokens differ: give only one of them."
         )
-    messages, left_out = _messages(found.messages)
     thinking, unthought = wish_of_effort("reasoning_effort", found.reasoning_effort)
     demands, unmet = split_asked(
         [_forced_call(found.tool_choice, tools.functions), _form_of_answer(found.response_format)]
     )
     unsupported = [
         *tools.unsupported,
-        *left_out,
+        *read.left_out,
         *unmet,
         *unthought,
         *_beyond_chat(found),
@@ -189,7 +204,7 @@ def read_chat(body: bytes) -> OpenAIRequest:
     ]
     completion = CompletionRequest(
         chat=True,
-        messages=tuple(messages),
+        messages=read.messages,
         tools=tools.functions,
         parse_tool_calls=bool(tools.functions) and found.tool_choice != "none",
         logprobs=bool(found.logprobs),
@@ -203,7 +218,7 @@ def read_chat(body: bytes) -> OpenAIRequest:
         length_field="max_completion_tokens" if found.max_completion_tokens else "max_tokens",
         **_common_fields(found),
     )
-    return OpenAIRequest(completion=completion, model=found.model, include_usage=_wants_usage(found))
+    return OpenAIRequest(completion=completion, model=found.model, include_usage=_wants_usage(found), prefix=prefix)
 
 
 def read_completion(body: bytes) -> OpenAIRequest:
@@ -334,21 +349,14 @@ def _prompt(prompt: str | list[Any]) -> str | list[int]:
     return prompt
 
 
-def _messages(found: list[msgspec.Raw]) -> tuple[list[ChatMessage], list[Unsupported]]:
-    """Return the messages as they are stored, compared and rendered, and the parts of them that are not text."""
-    read = _remembered_messages(found, "messages")
-    left_out = [
-        each._replace(field=f"messages.{index}{each.field}")
-        for index, (_, beyond) in enumerate(read)
-        for each in beyond
-    ]
-    return [message for message, _ in read], left_out
-
-
-def _read_message(part: bytes, at: str, place: str) -> tuple[ChatMessage, tuple[Unsupported, ...]]:
+def _read_messages(before: _Messages | None, items: Sequence[bytes], at: int) -> _Messages:
+    before = before or _Messages()
     left_out: list[Unsupported] = []
-    message = _message(decode_body(_chat_message, part, at), place, left_out)
-    return message, tuple(left_out)
+    messages = [
+        _message(decode_body(_chat_message, item, f"messages[{index}]"), f"messages.{index}", left_out)
+        for index, item in enumerate(items, at)
+    ]
+    return _Messages((*before.messages, *messages), (*before.left_out, *left_out))
 
 
 def _message(found: _Message, place: str, left_out: list[Unsupported]) -> ChatMessage:
@@ -431,5 +439,5 @@ def _read_tools(given: bytes) -> _ReadTools:
     return _ReadTools(tuple(tools), tuple(others))
 
 
-_remembered_messages = RememberedItems(_read_message)
+_read_chat = ItemReader(_chat, "messages", _read_messages)
 _remembered_tools = RememberedParts(_read_tools)

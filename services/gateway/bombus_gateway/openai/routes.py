@@ -13,6 +13,7 @@ from bombus_gateway.access import Access, EpisodeGuard, Guard, HeaderMap, episod
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.door import ParsedRequest, call_route
 from bombus_gateway.call.http import Responder, not_found, route
+from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.context import Gateway
 from bombus_gateway.harnesses.marks import marks_of
 from bombus_gateway.openai.request import OpenAIRequest, read_chat, read_completion
@@ -27,17 +28,21 @@ class OpenAIDialect:
     """The wire format of one route. `read_request` decodes a body, `check_model` refuses a model's name."""
 
     def __init__(
-        self, name: bytes, read_request: Callable[[bytes], OpenAIRequest], check_model: Callable[[str], None]
+        self,
+        name: bytes,
+        read_request: Callable[[bytes, BodyPrefix], OpenAIRequest],
+        check_model: Callable[[str], None],
     ) -> None:
         self.name = name
         self._read_request = read_request
         self._check_model = check_model
 
-    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
-        request = self._read_request(body)
+    def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
+        request = self._read_request(body, before)
         self._check_model(request.model)
         marks = marks_of(headers, request.completion)
-        return ParsedRequest(request.completion, partial(OpenAIEncoder, request), marks.role, marks.side_call)
+        encoder = partial(OpenAIEncoder, request)
+        return ParsedRequest(request.completion, encoder, marks.role, marks.side_call, request.prefix)
 
     def error(self, error: Refused) -> bytes:
         return error_body(error, _PARAMETERS)
@@ -62,7 +67,7 @@ class OpenAIDoor:
         self._agents = EpisodeGuard(gateway.keys, engine, any_engine)
         self._check_model = partial(gateway.check_model_name, self._engines)
         chat = OpenAIDialect(b"chat", read_chat, self._check_model)
-        completions = OpenAIDialect(b"text", read_completion, self._check_model)
+        completions = OpenAIDialect(b"text", lambda body, _: read_completion(body), self._check_model)
         self.chat: ASGIApp = call_route(calls, chat, self._agents)
         self.completions: ASGIApp = call_route(calls, completions, self._agents)
         self.models: ASGIApp = route("GET", chat, self._answer_models)

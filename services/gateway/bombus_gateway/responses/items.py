@@ -4,9 +4,9 @@ One answer of the model comes back as several items, such as reasoning, text and
 two others are one message, unless their ids name different calls.
 """
 
+import copy
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
@@ -43,6 +43,33 @@ class InputItem(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
 
 
+class _Answer:
+    """A message of the model, which several items may be parts of. `call` is the one that they say they answer."""
+
+    def __init__(self) -> None:
+        self.call = ""
+        self.texts: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+
+    def forked(self) -> Self:
+        made = copy.copy(self)
+        made.texts, made.reasoning, made.calls = [*self.texts], [*self.reasoning], [*self.calls]
+        return made
+
+    def message(self) -> ChatMessage:
+        """Return the message. Its content is null where it has only calls."""
+        text, reasoning = "".join(self.texts), "".join(self.reasoning)
+        message: ChatMessage = {"role": "assistant", "content": text or None if self.calls else text}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        if self.call:
+            message["answer_of"] = self.call, 0
+        return message
+
+
 class InputReader:
     """Collects messages from items. `tools` are those that items brought, each with its place in the body.
 
@@ -54,19 +81,19 @@ class InputReader:
         self.answers: dict[int, str] = {}
         self.tools: list[tuple[str, dict[str, Any]]] = []
         self.unsupported: list[Unsupported] = []
-        self._answer: ChatMessage | None = None  # the model's message that is being put together
-        self._call = ""  # the call that it is an answer of, where an id says so
+        self._answer: _Answer | None = None  # the model's message that is being put together, after all `messages`
         self._referred = ""  # the call whose answer was referred to, until something but results comes after it
 
-    def read(self, items: Sequence[InputItem]) -> None:
-        """Add the messages of items. Raises `BadParameter`."""
-        for index, item in enumerate(items):
-            self._read_item(item, f"input.{index}")
-        for message in self.messages:
-            if message.get("tool_calls") and not message["content"]:
-                message["content"] = None
+    def forked(self) -> Self:
+        """Return a reader that goes on from here; this one stays as it is."""
+        made = copy.copy(self)
+        made.messages, made.answers = [*self.messages], {**self.answers}
+        made.tools, made.unsupported = [*self.tools], [*self.unsupported]
+        made._answer = self._answer.forked() if self._answer is not None else None
+        return made
 
-    def _read_item(self, item: InputItem, place: str) -> None:
+    def read(self, item: InputItem, place: str) -> None:
+        """Add an item to the messages. Raises `BadParameter`."""
         kind = item.type or ("message" if item.role else "item_reference" if item.id else "")
         if kind == "message":
             self._read_message(item, place)
@@ -78,9 +105,7 @@ class InputReader:
         elif kind == "reasoning":
             answer = self._answer_of(item)
             texts = item.summary or (item.content if isinstance(item.content, list) else None)
-            reasoning = self._text(texts, f"{place}.summary")
-            if reasoning:
-                answer["reasoning_content"] = answer.get("reasoning_content", "") + reasoning
+            answer.reasoning.append(self._text(texts, f"{place}.summary"))
         elif kind == "additional_tools":
             self.tools += [(f"{place}.tools.{at}", tool) for at, tool in enumerate(item.tools or ())]
         elif kind == "item_reference":
@@ -96,7 +121,7 @@ class InputReader:
             raise BadParameter(Code.MALFORMED, f"{place}.role", f"The role of a message is one of {names}.")
         text = self._text(item.content, f"{place}.content")
         if role == "assistant":
-            self._answer_of(item)["content"] += text
+            self._answer_of(item).texts.append(text)
         else:
             self._add({"role": role, "content": text})
 
@@ -107,7 +132,7 @@ class InputReader:
             given = _text_of("" if item.arguments is None else item.arguments, f"{place}.arguments")
             arguments = checked_arguments(given, f"{place}.arguments")
         name = name_for_model(_required(item.name, f"{place}.name"), item.namespace)
-        calls = self._answer_of(item).setdefault("tool_calls", [])
+        calls = self._answer_of(item).calls
         if len(calls) >= limits.CALLS_IN_MESSAGE:
             why = f"More than {limits.CALLS_IN_MESSAGE} calls in one answer."
             raise BadParameter(Code.MALFORMED, place, why)
@@ -125,22 +150,26 @@ class InputReader:
             raise BadParameter(Code.UNSUPPORTED, place, why)
         if call != self._referred:
             self._answer_of(item)
-            self.answers[len(self.messages) - 1] = self._referred = call
+            self.answers[len(self.messages)] = self._referred = call
 
-    def _answer_of(self, item: InputItem) -> ChatMessage:
+    def _answer_of(self, item: InputItem) -> _Answer:
         """Return the model's message that an item belongs to."""
-        call = _call_of(item) or self._call
-        if self._answer is None or (self._call and call != self._call):
-            self._answer, self._referred = {"role": "assistant", "content": ""}, ""
-            self.messages.append(self._answer)
-        self._call = call
-        if call:
-            self._answer["answer_of"] = call, 0
+        call = _call_of(item)
+        if self._answer is None or (call and self._answer.call and call != self._answer.call):
+            self.end_answer()
+            self._answer, self._referred = _Answer(), ""
+        self._answer.call = call or self._answer.call
         return self._answer
+
+    def end_answer(self) -> None:
+        """End the model's message that is being put together."""
+        if self._answer is not None:
+            self.messages.append(self._answer.message())
+        self._answer = None
 
     def _add(self, message: ChatMessage) -> None:
         """Add a message that is not the model's, which ends the one of the model."""
-        self._answer, self._call = None, ""
+        self.end_answer()
         if message["role"] != "tool":
             self._referred = ""
         self.messages.append(message)

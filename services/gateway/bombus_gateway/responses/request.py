@@ -5,6 +5,7 @@ What nobody here can do or knows is listed as `unsupported`: the job says whethe
 """
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -12,7 +13,9 @@ from msgspec import Meta
 
 from bombus.errors import Code
 from bombus_gateway import limits
+from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported, wished_top_p
+from bombus_gateway.decoding.items import ItemReader
 from bombus_gateway.decoding.json_body import (
     ANY_OBJECT,
     Asked,
@@ -26,7 +29,7 @@ from bombus_gateway.decoding.json_body import (
     unknown_parts,
     wish_of_effort,
 )
-from bombus_gateway.decoding.json_parts import RememberedItems, RememberedParts
+from bombus_gateway.decoding.json_parts import RememberedParts
 from bombus_gateway.responses.items import InputItem, InputReader
 from bombus_gateway.responses.tools import RequestTools, ToolForm, read_tools
 from bombus_gateway.text.message import ChatMessage
@@ -56,7 +59,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request: the neutral part, and what the response needs.
 
     `echo` has the fields that a response repeats, and `forms` the tools that are no plain functions, by the name that
-    the model has for them. `encrypted`: whether items of reasoning have content that their client sends back.
+    the model has for them. `encrypted`: whether items of reasoning have content that their client sends back. `prefix`
+    is the beginning of the body that the next request of the conversation need not read again.
     """
 
     completion: CompletionRequest
@@ -64,6 +68,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     echo: dict[str, Any] = {}
     forms: dict[str, ToolForm] = {}
     encrypted: bool = False
+    prefix: BodyPrefix = NOTHING_READ
 
 
 class _ResponsesBody(msgspec.Struct, kw_only=True):
@@ -137,18 +142,28 @@ def _read_tools(part: bytes) -> _ReadTools:
 
 
 _remembered_tools = RememberedParts(_read_tools)
-_remembered_items = RememberedItems(lambda item, at, _: decode_body(_item, item, at))
 
 
-def read_response_request(body: bytes) -> ResponsesRequest:
-    """Decode the body of `POST /v1/responses`. Raises `Refused`, naming the parameter."""
-    found, unknown = _body(body)
+def _read_items(before: InputReader | None, items: Sequence[bytes], at: int) -> InputReader:
+    reader = InputReader() if before is None else before.forked()
+    for index, item in enumerate(items, at):
+        reader.read(decode_body(_item, item, f"input[{index}]"), f"input.{index}")
+    return reader
+
+
+_read_body = ItemReader(_body, "input", _read_items)
+
+
+def read_response_request(body: bytes, before: BodyPrefix = NOTHING_READ) -> ResponsesRequest:
+    """Decode the body of `POST /v1/responses`, which begins with what was read `before`.
+
+    Raises `Refused`, naming the parameter.
+    """
+    found, unknown, reader, prefix = _read_body(body, before)
     _check_form(found)
-    reader = InputReader()
     if isinstance(found.input, str):
         reader.messages.append({"role": "user", "content": found.input})
-    else:
-        reader.read(_remembered_items(found.input or (), "input"))
+    reader.end_answer()
     if not reader.messages and not found.instructions and not found.previous_response_id:
         why = "input is empty: send a text, or items of which at least one is a message."
         raise BadParameter(Code.MALFORMED, "input", why)
@@ -162,6 +177,7 @@ def read_response_request(body: bytes) -> ResponsesRequest:
         echo={**ECHO_DEFAULTS, **_echoed(found), "tools": given},
         forms=tools.forms,
         encrypted=ENCRYPTED in (found.include or ()),
+        prefix=prefix,
     )
 
 

@@ -12,6 +12,7 @@ from bombus_gateway.access import EpisodeGuard, HeaderMap, episode_key
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.door import ParsedRequest, call_route
 from bombus_gateway.call.http import Responder, route
+from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.context import Gateway
 from bombus_gateway.harnesses.marks import marks_of
 from bombus_gateway.openai_errors import error_body, error_fields
@@ -32,11 +33,12 @@ class ResponsesDialect:
     def __init__(self, check_model: Callable[[str], None]) -> None:
         self._check_model = check_model
 
-    def read(self, body: bytes, headers: HeaderMap) -> ParsedRequest:
-        request = read_response_request(body)
+    def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
+        request = read_response_request(body, before)
         self._check_model(request.model)
         marks = marks_of(headers, request.completion)
-        return ParsedRequest(request.completion, partial(ResponsesEncoder, request), marks.role, marks.side_call)
+        encoder = partial(ResponsesEncoder, request)
+        return ParsedRequest(request.completion, encoder, marks.role, marks.side_call, request.prefix)
 
     def error(self, error: Refused) -> bytes:
         return error_body(error, _PARAMETERS)

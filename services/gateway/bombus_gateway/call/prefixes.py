@@ -1,0 +1,105 @@
+"""What was read of the last bodies of an episode: each repeats a conversation, so it begins as one before it does."""
+
+import re
+from functools import cache
+from hashlib import blake2b
+from typing import Any, NamedTuple, Self
+
+from bombus.hive.records import hasher
+
+BODIES_KEPT = 4  # of an episode: as many agents may take turns
+MEMORY_BYTES_MAX = 32 << 20  # of a body that is kept, with what was read of it
+VALUE_BYTES = 64  # of each list, object or other value that was read, beside its text
+SPARED_PER_READ = 16  # bytes that need not be read again: to go on after them takes as long as to read one
+_GOES_ON = re.compile(rb"[ \t\n\r]*[,\]]")
+
+
+class BodyPrefix(NamedTuple):
+    """The beginning of a body, as it was read: up to an item of the list that has its conversation.
+
+    The list begins at `start`, behind the bracket, and its first so many `items` end at `end`. `read` is what they say.
+    Without items it is the beginning of any body.
+    """
+
+    start: int = 0
+    end: int = 0
+    items: int = 0
+    read: Any = None
+
+    def work_bytes(self, body: bytes) -> int:
+        """Return how many bytes of a body take as long to read as one that begins so."""
+        spared = self.end - self.start
+        return len(body) - spared + spared // SPARED_PER_READ
+
+
+NOTHING_READ = BodyPrefix()
+
+
+class AnotherList(Exception):
+    """The list of items in a body is not that which begins as it did before: it has to be read without that."""
+
+
+class EarlierBody(NamedTuple):
+    """A body of a route, whose beginning `prefix` was read.
+
+    `hashed` is the digest of the route and of the body as far as that goes, and `read_bytes` is roughly the memory of
+    what was read.
+    """
+
+    route: bytes
+    body: bytes
+    prefix: BodyPrefix
+    hashed: blake2b
+    read_bytes: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Roughly the memory that it takes, and what was read of it."""
+        return len(self.body) + self.read_bytes
+
+    def is_continued_by(self, route: bytes, body: bytes) -> bool:
+        """Return whether a body of a route begins as this one does, as far as it was read."""
+        end = self.prefix.end
+        begins_so = self.route == route and body.startswith(memoryview(self.body)[:end])
+        return begins_so and _GOES_ON.match(body, end) is not None
+
+    def continued(self, body: bytes, prefix: BodyPrefix) -> tuple[bytes, Self]:
+        """Return the digest of a body that continues this one, and what to keep of it: this one if no more was read."""
+        start, end = self.prefix.end, prefix.end
+        hashed, view = self.hashed.copy(), memoryview(body)
+        if prefix is self.prefix:
+            hashed.update(view[end:])
+            return hashed.digest(), self
+        hashed.update(view[start:end])
+        whole = hashed.copy()
+        whole.update(view[end:])
+        values = body.count(b"[", start, end) + body.count(b"{", start, end) + body.count(b",", start, end)
+        read_bytes = self.read_bytes + end - start + VALUE_BYTES * values
+        return whole.digest(), self._replace(body=body, prefix=prefix, hashed=hashed, read_bytes=read_bytes)
+
+
+@cache
+def nothing_of(route: bytes) -> EarlierBody:
+    """Return what any body of a route begins with."""
+    return EarlierBody(route, b"", NOTHING_READ, hasher(route + b"\0"))
+
+
+class EarlierBodies:
+    """The last bodies of one episode that were read. Several threads may use it at once."""
+
+    def __init__(self) -> None:
+        self._bodies: list[EarlierBody] = []  # never changed, only replaced
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(each.memory_bytes for each in self._bodies)
+
+    def continued_by(self, route: bytes, body: bytes) -> EarlierBody:
+        """Return the one that has most of a body, or `nothing_of` the route."""
+        found = [each for each in self._bodies if each.is_continued_by(route, body)]
+        return max(found, key=lambda each: each.prefix.end, default=nothing_of(route))
+
+    def keep(self, new: EarlierBody, before: EarlierBody) -> None:
+        """Keep a body in place of the one `before` that it continues, if any of it was read and it is not too large."""
+        if new.prefix.items and new.memory_bytes <= MEMORY_BYTES_MAX:
+            self._bodies = [*(each for each in self._bodies if each is not before), new][-BODIES_KEPT:]

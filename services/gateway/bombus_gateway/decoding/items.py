@@ -1,0 +1,87 @@
+"""Reads only what is new of a body that begins like an earlier one of its episode."""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from bombus_gateway.call.prefixes import NOTHING_READ, AnotherList, BodyPrefix
+from bombus_gateway.call.request import Unsupported
+from bombus_gateway.decoding.json_body import BodyDecoder, check_depth, repaired
+
+# The last items of a body are read again with the next one: clients move marks of caches among them.
+ITEMS_READ_AGAIN = 4
+MARK = json.dumps(secrets.token_hex(16)).encode()  # stands for the items that were read before
+_COMMA = re.compile(rb"[ \t\n\r]*,[ \t\n\r]*")
+_OPENING = rb'"%s"[ \t\n\r]*:[ \t\n\r]*\[[ \t\n\r]*'
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+ReadT = TypeVar("ReadT")
+
+
+class ReadItems(NamedTuple, Generic[BodyT, ReadT]):
+    """A body that was read: its fields, of which the list of items has only the new ones, and what all items say.
+
+    `unknown` are the fields that are not known. `prefix` is what the next body of the conversation may begin with.
+    """
+
+    body: BodyT
+    unknown: list[Unsupported]
+    items: ReadT
+    prefix: BodyPrefix
+
+
+class ItemReader(Generic[BodyT, ReadT]):
+    """Reads the bodies of one route, whose field `name` is a list of items.
+
+    `read` is given what was read of the items before (or None), further items, and the number of the first of these. It
+    returns what all of them say, and changes nothing that it is given: requests share it.
+    """
+
+    def __init__(
+        self, decoder: BodyDecoder[BodyT], name: str, read: Callable[[ReadT | None, Sequence[bytes], int], ReadT]
+    ) -> None:
+        self._decoder = decoder
+        self._name = name
+        self._read = read
+        self._opening = re.compile(_OPENING % name.encode())
+
+    def __call__(self, body: bytes, before: BodyPrefix = NOTHING_READ) -> ReadItems[BodyT, ReadT]:
+        """Read a body that begins with what was read `before`.
+
+        Raises `Refused` as the decoder and `read` do, and `AnotherList`, which it never does with `NOTHING_READ`.
+        """
+        found, unknown = self._decoder(body[: before.start] + MARK + body[before.end :] if before.items else body)
+        given = getattr(found, self._name)
+        items = [*map(bytes, given)] if isinstance(given, list) else []
+        if before.items and items[:1] != [MARK]:
+            raise AnotherList
+        items = items[1:] if before.items else items
+        for item in items:
+            check_depth(item, around=2)
+        older, newer = items[:-ITEMS_READ_AGAIN], items[-ITEMS_READ_AGAIN:]
+        read = self._read(before.read, older, before.items) if older else before.read
+        prefix = self._prefix(body, before, older, read) or self._prefix(repaired(body), before, older, read) or before
+        return ReadItems(found, unknown, self._read(read, newer, before.items + len(older)), prefix)
+
+    def _prefix(self, body: bytes, before: BodyPrefix, items: Sequence[bytes], read: ReadT) -> BodyPrefix | None:
+        """Return the beginning of a body up to the last of these items, or None where it is not seen."""
+        if not items:
+            return before
+        start = before.start if before.items else self._start(body, items[0])
+        at = before.end if before.items else start
+        for number, item in enumerate(items, before.items):
+            comma = _COMMA.match(body, at) if number else None
+            at = comma.end() if comma is not None else at
+            if not start or not body.startswith(item, at):
+                return None
+            at += len(item)
+        return BodyPrefix(start, at, before.items + len(items), read)
+
+    def _start(self, body: bytes, first: bytes) -> int:
+        """Return where the list of items begins: at the only place that looks like it, else 0."""
+        places = [place.end() for place in self._opening.finditer(body) if body.startswith(first, place.end())]
+        return places[0] if len(places) == 1 else 0
