@@ -14,7 +14,7 @@ from bombus_gateway.call.request import CallRequest, CompletionRequest
 from bombus_gateway.call.workers import Workers
 from bombus_gateway.history.continuing import EarlierCalls
 from bombus_gateway.history.conversation import Conversation
-from bombus_gateway.history.histories import Histories
+from bombus_gateway.history.histories import FEW, Histories
 from bombus_gateway.keys import KeyClaims, Keys
 from bombus_gateway.settings import GatewaySettings
 from tests.conftest import SMALL_STREAMS
@@ -40,7 +40,7 @@ async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
 
 def histories(bus: Bus, history_mb_max: int = 1) -> Histories:
     settings = GatewaySettings(hive=bus.subjects.hive, history_mb_max=history_mb_max)
-    return Histories(bus, settings, Workers())
+    return Histories(bus, settings, Workers(), lambda *_: False)
 
 
 def of(episode: str) -> KeyClaims:
@@ -72,6 +72,23 @@ async def test_what_a_conversation_takes_that_was_dropped_meanwhile_is_not_count
     grow(dropped)
     known.account_for(of("a"))
     assert known.bytes == known.conversation(of("c")).memory_bytes
+
+
+async def test_the_conversations_of_episodes_that_are_over_are_dropped_when_they_are_many(bus: Bus) -> None:
+    over = set[tuple[str, int, str]]()
+    settings = GatewaySettings(hive=bus.subjects.hive)
+    known = Histories(bus, settings, Workers(), lambda *episode: episode in over)
+    grow(first := known.conversation(of("first")))
+    known.account_for(of("first"))
+    for number in range(FEW - 1):
+        known.conversation(of(f"{number}"))
+        over.add(("main", 1, f"{number}"))
+    held, taken = known.conversation(of("3")), known.bytes
+    assert held is known.conversation(of("3")), "few are not looked through"
+    known.conversation(of("new"))
+    assert known.bytes == first.memory_bytes + Conversation().memory_bytes < taken
+    assert known.conversation(of("first")) is first
+    assert known.conversation(of("3")) is held, "a call may still hold it"
 
 
 async def test_a_conversation_that_a_call_holds_is_found_again_after_it_was_dropped(bus: Bus) -> None:

@@ -244,6 +244,11 @@ class Admission:
         """Raise `Refused` EPISODE_OVER when a key's episode is known to be over."""
         check_not_over(self._follower.hive.engine(claims.engine), claims)
 
+    def is_over(self, engine: str, run: int, episode: str) -> bool:
+        """Return whether an episode of a run of an engine is known to be over."""
+        state = self._follower.hive.engine(engine)
+        return state.run > run or (state.run == run and (state.phase == Phase.OFFLINE or state.is_over(episode)))
+
     async def admit(self, request: CallRequest) -> Admitted:
         """Raise `Refused` unless a call may be made for this request now."""
         claims = request.claims

@@ -106,7 +106,7 @@ class Calls:
         self.admission = Admission(gateway.follower, self.models)
         self.workers = gateway.workers
         self.bodies = gateway.bodies
-        self.histories = Histories(gateway.bus, gateway.settings, self.workers)
+        self.histories = Histories(gateway.bus, gateway.settings, self.workers, self.admission.is_over)
         self.earlier = EarlierCalls(self.histories)
         self.capacity = CallCapacity(gateway.bus, gateway.settings, lambda: gateway.follower.hive)
         self.client = ReplicaClient(gateway.keys.for_replicas)

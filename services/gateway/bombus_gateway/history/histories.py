@@ -4,7 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -23,6 +23,7 @@ from bombus_gateway.settings import GatewaySettings
 log = logging.getLogger(__name__)
 
 LOOKUP_S_MAX = 10.0
+FEW = 128  # conversations, among which none is looked for whose episode is over
 READ_AT_ONCE = 16  # calls
 _Key = tuple[str, int, str]  # engine, run, episode
 
@@ -33,9 +34,14 @@ class Histories:
     One that was dropped while a call holds it is found again, so an episode never has two.
     """
 
-    def __init__(self, bus: Bus, settings: GatewaySettings, workers: Workers) -> None:
+    def __init__(
+        self, bus: Bus, settings: GatewaySettings, workers: Workers, is_over: Callable[[str, int, str], bool]
+    ) -> None:
+        """`is_over` says whether the episode of an engine and a run, all by name or number, is known to be over."""
         self._bus = bus
         self._workers = workers
+        self._is_over = is_over
+        self._many = FEW
         self._bytes_max = settings.history_mb_max << 20
         self._lookup_s_max = min(LOOKUP_S_MAX, settings.bus_timeout_s)
         self._conversations: OrderedDict[_Key, Conversation] = OrderedDict()
@@ -49,12 +55,22 @@ class Histories:
         key = _key(claims)
         found = self._conversations.get(key)
         if found is None:
+            self._drop_those_over()
             found = self._alive.get(key) or Conversation()
             self._conversations[key] = self._alive[key] = found
             self._count(key, found)
         else:
             self._conversations.move_to_end(key)
         return found
+
+    def _drop_those_over(self) -> None:
+        """Drop the conversations of episodes that are over, when there are twice as many as were left the last time."""
+        if len(self._conversations) < self._many:
+            return
+        for key in [key for key in self._conversations if self._is_over(*key)]:
+            del self._conversations[key]
+            self.bytes -= self._counted.pop(key)
+        self._many = 2 * max(len(self._conversations), FEW // 2)
 
     def account_for(self, claims: KeyClaims) -> None:
         """Account for what the conversation of a key's episode takes by now, if it is still cached."""
