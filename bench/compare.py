@@ -83,8 +83,11 @@ def main() -> None:
     with checked_out(arguments.revision) as other:
         print(f"{'':47} {arguments.revision[:9]:>9} {'this':>9}", flush=True)
         for part in arguments.part or PARTS:
-            pairs = [(figures(other, part), figures(ROOT, part)) for _ in range(arguments.times)]
-            report(part, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+            found: dict[Path, list[list[tuple[str, float, str]]]] = {other: [], ROOT: []}
+            for number in range(arguments.times):
+                for tree in (other, ROOT) if number % 2 == 0 else (ROOT, other):  # neither is always first
+                    found[tree].append(figures(tree, part))
+            report(part, found[other], found[ROOT])
 
 
 if __name__ == "__main__":

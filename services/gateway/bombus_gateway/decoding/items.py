@@ -63,14 +63,15 @@ class ItemReader(Generic[BodyT, ReadT]):
         for item in items:
             check_depth(item, around=2)
         older, newer = items[:-ITEMS_READ_AGAIN], items[-ITEMS_READ_AGAIN:]
-        read = self._read(before.read, older, before.items) if older else before.read
-        prefix = self._prefix(body, before, older, read) or self._prefix(repaired(body), before, older, read) or before
+        read, prefix = before.read, before
+        if older:
+            read = self._read(read, older, before.items)
+            seen = self._prefix(body, before, older, read) or self._prefix(repaired(body), before, older, read)
+            prefix = seen or before
         return ReadItems(found, unknown, self._read(read, newer, before.items + len(older)), prefix)
 
     def _prefix(self, body: bytes, before: BodyPrefix, items: Sequence[bytes], read: ReadT) -> BodyPrefix | None:
         """Return the beginning of a body up to the last of these items, or None where it is not seen."""
-        if not items:
-            return before
         start = before.start if before.items else self._start(body, items[0])
         at = before.end if before.items else start
         for number, item in enumerate(items, before.items):

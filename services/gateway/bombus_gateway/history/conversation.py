@@ -146,7 +146,8 @@ class Conversation:
         followed = self._gone_on(walk, messages) if walk is not None else None
         if followed is None:
             followed = follow(self, root, messages, stops)
-        self._remember(walks, walk, _walked(root, messages, stops, followed, walk))
+        if followed.settled.given:
+            self._remember(walks, walk, _walked(root, messages, stops, followed, walk))
         return followed
 
     def follow_on(
@@ -161,7 +162,7 @@ class Conversation:
         if walk is None or _bytes_of(messages[len(walk.given) :]) > memory_bytes_max:
             return None
         followed = self._gone_on(walk, messages)
-        if followed is not None:
+        if followed is not None and followed.settled.given:
             self._remember(walks, walk, _walked(root, messages, stops, followed, walk))
         return followed
 
@@ -174,11 +175,11 @@ class Conversation:
         return None if followed.count == walk.followed.settled.count else followed
 
     def _remember(self, walks: list[_Walk], before: _Walk | None, new: _Walk) -> None:
-        """Remember a request in place of the one `before` that it goes on with, where it has anything settled.
+        """Remember a request in place of the one `before` that it goes on with.
 
         Not if `walks` were forgotten meanwhile: large requests are followed in threads.
         """
-        if new.given and self._walks is walks:
+        if self._walks is walks:
             self._walks = [*(each for each in walks if each is not before), new][-WALKS:]
 
     def is_continued(self, node: Node) -> bool:
