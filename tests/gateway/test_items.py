@@ -248,12 +248,17 @@ def test_a_list_that_is_not_the_one_that_was_read_is_read_alone(body: bytes) -> 
     assert READ(body).items == b"08 "
 
 
-def test_what_is_no_json_is_refused_however_it_begins() -> None:
-    before = READ(b'{"messages":[1,2,3,4,5,6]}').prefix
-    for body in (b'{"messages":[1,2,]}', b'{"messages":[1,2', b'{"messages":[1,2]'):
-        with pytest.raises(Refused, match="could not be read as JSON"):
-            READ(body, before)
-    assert READ(b'{"messages":[1,2]}', before).items == b"01 12 "
+def test_what_is_no_json_is_refused_as_a_whole_however_it_begins() -> None:
+    reader, door = Reader(), DOORS["chat"]
+    said = [made(door, (number % 2 == 1, 0, str(number))) for number in range(10)]
+    body = json.dumps({"model": "m", "messages": said}).encode()
+    reader.read(door, body)
+    for wrong in (body.replace(b"]}", b",]}"), body[:-1], body[:-2], body.replace(b'"9"', b'"9')):
+        assert reader.bodies.continued_by(ROUTE, wrong).prefix.items
+        refusal = outcome(partial(reader.read, door), wrong)
+        assert refusal == alone(door, wrong)
+        assert "could not be read as JSON" in refusal[1]
+    assert outcome(partial(reader.read, door), body) == alone(door, body)
 
 
 def test_half_of_a_character_in_an_older_item_is_read_once() -> None:
@@ -284,6 +289,8 @@ def test_the_longest_beginning_is_taken_and_the_oldest_bodies_are_forgotten() ->
     bodies, nothing = EarlierBodies(), nothing_of(ROUTE)
     bodies.keep(read_body([*range(6)]), nothing)
     bodies.keep(longer := read_body([*range(9)]), nothing)
+    for _ in range(BODIES_KEPT):
+        bodies.keep(read_body([*range(6)]), nothing)  # requests that come at once read the same
     whole = json.dumps({"messages": [*range(20)]}).encode()
     assert bodies.continued_by(ROUTE, whole) is longer
     bodies.keep(longest := read_body([*range(12)]), longer)

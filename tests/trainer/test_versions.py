@@ -226,7 +226,7 @@ async def test_a_full_copy_of_a_version_that_the_trainer_does_not_hold_is_refuse
     stage.train(options=delta_options(stage, weights_full_every=8))
     await stage.start(bfloat16_job(stage))
     await play_versions(stage, 2)
-    for where in (published(stage)[1].where, "/etc", "object:../../etc/passwd", "\udcff"):
+    for where in (published(stage)[1].where, "/etc", "object:../../etc/passwd", "\udcff", "x" * 300):
         answer = await ask_full_copy(stage, where.encode(errors="replace").decode())
         assert isinstance(answer, Refusal)
         assert "only those of its newest version" in answer.why

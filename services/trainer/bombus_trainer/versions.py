@@ -229,14 +229,12 @@ class Versions:
 
     async def _complete(self, where: str) -> None:
         directory, executor = self._directory(where), self._executor
-        if not (directory / FULL_FILE).exists():
+        # A name that is too long for a file is not among them either.
+        is_ours = self._root.is_dir() and directory in self._root.iterdir()
+        if not is_ours or not (directory / FULL_FILE).exists():
             version = f"version-{self._held.version:08d}-"
-            if (
-                executor is None
-                or not self._held.sha256
-                or not directory.name.startswith(version)
-                or not directory.is_dir()
-            ):
+            is_held = bool(self._held.sha256) and directory.name.startswith(version)
+            if executor is None or not is_ours or not is_held:
                 why = f"the trainer holds no values of {where}: only those of its newest version"
                 raise Refused(Code.WRONG_PHASE, why)
             log.warning("writing a full copy of %s, which a replica has asked for", directory)

@@ -19,7 +19,6 @@ from bombus_gateway.history.histories import Histories
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.renderer import TemplateRenderer
 from bombus_gateway.text.rendering import TextModel
-from bombus_gateway.text.words import strings
 
 TRIAL_BYTES = 1 << 20  # of a request that takes as long as a template's trial with variables that are new to it
 TOKEN_TEXT_BYTES = 4  # of a token, roughly
@@ -121,7 +120,7 @@ def _extended_shortly(
     if followed.last is None or renderer.decodes_history or not renderer.is_tried:
         return None
     shorter = renderer.shortened(renderer.adapted(followed.messages), followed.count, tools)
-    if shorter is None or sum(map(len, strings([shorter.messages, shorter.tools]))) > INLINE_BYTES_MAX:
+    if shorter is None or len(msgspec.json.encode([shorter.messages, shorter.tools])) > INLINE_BYTES_MAX:
         return None
     history = followed.last.tokens
     tail = renderer.extend_by(history, followed.last.completion_at, shorter)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Self
 from bombus.hive.records import hasher
 
 BODIES_KEPT = 4  # of an episode: as many agents may take turns
-MEMORY_BYTES_MAX = 32 << 20  # of a body that is kept, with what was read of it
+MEMORY_BYTES_MAX = 8 << 20  # of a body that is kept, with what was read of it
 VALUE_BYTES = 64  # of each list, object or other value that was read, beside its text
 SPARED_PER_READ = 16  # bytes that need not be read again: to go on after them takes as long as to read one
-_GOES_ON = re.compile(rb"[ \t\n\r]*[,\]]")
+_GOES_ON = re.compile(rb"[ \t\n\r]*+[,\]]")
 
 
 class BodyPrefix(NamedTuple):
@@ -36,7 +36,7 @@ NOTHING_READ = BodyPrefix()
 
 
 class AnotherList(Exception):
-    """The list of items in a body is not that which begins as it did before: it has to be read without that."""
+    """A body has to be read without what was read before: it is refused, or its list of items is another one."""
 
 
 class EarlierBody(NamedTuple):
@@ -102,4 +102,6 @@ class EarlierBodies:
     def keep(self, new: EarlierBody, before: EarlierBody) -> None:
         """Keep a body in place of the one `before` that it continues, if any of it was read and it is not too large."""
         if new.prefix.items and new.memory_bytes <= MEMORY_BYTES_MAX:
-            self._bodies = [*(each for each in self._bodies if each is not before), new][-BODIES_KEPT:]
+            read = new.hashed.digest()  # which another one may have read meanwhile
+            others = [each for each in self._bodies if each is not before and each.hashed.digest() != read]
+            self._bodies = [*others, new][-BODIES_KEPT:]

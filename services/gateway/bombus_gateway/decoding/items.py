@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from bombus.errors import Refused
 from bombus_gateway.call.prefixes import NOTHING_READ, AnotherList, BodyPrefix
 from bombus_gateway.call.request import Unsupported
 from bombus_gateway.decoding.json_body import BodyDecoder, check_depth, repaired
@@ -15,8 +16,8 @@ from bombus_gateway.decoding.json_body import BodyDecoder, check_depth, repaired
 # The last items of a body are read again with the next one: clients move marks of caches among them.
 ITEMS_READ_AGAIN = 4
 MARK = json.dumps(secrets.token_hex(16)).encode()  # stands for the items that were read before
-_COMMA = re.compile(rb"[ \t\n\r]*,[ \t\n\r]*")
-_OPENING = rb'"%s"[ \t\n\r]*:[ \t\n\r]*\[[ \t\n\r]*'
+_COMMA = re.compile(rb"[ \t\n\r]*+,[ \t\n\r]*+")
+_OPENING = rb'"%s"[ \t\n\r]*+:[ \t\n\r]*+\[[ \t\n\r]*+'
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 ReadT = TypeVar("ReadT")
@@ -54,12 +55,7 @@ class ItemReader(Generic[BodyT, ReadT]):
 
         Raises `Refused` as the decoder and `read` do, and `AnotherList`, which it never does with `NOTHING_READ`.
         """
-        found, unknown = self._decoder(body[: before.start] + MARK + body[before.end :] if before.items else body)
-        given = getattr(found, self._name)
-        items = [*map(bytes, given)] if isinstance(given, list) else []
-        if before.items and items[:1] != [MARK]:
-            raise AnotherList
-        items = items[1:] if before.items else items
+        found, unknown, items = self._decoded(body, before)
         for item in items:
             check_depth(item, around=2)
         older, newer = items[:-ITEMS_READ_AGAIN], items[-ITEMS_READ_AGAIN:]
@@ -69,6 +65,24 @@ class ItemReader(Generic[BodyT, ReadT]):
             seen = self._prefix(body, before, older, read) or self._prefix(repaired(body), before, older, read)
             prefix = seen or before
         return ReadItems(found, unknown, self._read(read, newer, before.items + len(older)), prefix)
+
+    def _decoded(self, body: bytes, before: BodyPrefix) -> tuple[BodyT, list[Unsupported], list[bytes]]:
+        """Return what the decoder makes of a body without the items that were read before, and the others."""
+        if not before.items:
+            found, unknown = self._decoder(body)
+            return found, unknown, self._items(found)
+        try:
+            found, unknown = self._decoder(body[: before.start] + MARK + body[before.end :])
+        except Refused as error:
+            raise AnotherList from error  # the whole body says where it is wrong
+        items = self._items(found)
+        if items[:1] != [MARK]:
+            raise AnotherList
+        return found, unknown, items[1:]
+
+    def _items(self, found: BodyT) -> list[bytes]:
+        given = getattr(found, self._name)
+        return [*map(bytes, given)] if isinstance(given, list) else []
 
     def _prefix(self, body: bytes, before: BodyPrefix, items: Sequence[bytes], read: ReadT) -> BodyPrefix | None:
         """Return the beginning of a body up to the last of these items, or None where it is not seen."""

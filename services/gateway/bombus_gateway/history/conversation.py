@@ -1,8 +1,8 @@
 """An episode as a tree of messages, to find the stored conversation that a request extends. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -77,14 +77,6 @@ class _Walk(NamedTuple):
     memory_bytes: int  # roughly the memory that they take
 
 
-class _Root(NamedTuple):
-    """The tools and variables of a request, and the digest with which its chain begins."""
-
-    tools: Sequence[Mapping[str, Any]]
-    variables: Mapping[str, Any]
-    digest: bytes
-
-
 class Conversation:
     """The calls of one episode, as far as this gateway knows them.
 
@@ -102,7 +94,6 @@ class Conversation:
         self._plain: dict[tuple[int, int] | None, list[Node]] = {}  # by the one that each continues
         self._by_call: dict[tuple[int, int], Node] = {}  # (sequence, choice)
         self._walks: list[_Walk] = []  # never changed, only replaced: threads look through it
-        self._root: _Root | None = None
         self._calls_bytes = 0
 
     @property
@@ -131,13 +122,6 @@ class Conversation:
     def prompt_of(self, ref: CallRef) -> bytes:
         """Return the whole prompt (int32) of a call that is known here."""
         return self._by_call[ref.seq, 0].prompt
-
-    def root_of(self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bytes:
-        """Return the digest with which a request's chain begins: for most requests of an episode it is the same."""
-        known = self._root
-        if known is None or known.tools != tools or known.variables != variables:
-            self._root = known = _Root(tools, variables, root_digest(tools, variables))
-        return known.digest
 
     def follow(self, root: bytes, messages: Sequence[ChatMessage], stops: Collection[str] = ()) -> Followed[Node]:
         """Find the longest stored conversation with which a request begins, whose chain begins with `root`."""

@@ -17,6 +17,7 @@ from bombus_gateway.call.request import CallRequest, CompletionRequest
 from bombus_gateway.call.workers import INLINE_BYTES_MAX, READ_BYTES_MAX, Workers
 from bombus_gateway.history.conversation import Conversation, Node
 from bombus_gateway.history.echoes import Followed
+from bombus_gateway.history.identity import root_digest
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.settings import GatewaySettings
 
@@ -171,7 +172,7 @@ def _key(claims: KeyClaims) -> _Key:
 
 
 def _found(conversation: Conversation, completion: CompletionRequest) -> Followed[Node]:
-    root = conversation.root_of(completion.tools, completion.chat_template_kwargs)
+    root = root_digest(completion.tools, completion.chat_template_kwargs)
     return conversation.follow(root, completion.messages, completion.stops)
 
 
@@ -180,7 +181,7 @@ def _found_at_once(conversation: Conversation, request: CallRequest) -> Followed
     if request.body_bytes <= INLINE_BYTES_MAX or request.read_bytes > READ_BYTES_MAX:
         return None
     completion = request.completion
-    root = conversation.root_of(completion.tools, completion.chat_template_kwargs)
+    root = root_digest(completion.tools, completion.chat_template_kwargs)
     return conversation.follow_on(root, completion.messages, completion.stops, INLINE_BYTES_MAX)
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from bombus_gateway import limits
@@ -112,7 +112,7 @@ class ChannelReader:
     def __init__(self, form: ChannelForm, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> None:
         self._form = form
         self._tools = bool(tools)
-        self._schemas: Schemas = partial(schemas_of, tools)
+        self._schemas: Schemas = cache(partial(schemas_of, tools))
         self._marks = (form.start, form.message, *form.ends)
         self._in_header = re.compile(f"{alternatives(self._marks)}|{_NOT_IN_HEADERS}")
         self._in_body = re.compile(alternatives((form.start, *form.ends)))

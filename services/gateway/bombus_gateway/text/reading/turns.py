@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from bombus_gateway import limits
@@ -41,7 +41,7 @@ class TurnReader:
     ) -> None:
         self._syntax = syntax
         self._thinking = thinking
-        self._schemas: Schemas = partial(schemas_of, tools)
+        self._schemas: Schemas = cache(partial(schemas_of, tools))
         self._frames = frozenset(frames)
         around_reasoning = (thinking.open, thinking.close) if thinking else ()
         self._lead = lead
