@@ -56,7 +56,7 @@ def files_of(template: str) -> dict[str, bytes]:
 
 
 def write_model(folder: Path, files: dict[str, bytes], text: TextModel) -> None:
-    """Write a model with these text files, and small weights: a hive loads them, and nothing is computed with them."""
+    """Write a model with these text files and small weights, which a hive loads and nobody computes with."""
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=len(text.tokenizer.pieces),
@@ -234,7 +234,7 @@ class Bench:
         self.bus = bus
 
     async def played(self, dialect: Dialect, pairs: int, tools: int) -> Episode:
-        """Claim an episode with so many tools, and play that many pairs of a call and its result."""
+        """Claim an episode that has `tools` tools, and play `pairs` calls with their results."""
         (claimed,) = await self._client.begin_episodes(1)
         episode = Episode(dialect, claimed.api_key, history_of(tools))
         for _ in range(pairs):

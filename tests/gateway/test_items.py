@@ -28,7 +28,7 @@ SIGNATURE = "0123456789abcdef" * 2
 
 
 class Door(NamedTuple):
-    """How one dialect writes a conversation: its items, of two kinds in turn, and what is around them."""
+    """How one dialect writes a conversation: items that ask, items that answer, and the fields around the list."""
 
     read: Callable[..., Any]
     field: str
@@ -158,7 +158,7 @@ def outcome(read: Callable[[bytes], Any], body: bytes) -> Any:
 
 
 def alone(door: Door, body: bytes) -> Any:
-    """Return what a body says whose items are read at once."""
+    """Return what a body says when all its items are read in one go."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "ITEMS_READ_AGAIN", 1 << 20)
         return outcome(door.read, body)

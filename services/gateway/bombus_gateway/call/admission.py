@@ -246,8 +246,7 @@ class Admission:
 
     def is_over(self, engine: str, run: int, episode: str) -> bool:
         """Return whether an episode of a run of an engine is known to be over."""
-        state = self._follower.hive.engine(engine)
-        return state.run > run or (state.run == run and (state.phase == Phase.OFFLINE or state.is_over(episode)))
+        return _is_over(self._follower.hive.engine(engine), run, episode)
 
     async def admit(self, request: CallRequest) -> Admitted:
         """Raise `Refused` unless a call may be made for this request now."""
@@ -287,15 +286,20 @@ def check_storage(hive: Hive) -> None:
 
 def check_not_over(engine: EngineState, claims: KeyClaims) -> None:
     """Raise `Refused` EPISODE_OVER when a key's episode is known to be over (R18: the log is the fence, not this)."""
-    if engine.run > claims.run or (engine.run == claims.run and engine.phase == Phase.OFFLINE):
+    if not _is_over(engine, claims.run, claims.episode):
+        return
+    if engine.run > claims.run or engine.phase == Phase.OFFLINE:
         raise Refused(
             Code.EPISODE_OVER,
             f"Episode {claims.episode} is over: run {claims.run} of engine {claims.engine} has ended; {_CLAIM}.",
         )
-    if engine.run == claims.run and engine.is_over(claims.episode):
-        closed = engine.closed.get(claims.episode)
-        how = "has been ended" if closed is None or closed.aborted is None else f"was aborted ({closed.aborted})"
-        raise Refused(Code.EPISODE_OVER, f"Episode {claims.episode} {how}; {_CLAIM}.")
+    closed = engine.closed.get(claims.episode)
+    how = "has been ended" if closed is None or closed.aborted is None else f"was aborted ({closed.aborted})"
+    raise Refused(Code.EPISODE_OVER, f"Episode {claims.episode} {how}; {_CLAIM}.")
+
+
+def _is_over(engine: EngineState, run: int, episode: str) -> bool:
+    return engine.run > run or (engine.run == run and (engine.phase == Phase.OFFLINE or engine.is_over(episode)))
 
 
 def check_variables(request: CompletionRequest, job: RunConfig) -> None:

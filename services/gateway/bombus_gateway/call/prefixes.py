@@ -9,9 +9,14 @@ from bombus.hive.records import hasher
 
 BODIES_KEPT = 4  # of an episode: as many agents may take turns
 MEMORY_BYTES_MAX = 8 << 20  # of a body that is kept, with what was read of it
-VALUE_BYTES = 64  # of each list, object or other value that was read, beside its text
+VALUE_BYTES = 64  # of memory, of each list, object or other value that was read, beside its text
 SPARED_PER_READ = 16  # bytes that need not be read again: to go on after them takes as long as to read one
 _GOES_ON = re.compile(rb"[ \t\n\r]*+[,\]]")
+
+
+def memory_of_values(json: bytes, start: int = 0, end: int | None = None) -> int:
+    """Return roughly the memory of the values in JSON, beside its text: a list of three bytes is an object."""
+    return VALUE_BYTES * sum(json.count(mark, start, end) for mark in (b"[", b"{", b","))
 
 
 class BodyPrefix(NamedTuple):
@@ -42,20 +47,20 @@ class AnotherList(Exception):
 class EarlierBody(NamedTuple):
     """A body of a route, whose beginning `prefix` was read.
 
-    `hashed` is the digest of the route and of the body as far as that goes, and `read_bytes` is roughly the memory of
-    what was read.
+    `hashed` is the digest of the route and of the body as far as that goes, and `taken_bytes` is roughly the memory
+    of what was read.
     """
 
     route: bytes
     body: bytes
     prefix: BodyPrefix
     hashed: blake2b
-    read_bytes: int = 0
+    taken_bytes: int = 0
 
     @property
     def memory_bytes(self) -> int:
         """Roughly the memory that it takes, and what was read of it."""
-        return len(self.body) + self.read_bytes
+        return len(self.body) + self.taken_bytes
 
     def is_continued_by(self, route: bytes, body: bytes) -> bool:
         """Return whether a body of a route begins as this one does, as far as it was read."""
@@ -73,14 +78,13 @@ class EarlierBody(NamedTuple):
         hashed.update(view[start:end])
         whole = hashed.copy()
         whole.update(view[end:])
-        values = body.count(b"[", start, end) + body.count(b"{", start, end) + body.count(b",", start, end)
-        read_bytes = self.read_bytes + end - start + VALUE_BYTES * values
-        return whole.digest(), self._replace(body=body, prefix=prefix, hashed=hashed, read_bytes=read_bytes)
+        taken = self.taken_bytes + end - start + memory_of_values(body, start, end)
+        return whole.digest(), self._replace(body=body, prefix=prefix, hashed=hashed, taken_bytes=taken)
 
 
 @cache
 def nothing_of(route: bytes) -> EarlierBody:
-    """Return what any body of a route begins with."""
+    """Return the beginning without items that any body of a route has."""
     return EarlierBody(route, b"", NOTHING_READ, hasher(route + b"\0"))
 
 
@@ -95,7 +99,7 @@ class EarlierBodies:
         return sum(each.memory_bytes for each in self._bodies)
 
     def continued_by(self, route: bytes, body: bytes) -> EarlierBody:
-        """Return the one that has most of a body, or `nothing_of` the route."""
+        """Return the kept body with the longest beginning of this one, or `nothing_of` its route."""
         found = [each for each in self._bodies if each.is_continued_by(route, body)]
         return max(found, key=lambda each: each.prefix.end, default=nothing_of(route))
 

@@ -30,7 +30,6 @@ _place = re.compile(r" - at `\$\.?([^`]*)`$")
 _NULL = msgspec.Raw(b"null")  # a Raw never equals bytes
 FREE_TEXT = "input"  # the argument that has the text of a custom tool
 STRICT = Unsupported("tools.strict", "nothing holds the arguments of a call to their schema")
-COUNTED_BYTES_MAX = 16 << 10  # of a body whose brackets are counted first: of a longer one its fields are seen sooner
 UNKNOWN = "nobody here knows this field"
 
 
@@ -67,7 +66,7 @@ def decode_body(decoder: msgspec.json.Decoder[_Body], body: bytes, place: str = 
 
 
 def repaired(body: bytes) -> bytes:
-    """Return a body as `decode_body` reads it, as long as it is: with U+FFFD in place of halves of surrogate pairs."""
+    """Return a body with U+FFFD in place of halves of surrogate pairs, as `decode_body` reads it. Its length stays."""
     escaped = "surrogateescape"  # what is no UTF-8 stays
     return _without_halves(body.decode(errors=escaped)).encode(errors=escaped)
 
@@ -106,8 +105,7 @@ class BodyDecoder(Generic[_StructT]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             check_depth(body)
             return decode_body(self._lenient, body), _unknown_fields(body, self._known)
-        may_be_deep = len(body) > COUNTED_BYTES_MAX or not is_flat(body)
-        if may_be_deep and any(limits.is_deeper(getattr(found, name), limits.DEPTH - 1) for name in self._names):
+        if not is_flat(body) and any(limits.is_deeper(getattr(found, name), limits.DEPTH - 1) for name in self._names):
             _refuse_depth()
         return found, []
 

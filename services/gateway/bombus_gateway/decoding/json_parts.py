@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from bombus_gateway.call.prefixes import memory_of_values
+
 SIZE_MAX = 32 << 20  # of the parts of one generation, in bytes or characters; what was read takes some times more
 PART_SIZE = 200  # at least, for each part
-VALUE_SIZE = 64  # of each list, object or other value in a part of a body, beside its bytes
 
 KeyT = TypeVar("KeyT", bound=bytes | str)
 PartT = TypeVar("PartT")
@@ -43,8 +44,7 @@ class RememberedParts(Generic[KeyT, PartT]):
     def add(self, part: KeyT, found: PartT) -> None:
         """Remember what a part says, unless it is too large for that."""
         size = len(part) + PART_SIZE
-        if isinstance(part, bytes):  # a list of three bytes is an object of Python
-            size += VALUE_SIZE * (part.count(b"[") + part.count(b"{") + part.count(b","))
+        size += memory_of_values(part) if isinstance(part, bytes) else 0
         if size > self._limit // 4:
             return
         if self._size + size > self._limit:

@@ -137,9 +137,9 @@ class Conversation:
     def follow_on(
         self, root: bytes, messages: Sequence[ChatMessage], stops: Collection[str], memory_bytes_max: int
     ) -> Followed[Node] | None:
-        """Return what `follow` does, or None where that takes more than to go on after an earlier request.
+        """Return what `follow` does by going on after an earlier request, or None where that cannot be done.
 
-        Or where the messages after those of that request take more memory than so much.
+        Or where the messages that this request has more take more memory than `memory_bytes_max`.
         """
         stops, walks = tuple(stops), self._walks
         walk = self._walk_to(root, messages, stops)

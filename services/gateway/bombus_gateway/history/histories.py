@@ -42,7 +42,7 @@ class Histories:
         self._bus = bus
         self._workers = workers
         self._is_over = is_over
-        self._many = FEW
+        self._many = FEW  # conversations, at which those of episodes that are over are dropped
         self._bytes_max = settings.history_mb_max << 20
         self._lookup_s_max = min(LOOKUP_S_MAX, settings.bus_timeout_s)
         self._conversations: OrderedDict[_Key, Conversation] = OrderedDict()
