@@ -14,6 +14,7 @@ from bombus import Job, SwarmClient
 from bombus.weights.models import build_tiny
 from tests.atropos.run_api import TRAINER
 from tests.atropos.test_differential import PYTHON
+from tests.effort import long_only
 from tests.patience import wait_until
 from tests.system.test_up import FRESH, Up, status_of
 
@@ -22,10 +23,13 @@ STEPS = 3
 LIMIT_S = 180.0
 BATCH = 4
 
-pytestmark = pytest.mark.skipif(
-    not list(PYTHON.parents[1].glob("lib/*/site-packages/transformers")),
-    reason="needs a whole atroposlib in .venv-atropos: make test-atropos",
-)
+pytestmark = [
+    long_only,
+    pytest.mark.skipif(
+        not list(PYTHON.parents[1].glob("lib/*/site-packages/transformers")),
+        reason="needs a whole atroposlib in .venv-atropos: make test-atropos",
+    ),
+]
 
 
 class EnvironmentHive:

@@ -21,6 +21,7 @@ from bombus.hive.status.text import render_status
 from bombus_coordinator.core import Core
 from bombus_coordinator.rules.joint import claims
 from tests.coordinator.joint_in_memory import BIG, SMALL, THIRD, Joint, JointHarness, told
+from tests.effort import effort
 
 ABORTED = [("episode.aborted", BIG), ("episode.aborted", SMALL)]
 
@@ -733,7 +734,7 @@ def check_whole(hive: Hive) -> None:
                 assert (found.client, found.claim) == (episode.client, episode.claim)
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", range(0, effort(100, 200), 50))
 def test_joint_episodes_are_whole_after_every_decision_and_nothing_waits_for_ever(first: int) -> None:
     for seed in range(first, first + 50):
         world = RandomJoint(seed)

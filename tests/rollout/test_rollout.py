@@ -14,6 +14,7 @@ from bombus.hive import inbox
 from bombus.hive.events import AbortReason, EpisodeAborted, EpisodeEnded, EpisodeType, Weights, decode_event
 from bombus.hive.generation import Generate
 from bombus.hive.state import Phase
+from bombus.rollout import episode, run
 from bombus.rollout.episode import Pointless
 from bombus.rollout.process import StopReason
 from bombus.rollout.records import LossReason, LostEpisode, PlayedEpisode
@@ -25,6 +26,13 @@ from tests.patience import PATIENCE_S, until
 from tests.rollout.hive import AGENT, JOB, Rolled, repository, write_tasks
 
 T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for the calls of an agent that made none for two seconds, not eight, and go on soon after what failed."""
+    monkeypatch.setattr(episode, "LOOKS_FOR_CALLS", 1)
+    monkeypatch.setattr(run, "FAILURE_PAUSE_S", 0.1)
 
 
 @pytest.fixture
@@ -292,7 +300,7 @@ async def test_one_agent_among_others_that_makes_no_call_is_an_infrastructure_fa
 async def test_an_agent_that_ends_before_the_others_have_called_does_not_end_them(
     served: GatewayHive, client: AsyncSwarmClient, folder: Path
 ) -> None:
-    agent = f"sh -c 'test {{task_id}} = b || ( sleep 1; {AGENT} x 1; sleep 5 )'"
+    agent = f"sh -c 'test {{task_id}} = b || ( sleep 0.5; {AGENT} x 1; sleep 1 )'"
     tally = await Rolled(folder, client, agent=agent, concurrency=2, retries=0).run()
     assert tally.rewards == [0.75]
     assert tally.lost == {"infrastructure failure: the agent made no model call (exit code 0)": 1}

@@ -155,7 +155,7 @@ async def test_a_tasks_variables_are_set_inside_and_start_no_program_of_its_own_
 async def test_the_limits_of_a_task_are_those_of_its_run(
     tmp_path: Path, served: GatewayHive, client: AsyncSwarmClient
 ) -> None:
-    task_folder(tmp_path / "tasks/one", "[agent]\ntimeout_sec = 10")
+    task_folder(tmp_path / "tasks/one", "[agent]\ntimeout_sec = 6")
     rollout = rolled(tmp_path, client, agent=f"sh -c '{AGENT.format(prompt='x')}; exec sleep 600'")
     await rollout.run()
     (result,) = rollout.heard.results
