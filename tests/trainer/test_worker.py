@@ -51,6 +51,7 @@ def failed(stage: Stage, run: int, _: Hive) -> bool:
     return stage.engine.run == run and bool(stage.engine.failure)
 
 
+@long_only
 async def test_rank_0_is_the_trainer_and_every_rank_gets_its_jobs(bus: Bus, nats_url: str, tmp_path: Path) -> None:
     async with (
         staged(bus, tmp_path) as stage,
