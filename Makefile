@@ -65,7 +65,7 @@ $(STAMP): pyproject.toml locks/build.txt locks/run.txt locks/$(TORCH).txt
 # Nothing was compiled when it was installed, so that the demo starts soon: each of the tests' processes would do it.
 $(DEV_STAMP): $(STAMP) locks/dev.txt
 	$(UV) -r locks/dev.txt || $(LOCKED) --no-build-isolation -r locks/dev.txt
-	$(BIN)/python -W ignore -m compileall -qq -j 0 -x 'transformers/models/|/tests/|/mypyc?/' $(VENV)/lib || true
+	$(BIN)/python -W ignore -m compileall -qq -j 0 -x 'transformers/models/|/tests/|/mypyc?/' $(VENV)/lib services shared || true
 	touch $(DEV_STAMP)
 
 demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0, MODEL=folder of another model, OUT=folder: one that was stopped goes on)

@@ -68,8 +68,8 @@ os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "no_root.pem")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two workers more than there are cores: many tests wait for processes and deadlines."""
-    return (os.cpu_count() or 1) + 2
+    """Three workers more than there are cores: many tests wait for processes and deadlines."""
+    return (os.cpu_count() or 1) + 3
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
