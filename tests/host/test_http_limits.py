@@ -108,7 +108,6 @@ class Served:
 async def serving(limits: HttpLimits = DEFAULTS) -> AsyncIterator[Served]:
     app = Echo()
     with listen("127.0.0.1", 0) as bound:
-        bound.listen()
         async with http_server(app, bound, 1.0, limits=limits):
             served = Served(app, bound.getsockname()[1])
             try:

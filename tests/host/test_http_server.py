@@ -1,6 +1,7 @@
-"""What becomes of requests that are open when an HTTP server stops."""
+"""When an HTTP server can be reached, and what becomes of requests that are open when it stops."""
 
 import asyncio
+import socket
 from typing import Any
 
 import httpx
@@ -23,7 +24,6 @@ async def stop_during(request_begins: bool) -> httpx.Response:
         await asyncio.Event().wait()
 
     with listen("127.0.0.1", 0) as bound:
-        bound.listen()
         async with httpx.AsyncClient(timeout=60) as client:
             async with http_server(app, bound, 1.0):
                 url = f"http://127.0.0.1:{bound.getsockname()[1]}/never"
@@ -31,6 +31,14 @@ async def stop_during(request_begins: bool) -> httpx.Response:
                 await busy.wait()
             answer: httpx.Response = await asked
     return answer
+
+
+async def test_a_client_can_connect_as_soon_as_the_block_begins() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nothing is asked")
+
+    async with http_server(app, bound := listen("127.0.0.1", 0), 1.0):
+        socket.create_connection(bound.getsockname()).close()  # in the same turn of the loop
 
 
 async def test_a_request_that_is_not_finished_when_the_server_stops_is_a_503() -> None:

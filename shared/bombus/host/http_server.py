@@ -101,6 +101,8 @@ async def http_server(
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serve an ASGI app on a bound socket while the block runs; then let open requests finish for `drain_s` seconds.
 
+    The block begins once clients can connect, so that it may tell others the address.
+
     With `cut_off`, it is called after these seconds, and what is still open has `CUT_OFF_S` more to end. The block is
     given the task that serves, which ends early only when the server breaks. Of connections there are never more than
     the process may have files open.
@@ -124,6 +126,8 @@ async def http_server(
     serving = asyncio.create_task(server.serve([bound]))
     waiting = asyncio.create_task(patience.run())
     try:
+        while not (server.started or serving.done()):
+            await asyncio.sleep(0)
         yield serving
     finally:
         server.leave()
