@@ -148,7 +148,7 @@ class _Offered(NamedTuple):
 
 
 class _Turns(NamedTuple):
-    """The messages of a request. Consecutive ones of one role are one turn.
+    """The messages of a request, consecutive ones of the same role merged into one turn.
 
     `leading` are the blocks of the system's messages that come before all others, which go on from the body's own
     `system`; None where there is no such message. `role` and `blocks` are those of the last turn, to which later

@@ -69,7 +69,7 @@ class EarlierBody(NamedTuple):
         return begins_so and _GOES_ON.match(body, end) is not None
 
     def continued(self, body: bytes, prefix: BodyPrefix) -> tuple[bytes, Self]:
-        """Return the digest of a body that continues this one, and what to keep of it: this one if no more was read."""
+        """Return the digest of a body that continues this one, and the entry to keep: this one if nothing was added."""
         start, end = self.prefix.end, prefix.end
         hashed, view = self.hashed.copy(), memoryview(body)
         if prefix is self.prefix:

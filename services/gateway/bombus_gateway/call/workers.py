@@ -7,9 +7,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 INLINE_BYTES_MAX = 32 << 10  # of a request whose work takes no longer than a few milliseconds
-READ_BYTES_MAX = (
-    128 << 10
-)  # of a body that is only read: as long as that, or a tenth of a second for one made to be slow
+READ_BYTES_MAX = 128 << 10  # of a body that is only parsed: no longer either, unless it was made to be slow
 THREADS = 2  # each of them may hold some hundred bytes for each character of a request
 NUMBER_BYTES = 8  # writing a number is as much work as so many bytes of a text
 CLIENTS = "clients"  # the turn of all requests that are no agent's, who always have the other thread

@@ -151,7 +151,7 @@ class Conversation:
         return followed
 
     def _gone_on(self, walk: _Walk, messages: Sequence[ChatMessage]) -> Followed[Node] | None:
-        """Follow a request from where an earlier one was. Return None where no later answer is found in it.
+        """Continue matching where an earlier request stopped. Return None if that finds no further answer.
 
         Of equal answers, the one that it goes on with may be another by now.
         """

@@ -274,7 +274,7 @@ class TemplateRenderer:
     def shortened(
         self, messages: Sequence[ChatMessage], count: int, tools: Sequence[Mapping[str, Any]]
     ) -> Dialogue | None:
-        """Return a shorter conversation with which `extend` does the same as with this one, if there is one."""
+        """Return a shorter conversation that `extend` treats like this one, or None."""
         keep = self.kept.where(messages[count:])
         return None if keep is None else short(messages, count, tools, self.looked_for, keep)
 
