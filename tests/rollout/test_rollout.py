@@ -29,10 +29,15 @@ T = TypeVar("T")
 
 
 @pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look for the calls of an agent that made none for two seconds, not eight, and go on soon after what failed."""
-    monkeypatch.setattr(episode, "LOOKS_FOR_CALLS", 1)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go on soon after an infrastructure failure."""
     monkeypatch.setattr(run, "FAILURE_PAUSE_S", 0.1)
+
+
+@pytest.fixture
+def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait two seconds for the calls of an agent that makes none, not eight."""
+    monkeypatch.setattr(episode, "LOOKS_FOR_CALLS", 1)
 
 
 @pytest.fixture
@@ -275,6 +280,7 @@ async def test_a_task_that_always_fails_does_not_end_the_episodes_of_others(
     assert tally.lost.total() == 4
 
 
+@pytest.mark.usefixtures("one_look")
 async def test_an_agent_that_makes_no_call_ends_the_rollout_with_its_last_words(
     served: GatewayHive, client: AsyncSwarmClient, folder: Path
 ) -> None:
@@ -288,6 +294,7 @@ async def test_an_agent_that_makes_no_call_ends_the_rollout_with_its_last_words(
     assert not list(rolled.left_over())
 
 
+@pytest.mark.usefixtures("one_look")
 async def test_one_agent_among_others_that_makes_no_call_is_an_infrastructure_failure(
     client: AsyncSwarmClient, folder: Path
 ) -> None:
@@ -297,6 +304,7 @@ async def test_one_agent_among_others_that_makes_no_call_is_an_infrastructure_fa
     assert tally.lost == {"infrastructure failure: the agent made no model call (exit code 0)": 1}
 
 
+@pytest.mark.usefixtures("one_look")
 async def test_an_agent_that_ends_before_the_others_have_called_does_not_end_them(
     served: GatewayHive, client: AsyncSwarmClient, folder: Path
 ) -> None:
@@ -306,6 +314,7 @@ async def test_an_agent_that_ends_before_the_others_have_called_does_not_end_the
     assert tally.lost == {"infrastructure failure: the agent made no model call (exit code 0)": 1}
 
 
+@pytest.mark.usefixtures("one_look")
 async def test_an_agent_that_fails_while_no_replica_serves_is_played_again(
     served: GatewayHive, client: AsyncSwarmClient, folder: Path
 ) -> None:
