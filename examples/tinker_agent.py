@@ -49,6 +49,7 @@ def main() -> None:
             scored = model.forward_backward([datum.to_tinker() for datum in data], "importance_sampling")
             model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
             scored.result()
+    service.close("success").result()  # its model makes room at once, and no thread of the SDK works while Python exits
 
 
 if __name__ == "__main__":

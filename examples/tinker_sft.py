@@ -35,6 +35,7 @@ def main() -> None:
         if step % 5 == 0 or step == 39:
             print(f"step {step}: loss {loss:.3f} for each token", flush=True)
     print("saved as", model.save_state("bees").result().path)
+    service.close("success").result()  # its model makes room at once, and no thread of the SDK works while Python exits
 
 
 if __name__ == "__main__":
