@@ -6,7 +6,7 @@ from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, DropReason, EpisodeType, SamplerWeights, Tenancy
-from bombus.hive.inbox import BASE_SAMPLER, Done, Granted
+from bombus.hive.inbox import BASE_SAMPLER, Accepted, Done, Granted
 from bombus.hive.state import Phase
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.tenants_in_memory import MODEL, SESSION, TenantHarness, saved
@@ -222,6 +222,33 @@ def test_room_for_a_save_is_not_made_of_one_that_an_open_episode_samples_from() 
     assert isinstance(harness.end(episode, reward=1.0), Done)
     save(harness, "5", "sample-5", DAY_S)
     assert [each.noted.saved.name for each in harness.tenants.kept.values()] == ["step-1", "sample-4", "sample-5"]
+
+
+def test_room_for_a_save_is_made_first_of_what_models_that_have_ended_left_behind() -> None:
+    harness = TenantHarness()
+    harness.limits(checkpoints_max=4)
+    for session, owner in (("ended", "ann"), ("others", "eve"), ("now", "ann")):
+        harness.open_session(session, idle_s=7 * DAY_S, owner=owner)
+        assert isinstance(harness.create(session, session), Accepted)
+    harness.serve()
+    for model in ("ended", "others", "now"):
+        harness.done("0", model, made=ev.ModelShape(adapter=ev.AdapterShape(rank=8, alpha=16.0)))
+
+    def sampled(key: str, model: str) -> set[str]:
+        assert isinstance(harness.operate(key, "save_weights", model, session=model), Accepted)
+        harness.done(key, model, saved=saved(f"sample-{key}", "sampler", DAY_S))
+        return {name.replace("/sampler/sample", "") for name in harness.tenants.kept}
+
+    for key, model in (("1", "now"), ("1", "ended"), ("1", "others")):
+        sampled(key, model)
+    assert sampled("2", "ended") == {"now-1", "ended-1", "others-1", "ended-2"}
+    assert sampled("3", "ended") == {"now-1", "ended-2", "others-1", "ended-3"}, "its own oldest: none has ended"
+    harness.close_session("ended", save=False)
+    (ends,) = [key for key, each in harness.tenants.models["ended"].operations.items() if each.waits]
+    harness.done(ends, "ended", closes=True)
+    assert sampled("2", "now") == {"now-1", "ended-3", "others-1", "now-2"}
+    assert sampled("3", "now") == {"now-1", "now-3", "others-1", "now-2"}
+    assert sampled("4", "now") == {"now-4", "now-3", "others-1", "now-2"}, "another key's is not touched"
 
 
 @pytest.mark.parametrize("plays", [True, False])

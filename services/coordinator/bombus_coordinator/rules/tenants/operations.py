@@ -257,7 +257,7 @@ def _check_room(engine: EngineState, live: Live, message: Operate, model: Tenant
             f"Operations of {byte_size(engine.tenants.held_bytes)} are kept for the trainer, of at most "
             f"{byte_size(limits.bodies_bytes_max)}: send this one again when some were executed and saved.",
         )
-    if message.op == SAVE and _is_full(engine, holder) and _oldest_unnamed(engine, live, model.name) is None:
+    if message.op == SAVE and _is_full(engine, holder) and _least_needed(engine, live, model) is None:
         own = sum(each.noted.owner == holder for each in engine.tenants.kept.values())
         raise Refused(
             Code.QUOTA,
@@ -280,18 +280,24 @@ def _held_bytes(engine: EngineState) -> Counter[str]:
     return held
 
 
-def _oldest_unnamed(engine: EngineState, live: Live, model: str) -> KeptWeights | None:
-    """Return the first of a model's saves that its client did not name, and that is removed by itself some day.
+def _least_needed(engine: EngineState, live: Live, model: TenantModel) -> KeptWeights | None:
+    """Return the save that another one of this model may take the place of: the oldest that its client did not name.
 
-    One that is in use is not among them.
+    Those of the key's models that have ended go before its own. What is in use, published or kept for ever stays.
     """
-    used = in_use(engine, live)
-    of_model = (
+    tenants, used = engine.tenants, in_use(engine, live)
+    unnamed = [
         each
-        for name, each in engine.tenants.kept.items()
-        if each.noted.model == model and each.until_ns and name not in used
-    )
-    return next((each for each in of_model if each.is_for_sync or _UNNAMED.match(each.noted.saved.name)), None)
+        for name, each in tenants.kept.items()
+        if each.until_ns
+        and not each.noted.public
+        and name not in used
+        and (each.is_for_sync or _UNNAMED.match(each.noted.saved.name))
+    ]
+    open_now = {each.name for each in tenants.open_models}
+    holder = tenants.holder_of(model)
+    left = (each for each in unnamed if each.noted.owner == holder and each.noted.model not in open_now)
+    return next(left, None) or next((each for each in unnamed if each.noted.model == model.name), None)
 
 
 def in_use(engine: EngineState, live: Live) -> set[str]:
@@ -304,16 +310,21 @@ def in_use(engine: EngineState, live: Live) -> set[str]:
 
 
 def _room_for_save(engine: EngineState, live: Live, message: Operate) -> tuple[Event, ...]:
-    """Return the end of a model's oldest unnamed save where as many as may be are kept, so that a loop can go on."""
-    holder = engine.tenants.holder_of(engine.tenants.models[message.model])
-    if message.op != SAVE or not _is_full(engine, holder):
+    """Return the end of the save that is needed least where as many as may be are kept, so that a loop can go on."""
+    model = engine.tenants.models[message.model]
+    if message.op != SAVE or not _is_full(engine, engine.tenants.holder_of(model)):
         return ()
-    oldest = _oldest_unnamed(engine, live, message.model)
-    if oldest is None:
+    least = _least_needed(engine, live, model)
+    if least is None:
         return ()
-    saved = oldest.noted.saved
+    noted = least.noted
     removed = ev.WeightsRemoved(
-        at_ns=live.now_ns, engine=engine.name, model=message.model, use=saved.use, name=saved.name, expired=True
+        at_ns=live.now_ns,
+        engine=engine.name,
+        model=noted.model,
+        use=noted.saved.use,
+        name=noted.saved.name,
+        expired=True,
     )
     return (removed,)
 
