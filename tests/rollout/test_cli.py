@@ -239,14 +239,15 @@ async def test_agents_end_with_a_rollout_that_is_killed(served: GatewayHive, fol
 
 
 async def stubborn(served: GatewayHive, folder: Path) -> asyncio.subprocess.Process:
-    """Start a rollout of an agent that ignores the request to end, and wait until it runs."""
+    """Start a rollout of an agent that ignores the request to end, and wait until it has written who it is."""
+    pid, written = folder / "pid", folder / "agent"
     rollout = await bombus(
         folder,
         *("rollout", "--task", "tasks.jsonl", "--workspace", "repo", "--url", served.base_url, "-n", "1"),
-        *("--agent", f"sh -c 'trap \"\" TERM; echo $$ > {folder}/agent; while :; do sleep 0.1; done'"),
+        *("--agent", f"sh -c 'trap \"\" TERM; echo $$ > {pid}; mv {pid} {written}; while :; do sleep 0.1; done'"),
         *("--reward", "./check.sh", "--concurrency", "1"),
     )
-    await until((folder / "agent").exists)
+    await until(written.exists)
     return rollout
 
 

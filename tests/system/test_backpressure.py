@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +118,20 @@ async def test_records_that_wait_in_memory_are_bounded_and_beyond_the_bound_call
         before = await ask(hive, key)
         await asyncio.to_thread(kill, server)
         waiting: list[asyncio.Future[PubAck]] = []
+        numbers = count()
 
         async def put_more() -> None:
-            for number in range(5000):
+            for number in islice(numbers, 5000):
                 subject = bus.subjects.call(ENGINE, "other")
                 waiting.append(await bus.publisher.submit(subject, b"x", msg_id=f"f{number}", timeout_s=60))
 
         with pytest.raises(BusUnavailable, match="in flight"):
             await put_more()
-        assert len(waiting) <= 4096
+        others = [asyncio.create_task(put_more()) for _ in range(64)]  # ahead of the call, should room become free
         with pytest.raises(openai.InternalServerError, match="in flight") as refused:
             await ask(hive, key)
+        assert {type(each) for each in await asyncio.gather(*others, return_exceptions=True)} == {BusUnavailable}
+        assert len(waiting) <= 4096
         assert refused.value.response.headers["retry-after"]
         await asyncio.to_thread(server.start)
         seqs = [(await ack).seq for ack in waiting]
