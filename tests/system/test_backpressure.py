@@ -264,13 +264,13 @@ async def claimed_with(hive: GatewayHive, http: httpx.AsyncClient, key: str) -> 
 
 async def record(hive: GatewayHive, holder: str, episode: str, count: int) -> list[int]:
     """Store calls of an episode as a gateway does, which are large. Return where they are."""
+    before = len(hive.engine.open[episode].calls)
     for _ in range(count):
         name, body = new_id(), b"x" * RECORD_BYTES
         ack = await hive.bus.publisher.publish(hive.bus.subjects.call(ENGINE, holder), body, msg_id=name)
         ref = CallRef(ack.seq, name, digest(body))
         noted = NotedCall(episode, ref, 5, 3, 0, 0, bytes=len(body))
         await hive.bus.inbox.send(inbox.CallRecorded(id=name, engine=ENGINE, run=1, call=noted))
-    before = len(hive.engine.open[episode].calls)
     await wait_until(hive, lambda state: len(state.engine(ENGINE).open[episode].calls) >= before + count)
     return [call.ref.seq for call in hive.engine.open[episode].calls]
 
