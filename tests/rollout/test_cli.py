@@ -239,7 +239,7 @@ async def test_agents_end_with_a_rollout_that_is_killed(served: GatewayHive, fol
 
 
 async def stubborn(served: GatewayHive, folder: Path) -> asyncio.subprocess.Process:
-    """Start a rollout of an agent that ignores the request to end, and wait until it has written who it is."""
+    """Start a rollout of an agent that ignores the request to end, and wait until it has written its pid."""
     pid, written = folder / "pid", folder / "agent"
     rollout = await bombus(
         folder,

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from itertools import chain
 from typing import TypeAlias
 
 import msgspec
@@ -92,8 +93,8 @@ def operate(engine: EngineState, live: Live, message: Operate) -> Decisions:
         )
     else:
         model = _open_model(engine, message, model)
-        _check_room(engine, live, message, model)
-        events = _room_for_save(engine, live, message)
+        _check_room(engine, message, model)
+        events = _room_for_save(engine, live, message, model)
     number = 1 if model is None else model.numbers + 1
     accepted = ev.OperationAccepted(
         at_ns=live.now_ns,
@@ -233,7 +234,7 @@ def _open_model(engine: EngineState, message: Operate, model: TenantModel | None
     return model
 
 
-def _check_room(engine: EngineState, live: Live, message: Operate, model: TenantModel) -> None:
+def _check_room(engine: EngineState, message: Operate, model: TenantModel) -> None:
     """Raise `Refused` for more than the limits allow. What ends a model always has room."""
     limits, holder = engine.collection.tenancy, engine.tenants.holder_of(model)
     if message.op == END:
@@ -257,13 +258,6 @@ def _check_room(engine: EngineState, live: Live, message: Operate, model: Tenant
             f"Operations of {byte_size(engine.tenants.held_bytes)} are kept for the trainer, of at most "
             f"{byte_size(limits.bodies_bytes_max)}: send this one again when some were executed and saved.",
         )
-    if message.op == SAVE and _is_full(engine, holder) and _least_needed(engine, live, model) is None:
-        own = sum(each.noted.owner == holder for each in engine.tenants.kept.values())
-        raise Refused(
-            Code.QUOTA,
-            f"{len(engine.tenants.kept)} saved models are kept, {own} of them of this key, and the limit for all keys "
-            f"together is {limits.checkpoints_max}: remove some that nobody needs.",
-        )
 
 
 def _is_full(engine: EngineState, holder: str) -> bool:
@@ -281,23 +275,24 @@ def _held_bytes(engine: EngineState) -> Counter[str]:
 
 
 def _least_needed(engine: EngineState, live: Live, model: TenantModel) -> KeptWeights | None:
-    """Return the save that another one of this model may take the place of: the oldest that its client did not name.
+    """Return the save to remove for another one of this model: the oldest that its client did not name.
 
-    Those of the key's models that have ended go before its own. What is in use, published or kept for ever stays.
+    Ended models of the same key come before the model itself. What is in use, published or kept for ever stays.
     """
     tenants, used = engine.tenants, in_use(engine, live)
-    unnamed = [
+    holder, open_now = tenants.holder_of(model), {each.name for each in tenants.open_models}
+
+    def may_go(name: str, each: KeptWeights) -> bool:
+        is_unnamed = each.is_for_sync or _UNNAMED.match(each.noted.saved.name) is not None
+        return is_unnamed and each.until_ns > 0 and not each.noted.public and name not in used
+
+    left = (
         each
         for name, each in tenants.kept.items()
-        if each.until_ns
-        and not each.noted.public
-        and name not in used
-        and (each.is_for_sync or _UNNAMED.match(each.noted.saved.name))
-    ]
-    open_now = {each.name for each in tenants.open_models}
-    holder = tenants.holder_of(model)
-    left = (each for each in unnamed if each.noted.owner == holder and each.noted.model not in open_now)
-    return next(left, None) or next((each for each in unnamed if each.noted.model == model.name), None)
+        if each.noted.owner == holder and each.noted.model not in open_now and may_go(name, each)
+    )
+    own = (each for name, each in tenants.kept.items() if each.noted.model == model.name and may_go(name, each))
+    return next(chain(left, own), None)
 
 
 def in_use(engine: EngineState, live: Live) -> set[str]:
@@ -309,14 +304,19 @@ def in_use(engine: EngineState, live: Live) -> set[str]:
     return sampled | engine.tenants.read_by_waiting(engine.tenants.trying.shows(live.now_ns) - ns(HELD_S))
 
 
-def _room_for_save(engine: EngineState, live: Live, message: Operate) -> tuple[Event, ...]:
-    """Return the end of the save that is needed least where as many as may be are kept, so that a loop can go on."""
-    model = engine.tenants.models[message.model]
-    if message.op != SAVE or not _is_full(engine, engine.tenants.holder_of(model)):
+def _room_for_save(engine: EngineState, live: Live, message: Operate, model: TenantModel) -> tuple[Event, ...]:
+    """Return what makes room for a save at the limit, so that a loop can go on. Raises `Refused` where nothing can."""
+    holder = engine.tenants.holder_of(model)
+    if message.op != SAVE or not _is_full(engine, holder):
         return ()
     least = _least_needed(engine, live, model)
     if least is None:
-        return ()
+        own = sum(each.noted.owner == holder for each in engine.tenants.kept.values())
+        raise Refused(
+            Code.QUOTA,
+            f"{len(engine.tenants.kept)} saved models are kept, {own} of them of this key, and the limit for all keys "
+            f"together is {engine.collection.tenancy.checkpoints_max}: remove some that nobody needs.",
+        )
     noted = least.noted
     removed = ev.WeightsRemoved(
         at_ns=live.now_ns,
