@@ -429,17 +429,24 @@ async def test_a_backend_that_is_not_this_trainers_ends_the_run_and_says_how_to_
 
 
 class Lost(Executor):
-    """Acts as a model on several ranks, one of which is gone."""
+    """Acts as a model in training that a fault has ended."""
+
+    def __init__(self, job: RunConfig, fault: Exception) -> None:
+        super().__init__(Path(job.model.path), TrainerSettings.of_job(job))
+        self._fault = fault
 
     def train_step(
         self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        raise BackendLost("rank 1: no room")
+        raise self._fault
 
 
-async def test_r11_a_trainer_that_has_lost_a_rank_says_so_and_ends_and_another_makes_the_step(stage: Stage) -> None:
+@pytest.mark.parametrize("fault", [BackendLost("rank 1: no room"), torch.AcceleratorError("no room")])
+async def test_r11_a_trainer_that_has_lost_a_rank_or_its_device_says_so_and_ends_and_another_makes_the_step(
+    stage: Stage, fault: Exception
+) -> None:
     def load(job: RunConfig) -> TrainerBackend:
-        return Lost(Path(job.model.path), TrainerSettings.of_job(job))
+        return Lost(job, fault)
 
     trainer = asyncio.create_task(Trainer(stage.bus, stage.options, load=load).run())
     await stage.start(stage.job())

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from torch import AcceleratorError
+
 from bombus import telemetry
 from bombus.bus import Blobs, Bus
 from bombus.bus.large.parts import Parts
@@ -132,6 +134,9 @@ class Trainer:
             except BackendLost as error:  # only a new process can train: this one ends
                 await self._report_failure(error, failures + 1)
                 raise
+            except AcceleratorError as error:  # so does one whose device failed: no call to it succeeds any more
+                await self._report_failure(error, failures + 1)
+                raise BackendLost(f"the device failed: {error}") from error
             except BusUnavailable as error:
                 log.warning("run %d waits for the bus: %s", ownership.run, error)
             except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end

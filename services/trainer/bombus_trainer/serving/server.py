@@ -93,6 +93,7 @@ class OperationServer:
                     log.exception("run %d: serving failed", ownership.run)
                     if failures >= ownership.engine.collection.max_step_failures:
                         await self._reports.suspend(reason_of(error))
+                        failures = 0
                 self._let_go()
                 await ownership.pause(backoff(failures, options.retry_s, options.retry_s_max))
         finally:
