@@ -10,14 +10,17 @@ from bombus.config.algorithms import Correction, Estimator, KlEstimator, Loss
 from bombus.datums.advantages import call_advantages, group_advantages
 from bombus_trainer.algorithms.advantages import whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
-from bombus_trainer.algorithms.kl import KL_ESTIMATES, kl_k1, kl_k2, kl_k3
+from bombus_trainer.algorithms.kl import KL_ESTIMATES, kl_k1, kl_k2, kl_k3, kl_k3_of_differences
 from bombus_trainer.algorithms.losses import (
     LossInputs,
     PolicyLoss,
+    RatioBounds,
     clipped_surrogate,
+    icepop,
     policy_loss,
     reference_kl,
     sequence_ratio,
+    token_ratio,
 )
 from tests.trainer.small_batches import tiny_settings
 
@@ -143,7 +146,7 @@ def test_the_surrogate_is_clipped_only_where_that_makes_it_worse() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
     # min(1.5, 1.3) = 1.3; min(-1.5, -1.3) = -1.5; min(0.5, 0.8) = 0.5; min(-0.5, -0.8) = -0.8; 2
-    found = clipped_surrogate(ratio, advantages, clip_low=0.2, clip_high=0.3)
+    found = clipped_surrogate(ratio, advantages, RatioBounds(0.8, 1.3))
     assert found.tolist() == pytest.approx([-1.3, 1.5, -0.5, 0.8, -2.0])
 
 
@@ -151,7 +154,7 @@ def test_a_bad_tokens_surrogate_stops_growing_at_the_third_clip() -> None:
     ratio = torch.tensor([9.0, 2.0, 9.0])
     advantages = torch.tensor([-1.0, -1.0, 1.0])
     # 9 is cut to 3; 2 is below it; for an advantage above 0 only the first two bounds apply: -1.2
-    found = clipped_surrogate(ratio, advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    found = clipped_surrogate(ratio, advantages, RatioBounds(0.8, 1.2), dual_clip=3.0)
     assert found.tolist() == pytest.approx([3.0, 2.0, -1.2])
 
 
@@ -341,7 +344,7 @@ def test_gspos_ratio_is_the_geometric_mean_of_its_sequence() -> None:
     logprobs = torch.log(torch.tensor([0.8, 0.3, 0.5])).requires_grad_()
     old = torch.log(torch.tensor([0.2, 0.3, 0.4]))
     # the first two tokens: sqrt(4 x 1) = 2; the third alone: 1.25
-    ratio = sequence_ratio(logprobs, old, torch.tensor([0, 0, 1]), 2)
+    ratio = sequence_ratio(logprobs, old, torch.ones(3), torch.tensor([0, 0, 1]), 2)
     assert ratio.tolist() == pytest.approx([2.0, 2.0, 1.25])
 
 
@@ -390,3 +393,43 @@ def test_episodes_weigh_the_same_and_their_tokens_share_the_weight() -> None:
 def test_an_episode_is_divided_by_a_constant_length() -> None:
     # two episodes with tokens, a length of 20
     assert constant_weights({"a": 2, "b": 8, "none": 0}, 20) == {"a": 0.025, "b": 0.025}
+
+
+# ---- formulas at their edges ----------------------------------------------------------------------------------------
+
+
+def test_a_ratio_is_held_within_twenty_nats_and_stays_finite() -> None:
+    ratio = token_ratio(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]))
+    assert ratio.tolist() == pytest.approx([exp(20.0), exp(-20.0)], rel=1e-4)
+
+
+def test_a_ratio_is_held_within_numbers_or_the_bounds_of_each_token() -> None:
+    ratio = torch.tensor([0.5, 0.5, 2.0])
+    assert RatioBounds(0.8, 1.25).of(ratio).tolist() == pytest.approx([0.8, 0.8, 1.25])
+    assert RatioBounds(torch.tensor([0.8, 0.4, 0.8]), 1.25).of(ratio).tolist() == pytest.approx([0.8, 0.5, 1.25])
+
+
+def test_the_mean_of_no_token_is_a_ratio_of_one() -> None:
+    one_line = torch.zeros(2, dtype=torch.int64)
+    ratio = sequence_ratio(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -3.0]), torch.zeros(2), one_line, 1)
+    assert ratio.tolist() == [1.0, 1.0]
+
+
+def test_weights_of_the_mean_may_be_below_one() -> None:
+    one_line, weights = torch.zeros(2, dtype=torch.int64), torch.tensor([0.5, 0.25])
+    ratio = sequence_ratio(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -3.0]), weights, one_line, 1)
+    # (0.5 * 2 + 0.25 * 1) / 0.75 = 5 / 3
+    assert ratio.log().tolist() == pytest.approx([5 / 3, 5 / 3])
+
+
+def test_what_icepop_leaves_out_has_no_gradient() -> None:
+    logprobs = torch.tensor([0.0, 0.0], requires_grad=True)
+    ratio = (logprobs - torch.tensor([1.0, 0.1])).exp()  # 0.37 and 0.90
+    icepop(-ratio, ratio, 2.0).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0.0, -0.904837], abs=1e-5)
+
+
+def test_k3_is_bounded_where_its_exponent_would_overflow() -> None:
+    # exp(10) - 10 - 1
+    assert float(kl_k3_of_differences(torch.tensor([-200.0]), torch.tensor([0.0]))) == pytest.approx(22015.46, rel=1e-5)

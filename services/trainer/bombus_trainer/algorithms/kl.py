@@ -14,6 +14,7 @@ from torch import Tensor
 from bombus.config.algorithms import KlEstimator
 
 K3_MAX = 10.0
+K3_BOUND = 10.0  # how far policy - other may be in the exponent of `kl_k3_of_differences`
 
 
 def kl_k1(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
@@ -34,6 +35,12 @@ def kl_k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
     """
     difference_N = (other_N - logprobs_N).clamp(-20.0, 20.0)
     return (torch.exp(difference_N) - difference_N - 1.0).clamp(max=K3_MAX)
+
+
+def kl_k3_of_differences(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
+    """Compute exp(-d) + d - 1 with d = policy - other held within `K3_BOUND` [N]: xorl's k3."""
+    difference_N = (logprobs_N - other_N).clamp(-K3_BOUND, K3_BOUND)
+    return torch.exp(-difference_N) + difference_N - 1.0
 
 
 def kl_k3_unbiased(logprobs_N: Tensor, other_N: Tensor) -> Tensor:

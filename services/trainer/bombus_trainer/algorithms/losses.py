@@ -1,6 +1,11 @@
-"""The policy loss and its parts: plain functions of one-dimensional tensors over N trained tokens.
+"""The losses and their parts: plain functions of one-dimensional tensors over N trained tokens.
 
-Three policies meet here, and two different ratios:
+Each formula returns every token's term [N]. What the terms are weighted or divided by is said elsewhere: for batches in
+`aggregation`, for training operations at the step. `policy_loss` is the loss of batches; those that a caller of
+operations can name are in `tenants.client_losses`. lp are the logprobs now, with gradient, r a ratio, A the advantages,
+and sg stops the gradient. The log of a ratio is held within `LOG_BOUND`.
+
+In a batch three policies meet, and two different ratios:
 
 - the sampler (`sampler_logprobs_N`): what the inference engine recorded when it drew the tokens;
 - the old policy (`old_logprobs_N`): the trainer's own model before the first update on this batch;
@@ -22,7 +27,7 @@ from bombus.config.algorithms import KlEstimator, Loss
 from bombus_trainer.algorithms.corrections import (
     LOG_BOUND,
     CorrectionRule,
-    line_means,
+    line_sums,
     off_policy_sequences,
     sampler_correction,
 )
@@ -51,13 +56,28 @@ class LossInputs:
     entropy_N: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Surrogate:
-    """For each token [N]: a loss's term, with gradient, the ratio that it used, and whether a bound changed it."""
+@dataclass(frozen=True, eq=False)
+class TokenTerms:
+    """The term of each token [N], with gradient; with the ratio that it used, and whether a bound changed it."""
 
     terms_N: Tensor
-    ratio_N: Tensor
-    clipped_N: Tensor
+    ratio_N: Tensor | None = None
+    clipped_N: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RatioBounds:
+    """The ratios between which a loss follows a token: numbers, or one for each token [N]."""
+
+    low: float | Tensor
+    high: float | Tensor
+
+    def of(self, ratio_N: Tensor) -> Tensor:
+        """Return the ratios held within the bounds. Outside there is no gradient."""
+        if not isinstance(self.low, Tensor) and not isinstance(self.high, Tensor):
+            return ratio_N.clamp(self.low, self.high)
+        low_N, high_N = (torch.as_tensor(bound).to(ratio_N) for bound in (self.low, self.high))
+        return ratio_N.clamp(low_N, high_N)
 
 
 @dataclass(frozen=True)
@@ -69,7 +89,6 @@ class PolicyLoss:
     """
 
     loss: Tensor
-    ratio_N: Tensor
     clipped_N: Tensor | None
     importance_N: Tensor
     capped_N: Tensor
@@ -77,68 +96,117 @@ class PolicyLoss:
     kl_reference_N: Tensor | None
 
 
+# ---- formulas -------------------------------------------------------------------------------------------------------
+
+
 def token_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
     """Return pi / pi_old at each token [N]."""
     return torch.exp((logprobs_N - old_logprobs_N.detach()).clamp(-LOG_BOUND, LOG_BOUND))
 
 
-def sequence_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, lines_N: Tensor, lines: int) -> Tensor:
+def sequence_ratio(
+    logprobs_N: Tensor, old_logprobs_N: Tensor, counted_N: Tensor, lines_N: Tensor, lines: int
+) -> Tensor:
     """Return (pi(y) / pi_old(y))^(1/|y|) of each token's sequence [N], its gradient spread over the sequence's tokens.
 
     GSPO (Zheng et al. 2025, arXiv:2507.18071), equation 14: s_t = sg(s) pi_t / sg(pi_t). Where the tokens of a
-    sequence share an advantage this has the gradient of s itself.
+    sequence share an advantage this has the gradient of s itself. `counted_N` weighs the tokens of the mean; the mean
+    of none is a ratio of 1.
     """
-    mean_S = line_means((logprobs_N - old_logprobs_N).detach(), lines_N, lines)
+    difference_N = (logprobs_N - old_logprobs_N).detach()
+    counts_S = line_sums(counted_N, lines_N, lines)
+    mean_S = line_sums(counted_N * difference_N, lines_N, lines) / torch.where(counts_S > 0.0, counts_S, 1.0)
     return torch.exp((logprobs_N - logprobs_N.detach() + mean_S[lines_N]).clamp(-LOG_BOUND, LOG_BOUND))
 
 
-def clipped_surrogate(
-    ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
-) -> Tensor:
-    """Compute -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) for each token [N]; where A < 0 at most -dual_clip A.
+def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds, dual_clip: float = 0.0) -> Tensor:
+    """Compute -min(r A, clip(r, low, high) A) for each token [N]; where A < 0 at most -dual_clip A.
 
     Schulman et al. 2017, arXiv:1707.06347, equation 7; the two bounds may differ (DAPO, arXiv:2503.14476). The third
     is from Ye et al. 2020, arXiv:1912.09729; 0 switches it off.
     """
-    bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
-    surrogate_N = -torch.minimum(ratio_N * advantages_N, bounded_N * advantages_N)
+    surrogate_N = -torch.minimum(ratio_N * advantages_N, bounds.of(ratio_N) * advantages_N)
     if dual_clip > 0.0:
         capped_N = torch.minimum(surrogate_N, -dual_clip * advantages_N)
         surrogate_N = torch.where(advantages_N < 0.0, capped_N, surrogate_N)
     return surrogate_N
 
 
-def cispo_surrogate(
-    logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Compute -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi for each token [N].
+def cispo_surrogate(logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds) -> Tensor:
+    """Compute -sg(clip(r, low, high)) A lp for each token [N].
 
     CISPO (MiniMax 2025, arXiv:2506.13585), equation 4: the weight is clipped, and every token keeps its gradient.
     """
-    return -ratio_N.detach().clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_N * logprobs_N
+    return -bounds.of(ratio_N.detach()) * advantages_N * logprobs_N
 
 
-def clipped(inputs: LossInputs, settings: TrainerSettings) -> Surrogate:
+def changed(terms_N: Tensor, ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """Return whether bounds have made a term [N] another one than -r A."""
+    return terms_N.detach() != (-ratio_N * advantages_N).detach()
+
+
+def clipped_terms(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds, dual_clip: float = 0.0) -> TokenTerms:
+    """Return `clipped_surrogate` with its ratio, and what its bounds changed."""
+    terms_N = clipped_surrogate(ratio_N, advantages_N, bounds, dual_clip)
+    return TokenTerms(terms_N, ratio_N, changed(terms_N, ratio_N, advantages_N))
+
+
+def cispo_terms(logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds) -> TokenTerms:
+    """Return `cispo_surrogate` with its ratio, and the tokens whose ratio is outside of the bounds."""
+    terms_N = cispo_surrogate(logprobs_N, ratio_N, advantages_N, bounds)
+    return TokenTerms(terms_N, ratio_N, bounds.of(ratio_N.detach()) != ratio_N.detach())
+
+
+def icepop(terms_N: Tensor, ratio_N: Tensor, beta: float) -> Tensor:
+    """Leave out the tokens whose ratio is outside of [1 / beta, beta]: they have neither a term nor a gradient.
+
+    This is xorl's, of current / old; for that of old / sampler (arXiv:2510.18855) see `corrections.masked`.
+    """
+    outside_N = (ratio_N.detach() < 1.0 / beta) | (ratio_N.detach() > beta)
+    return torch.where(outside_N, torch.zeros_like(terms_N), terms_N)
+
+
+def dro(logprobs_N: Tensor, sampled_N: Tensor, advantages_N: Tensor, beta: float) -> Tensor:
+    """Compute -(lp A - beta / 2 (lp - q)^2), q the logprobs of the sampler.
+
+    DRO: Richemond et al. 2024, arXiv:2405.19107, for each token.
+    """
+    return -(logprobs_N * advantages_N - 0.5 * beta * (logprobs_N - sampled_N).square())
+
+
+def cross_entropy(logprobs_N: Tensor, weights_N: Tensor) -> Tensor:
+    """Compute -w lp. The weights are real numbers of any sign."""
+    return -weights_N * logprobs_N
+
+
+def z_loss(logsumexp_N: Tensor, coefficient: float) -> Tensor:
+    """Compute coefficient log(Z)^2, which holds the logits' normalizer Z near 1 (PaLM, arXiv:2204.02311, section 5)."""
+    return coefficient * logsumexp_N.square()
+
+
+# ---- the loss of batches --------------------------------------------------------------------------------------------
+
+
+def clipped(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
     """PPO's loss of each token: `clipped_surrogate` of its own ratio."""
-    return _clipped_at(token_ratio(inputs.logprobs_N, inputs.old_logprobs_N), inputs, settings)
-
-
-def gspo(inputs: LossInputs, settings: TrainerSettings) -> Surrogate:
-    """GSPO: `clipped_surrogate` of the `sequence_ratio`."""
-    ratio_N = sequence_ratio(inputs.logprobs_N, inputs.old_logprobs_N, inputs.lines_N, inputs.lines)
-    return _clipped_at(ratio_N, inputs, settings)
-
-
-def cispo(inputs: LossInputs, settings: TrainerSettings) -> Surrogate:
-    """CISPO: `cispo_surrogate` of each token's ratio."""
-    low, high = settings.config.clip_low, settings.config.clip_high
     ratio_N = token_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
-    outside_N = (ratio_N < 1.0 - low) | (ratio_N > 1.0 + high)
-    terms_N = cispo_surrogate(inputs.logprobs_N, ratio_N, inputs.advantages_N, low, high)
-    return Surrogate(terms_N, ratio_N, outside_N)
+    return clipped_terms(ratio_N, inputs.advantages_N, _bounds(settings), settings.config.dual_clip)
 
 
-def importance_sampling(inputs: LossInputs, settings: TrainerSettings) -> Surrogate:
+def gspo(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
+    """GSPO: `clipped_surrogate` of the `sequence_ratio`."""
+    all_N = torch.ones_like(inputs.logprobs_N)
+    ratio_N = sequence_ratio(inputs.logprobs_N, inputs.old_logprobs_N, all_N, inputs.lines_N, inputs.lines)
+    return clipped_terms(ratio_N, inputs.advantages_N, _bounds(settings), settings.config.dual_clip)
+
+
+def cispo(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
+    """CISPO: `cispo_surrogate` of each token's ratio."""
+    ratio_N = token_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
+    return cispo_terms(inputs.logprobs_N, ratio_N, inputs.advantages_N, _bounds(settings))
+
+
+def importance_sampling(inputs: LossInputs, settings: TrainerSettings) -> TokenTerms:
     """Off-policy policy gradient: -r A without a bound, r = current / sampler.
 
     Degris et al. 2012, arXiv:1205.4839, per token, and Tinker's loss of that name. With a correction, that handles the
@@ -147,17 +215,14 @@ def importance_sampling(inputs: LossInputs, settings: TrainerSettings) -> Surrog
     old_N = inputs.old_logprobs_N if settings.corrects else inputs.sampler_logprobs_N
     ratio_N = token_ratio(inputs.logprobs_N, old_N)
     terms_N = -ratio_N * inputs.advantages_N
-    return Surrogate(terms_N, ratio_N, torch.zeros_like(terms_N, dtype=torch.bool))
+    return TokenTerms(terms_N, ratio_N, torch.zeros_like(terms_N, dtype=torch.bool))
 
 
-def _clipped_at(ratio_N: Tensor, inputs: LossInputs, settings: TrainerSettings) -> Surrogate:
-    config = settings.config
-    terms_N = clipped_surrogate(ratio_N, inputs.advantages_N, config.clip_low, config.clip_high, config.dual_clip)
-    unbounded_N = -ratio_N * inputs.advantages_N
-    return Surrogate(terms_N, ratio_N, terms_N.detach() != unbounded_N.detach())
+def _bounds(settings: TrainerSettings) -> RatioBounds:
+    return RatioBounds(1.0 - settings.config.clip_low, 1.0 + settings.config.clip_high)
 
 
-SURROGATES: dict[Loss, Callable[[LossInputs, TrainerSettings], Surrogate]] = {
+SURROGATES: dict[Loss, Callable[[LossInputs, TrainerSettings], TokenTerms]] = {
     Loss.CLIPPED: clipped,
     Loss.GSPO: gspo,
     Loss.CISPO: cispo,
@@ -199,7 +264,6 @@ def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
         terms_N = terms_N - config.entropy_coef * inputs.entropy_N
     return PolicyLoss(
         loss=(inputs.weights_N * terms_N).sum(),
-        ratio_N=surrogate.ratio_N.detach(),
         clipped_N=surrogate.clipped_N,
         importance_N=importance_N,
         capped_N=weights.capped_N,

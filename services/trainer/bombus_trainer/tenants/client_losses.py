@@ -1,4 +1,4 @@
-"""The losses by their names: which inputs and parameters each has, and the formula of `losses` that it stands for."""
+"""The losses that a caller can name: the inputs and parameters of each, and its formula in `algorithms.losses`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from bombus.errors import Code, Refused
 from bombus.operations import LossSpec
-from bombus_trainer.algorithms.kl import kl_k1, kl_k2, kl_k3
-from bombus_trainer.algorithms.losses import token_ratio
-from bombus_trainer.tenants.losses import (
+from bombus_trainer.algorithms.corrections import token_ratios, truncated
+from bombus_trainer.algorithms.kl import kl_k1, kl_k2, kl_k3, kl_k3_of_differences
+from bombus_trainer.algorithms.losses import (
     RatioBounds,
-    bounded,
-    cispo,
+    TokenTerms,
+    changed,
+    cispo_terms,
+    clipped_surrogate,
+    clipped_terms,
     cross_entropy,
     dro,
-    dual_clipped,
-    geometric_ratio,
     icepop,
-    importance_sampling,
-    kl_k3_of_differences,
-    truncated_importance,
+    sequence_ratio,
+    token_ratio,
     z_loss,
 )
 
@@ -54,15 +54,6 @@ class ScoredTokens:
     counted_N: Tensor
     first_N: Tensor
     logsumexp_N: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class TokenTerms:
-    """The term of each target [N], with gradient; with the ratio that it used, and whether a bound changed it."""
-
-    terms_N: Tensor
-    ratio_N: Tensor | None = None
-    clipped_N: Tensor | None = None
 
 
 class ClientLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,9 +129,9 @@ class ImportanceSamplingLoss(ClientLoss, frozen=True):
     def of(self, tokens: ScoredTokens) -> TokenTerms:
         advantages_N, ratio_N = tokens.inputs[ADVANTAGES], ratio_of(tokens)
         if self.eps_clip is None:
-            return TokenTerms(importance_sampling(tokens.logprobs_N, tokens.inputs[LOGPROBS], advantages_N), ratio_N)
+            return TokenTerms(-ratio_N * advantages_N, ratio_N)
         high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
-        return _bounded_terms(ratio_N, advantages_N, RatioBounds(1.0 - self.eps_clip, 1.0 + high))
+        return clipped_terms(ratio_N, advantages_N, RatioBounds(1.0 - self.eps_clip, 1.0 + high))
 
 
 class ThresholdLoss(ClientLoss, frozen=True):
@@ -164,7 +155,7 @@ class PpoLoss(ThresholdLoss, frozen=True):
     """PPO, its bounds absolute ratios."""
 
     def of(self, tokens: ScoredTokens) -> TokenTerms:
-        return _bounded_terms(ratio_of(tokens), tokens.inputs[ADVANTAGES], self.bounds(tokens))
+        return clipped_terms(ratio_of(tokens), tokens.inputs[ADVANTAGES], self.bounds(tokens))
 
 
 class CispoLoss(ThresholdLoss, frozen=True):
@@ -175,9 +166,7 @@ class CispoLoss(ThresholdLoss, frozen=True):
     compute_kl_stats: Switch = 0.0
 
     def of(self, tokens: ScoredTokens) -> TokenTerms:
-        bounds, ratio_N = self.bounds(tokens), ratio_of(tokens).detach()
-        terms_N = cispo(tokens.logprobs_N, tokens.inputs[LOGPROBS], tokens.inputs[ADVANTAGES], bounds)
-        return TokenTerms(terms_N, ratio_N, bounds.of(ratio_N) != ratio_N)
+        return cispo_terms(tokens.logprobs_N, ratio_of(tokens), tokens.inputs[ADVANTAGES], self.bounds(tokens))
 
 
 class GspoLoss(ThresholdLoss, frozen=True, kw_only=True):
@@ -189,8 +178,8 @@ class GspoLoss(ThresholdLoss, frozen=True, kw_only=True):
 
     def of(self, tokens: ScoredTokens) -> TokenTerms:
         given = tokens.inputs
-        ratio_N = geometric_ratio(tokens.logprobs_N, given[LOGPROBS], given[RATIO_MASK], tokens.lines_N, tokens.lines)
-        return _bounded_terms(ratio_N, given[ADVANTAGES], self.bounds(tokens))
+        ratio_N = sequence_ratio(tokens.logprobs_N, given[LOGPROBS], given[RATIO_MASK], tokens.lines_N, tokens.lines)
+        return clipped_terms(ratio_N, given[ADVANTAGES], self.bounds(tokens))
 
 
 class DroLoss(ClientLoss, frozen=True):
@@ -228,16 +217,14 @@ class ClippedPolicyLoss(ClientLoss, frozen=True):
 
     def of(self, tokens: ScoredTokens) -> TokenTerms:
         advantages_N, ratio_N = tokens.inputs[ADVANTAGES], ratio_of(tokens)
-        found = _bounded_terms(ratio_N, advantages_N, RatioBounds(1.0 - self.eps_clip, 1.0 + self.eps_clip_high))
-        terms_N = found.terms_N
-        if self.eps_clip_c is not None:
-            terms_N = dual_clipped(terms_N, advantages_N, self.eps_clip_c)
+        bounds = RatioBounds(1.0 - self.eps_clip, 1.0 + self.eps_clip_high)
+        terms_N = clipped_surrogate(ratio_N, advantages_N, bounds, self.eps_clip_c or 0.0)
         if self.icepop_beta is not None:
             terms_N = icepop(terms_N, ratio_N, self.icepop_beta)
-        clipped_N = _changed(terms_N, ratio_N, advantages_N)
+        clipped_N = changed(terms_N, ratio_N, advantages_N)
         if self.use_tis:
-            within = RatioBounds(self.tis_clip_low, self.tis_clip_high)
-            terms_N = truncated_importance(tokens.inputs[LOGPROBS], tokens.inputs[ROLLOUT], within) * terms_N
+            ratios_N = token_ratios(tokens.inputs[LOGPROBS], tokens.inputs[ROLLOUT])
+            terms_N = truncated(ratios_N, self.tis_clip_low, self.tis_clip_high).importance_N * terms_N
         return TokenTerms(terms_N, ratio_N, clipped_N)
 
 
@@ -263,10 +250,8 @@ class DrGrpoLoss(ClientLoss, frozen=True):
     def of(self, tokens: ScoredTokens) -> TokenTerms:
         given, ratio_N = tokens.inputs, ratio_of(tokens)
         if self.ratio_type == "sequence":
-            ratio_N = geometric_ratio(
-                tokens.logprobs_N, given[LOGPROBS], tokens.counted_N, tokens.lines_N, tokens.lines
-            )
-        found = _bounded_terms(ratio_N, given[ADVANTAGES], RatioBounds(1.0 - self.clip_low, 1.0 + self.clip_high))
+            ratio_N = sequence_ratio(tokens.logprobs_N, given[LOGPROBS], tokens.counted_N, tokens.lines_N, tokens.lines)
+        found = clipped_terms(ratio_N, given[ADVANTAGES], RatioBounds(1.0 - self.clip_low, 1.0 + self.clip_high))
         if self.beta == 0.0:
             return found
         kl_N = KL_TYPES[self.kl_type](tokens.logprobs_N, given[REFERENCE])
@@ -289,16 +274,6 @@ CLIENT_LOSSES: dict[str, type[ClientLoss]] = {
 def ratio_of(tokens: ScoredTokens) -> Tensor:
     """Return r = exp(lp - q) of each target [N]."""
     return token_ratio(tokens.logprobs_N, tokens.inputs[LOGPROBS])
-
-
-def _bounded_terms(ratio_N: Tensor, advantages_N: Tensor, bounds: RatioBounds) -> TokenTerms:
-    terms_N = bounded(ratio_N, advantages_N, bounds)
-    return TokenTerms(terms_N, ratio_N, _changed(terms_N, ratio_N, advantages_N))
-
-
-def _changed(terms_N: Tensor, ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """Return whether bounds have made a term [N] another one than -r A."""
-    return terms_N.detach() != (-ratio_N * advantages_N).detach()
 
 
 def read_loss(spec: LossSpec) -> ClientLoss:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bombus.errors import EngineFault, in_one_line
 from bombus_trainer.algorithms.corrections import CorrectionRule, sampler_correction
-from bombus_trainer.algorithms.losses import PolicyLoss, reference_kl, token_ratio
+from bombus_trainer.algorithms.losses import PolicyLoss, reference_kl
 from bombus_trainer.backends.torch.model import ScoredTerms
 from bombus_trainer.data.batch import EpisodeGroup, Line, PreparedBatch, PreparedGroup, episode_reward
 from bombus_trainer.settings import TrainerSettings
@@ -153,7 +153,6 @@ class VerlPolicyLoss:
             loss = loss - (weights_N * job.entropy_coef * scored.entropy_N).sum()
         return PolicyLoss(
             loss=loss,
-            ratio_N=token_ratio(logprobs_N, old_N).detach(),
             clipped_N=None,
             importance_N=correction.importance_N,
             capped_N=correction.capped_N,
