@@ -6,7 +6,7 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import Collection, ModelEnd, RunKind, Tenancy
+from bombus.hive.events import Collection, ModelEnd, RunKind
 from bombus.hive.inbox import Accepted
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase
@@ -303,21 +303,6 @@ def test_r20_a_model_that_no_trainer_covers_takes_operations_up_to_a_limit() -> 
         harness.done(key)
     why = refused(harness.operate("3"), Code.QUOTA)
     assert why.startswith(f"Model {MODEL} has 3 operations since its trainer wrote a cover, of at most 3")
-
-
-def test_a_cover_is_due_after_many_operations_or_many_bytes() -> None:
-    harness = TenantHarness().serving()
-    for number in range(1, 63):
-        harness.operate(str(number))
-        harness.done(str(number))
-    assert not harness.model.cover_is_due(Tenancy())
-    harness.operate("63")
-    assert harness.model.cover_is_due(Tenancy()), "after the 64th"
-    harness.done("63")
-    harness.cover(64)
-    assert not harness.model.cover_is_due(Tenancy())
-    harness.operate("big", body=harness.body("big", size=32 << 20))
-    assert harness.model.cover_is_due(Tenancy()), "a sixteenth of 512 MiB, the share of one of 16 models"
 
 
 def test_the_oldest_results_are_dropped_beyond_their_limit_and_their_operations_are_still_recognised() -> None:

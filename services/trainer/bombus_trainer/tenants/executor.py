@@ -157,12 +157,6 @@ class OperationExecutor:
             return number
         return None
 
-    def uncover(self, model: str, kept: str = "") -> None:
-        """Remove a model's covers, except the one that is `kept`."""
-        for name in self._covers.names(model, CheckpointKind.TRAINING):
-            if name != kept:
-                self._covers.remove(_cover_name(model, name))
-
     # ---- operations -----------------------------------------------------------------------------------------------
 
     def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:

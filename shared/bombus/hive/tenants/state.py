@@ -19,8 +19,6 @@ from bombus.hive.tenants.stopwatch import Stopwatch
 
 COMPLETED_KEPT = 1024  # operations of one model that were executed and are still recognised
 TTL_S_MAX = 100 * 365 * 24 * 3600.0
-COVER_OPERATIONS = 64  # after so many, or so many bytes of them, a cover is due
-COVER_BYTES = 64 << 20
 REMOVED_KEPT = 1000  # saved models that were removed last, whose folders a trainer may still have to remove
 MODELS_KEPT = 256  # that have ended, with their results
 FORWARD_BACKWARD, OPTIM_STEP, END_MODEL = "forward_backward", "optim_step", "end_model"
@@ -126,14 +124,6 @@ class TenantModel(msgspec.Struct, kw_only=True):
         """Return the last operation that so many trainers before this one have not survived executing again, or 0."""
         ended = {number: set(epochs) - {trainer_epoch} for number, epochs in self.unsurvived.items()}
         return max((number for number, epochs in ended.items() if len(epochs) >= limit), default=0)
-
-    def cover_is_due(self, limits: ev.Tenancy) -> bool:
-        """Return whether a trainer should write a cover: before the limits of operations refuse some.
-
-        After an optimizer step it has no gradient to save. Where that does not come, `held_bytes` may not wait for it.
-        """
-        share = min(bodies_share(limits), COVER_BYTES)
-        return self.numbers - self.covered >= COVER_OPERATIONS or self.held_bytes >= share
 
     def again(self) -> list[Queued]:
         """Return the operations that a trainer executes after `cover`, in order.
