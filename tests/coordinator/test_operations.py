@@ -6,7 +6,7 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import Collection, ModelEnd, RunKind
+from bombus.hive.events import Collection, ModelEnd
 from bombus.hive.inbox import Accepted
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase
@@ -486,7 +486,7 @@ def test_saved_models_outlive_their_run_their_session_and_an_episode_run() -> No
     harness.done("1", saved=saved("a"))
     harness.send(inbox.Stop(id=harness.id(), engine=ENGINE))
     harness.boot()
-    assert harness.engine.run_kind == RunKind.EPISODES
+    assert harness.engine.plays_episodes
     assert harness.phase() == Phase.ROLLING
     assert list(harness.tenants.kept) == [f"{MODEL}/training/a"]
 

@@ -5,7 +5,7 @@ import msgspec
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import Collection, ModelEnd, ModelFloor, RunKind
+from bombus.hive.events import Collection, ModelEnd, ModelFloor
 from bombus.hive.inbox import Accepted, AnyAnswer
 from bombus.hive.records import BodyRef
 from bombus.hive.state import Phase, evolve
@@ -25,7 +25,8 @@ def test_the_first_model_starts_a_run_on_an_engine_that_is_offline() -> None:
     harness.open_session()
     assert harness.create() == Accepted(run=1, operation=f"{MODEL}:0", number=1)
     assert harness.kinds()[-3:] == ["engine.started", "model.opened", "operation.accepted"]
-    assert (harness.phase(), harness.engine.run_kind) == (Phase.BOOTING, RunKind.OPERATIONS)
+    assert harness.phase() == Phase.BOOTING
+    assert harness.engine.serves_operations
     assert harness.engine.started is not None
     assert harness.engine.started.base == BASE
 
@@ -291,7 +292,7 @@ def test_without_models_everything_old_is_released() -> None:
 def test_an_older_hive_has_neither_sessions_nor_another_kind_of_run() -> None:
     harness = CoreHarness()
     harness.boot()
-    assert harness.engine.run_kind == RunKind.EPISODES
+    assert harness.engine.plays_episodes
     assert (harness.engine.tenants.sessions, harness.engine.tenants.models) == ({}, {})
     assert not harness.engine.serves_operations
 

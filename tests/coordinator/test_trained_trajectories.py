@@ -6,7 +6,7 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import AnyEvent, Collection, DropReason, RunKind
+from bombus.hive.events import AnyEvent, Collection, DropReason
 from bombus.hive.inbox import AnyAnswer, Done, Pushed, Refusal
 from bombus.hive.state import Hive, Phase, evolve
 from bombus.hive.status.text import render_status
@@ -65,8 +65,9 @@ def refused(answer: AnyAnswer) -> Refusal:
 def test_registering_begins_a_run_of_the_job_which_boots_with_our_trainer() -> None:
     harness = TrainedHarness()
     assert harness.register_ours() == Done(run=1)
-    assert (harness.phase(), harness.engine.run_kind) == (Phase.BOOTING, RunKind.TRAJECTORIES)
-    assert harness.engine.trains_scored
+    assert harness.phase() == Phase.BOOTING
+    assert harness.engine.queues_groups
+    assert harness.engine.makes_steps
     assert harness.engine.started is not None
     assert harness.engine.started.config_digest == "d"
 
@@ -76,7 +77,7 @@ def test_without_such_a_job_the_trainer_is_somebody_elses() -> None:
     harness.configure(Collection())
     harness.register()
     assert harness.phase() == Phase.ROLLING
-    assert not harness.engine.trains_scored
+    assert not harness.engine.makes_steps
 
 
 def test_environments_wait_until_replicas_serve_the_model() -> None:

@@ -6,7 +6,7 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import AnyEvent, EnvironmentEnd, RunKind
+from bombus.hive.events import AnyEvent, EnvironmentEnd
 from bombus.hive.inbox import BatchTaken, Done, Pushed, Refusal
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.shares import ADMIN
@@ -40,7 +40,8 @@ def rolling() -> ScoredHarness:
 
 def test_registering_begins_a_run_that_takes_groups_at_once(harness: ScoredHarness) -> None:
     assert harness.register(starting_step=3) == Done(run=1)
-    assert (harness.phase(), harness.engine.run_kind) == (Phase.ROLLING, RunKind.TRAJECTORIES)
+    assert harness.phase() == Phase.ROLLING
+    assert harness.engine.queues_groups
     assert harness.scored.current_step == 3
 
 
@@ -75,7 +76,7 @@ def test_an_engine_that_plays_episodes_takes_neither_a_trainer_nor_groups(harnes
     for answer in (harness.register(), harness.push(harness.group())):
         assert isinstance(answer, Refusal)
         assert answer.code == Code.WRONG_PHASE
-        assert "is one of episodes: stop it, or use another engine" in answer.why
+        assert "queues no scored groups: stop it, or use another engine" in answer.why
 
 
 def test_a_run_of_trajectories_waits_neither_for_a_trainer_nor_for_replicas(harness: ScoredHarness) -> None:

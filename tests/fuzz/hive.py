@@ -21,7 +21,6 @@ from bombus.bus.follow import Follower
 from bombus.demo.hive import running
 from bombus.errors import BombusError, Refused
 from bombus.hive import inbox
-from bombus.hive.events import RunKind
 from bombus.hive.generation import replica_key
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.subjects import SIGNING_SECRET
@@ -81,7 +80,7 @@ class FuzzedHive:
     def settled(self) -> tuple[int, int] | None:
         """Return the run and version while the engine rolls for episodes and its replica serves it, else None."""
         state = self.state
-        rolls = state.phase == Phase.ROLLING and state.run_kind == RunKind.EPISODES
+        rolls = state.phase == Phase.ROLLING and state.plays_episodes and not state.queues_groups
         ready = rolls and state.weights is not None and bool(state.loaded)
         return (state.run, state.weights.version) if ready and state.weights is not None else None
 
@@ -98,7 +97,7 @@ class FuzzedHive:
         """Give the engine its job, start it where it is not running it, and wait until it hands out episodes."""
         async with asyncio.timeout(ROLLING_S), AsyncSwarmClient(self.url, verbose=False) as client:
             while self.settled is None:
-                if self.state.phase == Phase.ROLLING and self.state.run_kind != RunKind.EPISODES:
+                if self.state.phase == Phase.ROLLING and (self.state.serves_operations or self.state.queues_groups):
                     await self.stop_engine()  # a case has begun it
                 elif self.state.phase == Phase.OFFLINE:
                     await client.auto_sync_train_config_and_start_engine(json.dumps(JOB), force_restart=True)

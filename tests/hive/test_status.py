@@ -13,7 +13,7 @@ import pytest
 from bombus.cli import DEFAULT_NATS, URL_FILE, default_nats, hint_at_bus
 from bombus.hive import events as ev
 from bombus.hive.collection import measures
-from bombus.hive.events import Collection, Method, RunKind
+from bombus.hive.events import Collection, Method
 from bombus.hive.state import Hive, Phase, evolve
 from bombus.hive.status.data import engine_status, hive_status, status_dict
 from bombus.hive.status.text import render_status
@@ -244,7 +244,7 @@ def test_a_run_of_operations_shows_its_models_and_what_waits() -> None:
     harness.operate("2")
     harness.done("1", step=1)
     (engine,) = hive_status(harness.core.hive, harness.now_ns + 4 * SECOND).engines
-    assert (engine.run_kind, engine.detail) == (RunKind.OPERATIONS, "serving 1 model, 1 operation waiting")
+    assert (engine.clients_take, engine.detail) == (True, "serving 1 model, 1 operation waiting")
     assert engine.operations is not None
     assert (engine.operations.accepted, engine.operations.executed, engine.operations.failed) == (3, 2, 0)
     (model,) = engine.operations.models

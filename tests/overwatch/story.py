@@ -277,7 +277,7 @@ def operating(steps: int = 12) -> Story:
         return list(claimed)
 
     story.configure()
-    started = {"config_digest": "9f2c41d07b", "run_kind": ev.RunKind.OPERATIONS, "base": "tiny"}
+    started = {"config_digest": "9f2c41d07b", "base": "tiny"}
     tell(ev.EngineStarted, **started)
     story.tell(ev.ReplicaJoined(**story.at, replica="replica-a", url="http://10.0.0.4:8000"))
     tell(ev.TrainerOpened, trainer="trainer-0", trainer_epoch=1)

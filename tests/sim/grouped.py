@@ -129,7 +129,7 @@ class GroupedEngine(Process):
             group = QueuedGroup(environment=None, sequences=self._net.pick.choice((1, 3)), body=body)
             key = self._net.fresh("push")
             await self.link.ask(inbox.PushGroups(id=key, engine=GROUPED_ENGINE, groups=(group,), key=key))
-        elif not engine.trains_scored:
+        elif not engine.makes_steps:
             taken = await self.link.ask(inbox.TakeBatch(id=self._net.fresh("take"), engine=GROUPED_ENGINE))
             if isinstance(taken, inbox.BatchTaken) and taken.number and self._net.pick.random() < 0.3:
                 sent = inbox.BatchSent(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
-from bombus.hive.events import DropReason, EpisodeType, Event, RunKind
+from bombus.hive.events import DropReason, EpisodeType, Event
 from bombus.hive.inbox import EpisodeResult
 from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Hive, Phase
@@ -43,7 +43,7 @@ class GroupedLedger:
         """Check an event before it is folded."""
         match event:
             case ev.EngineStarted():
-                assert event.run_kind == RunKind.TRAJECTORIES
+                assert not event.base
                 self._gone |= set(engine.pool)
             case ev.EngineStopped() | ev.EngineFailed() | ev.GroupsReset():
                 self._waiting.clear()
@@ -66,12 +66,12 @@ class GroupedLedger:
     def _check_taken(self, event: Event, engine: EngineState) -> None:
         match event:
             case ev.BatchReady():
-                assert engine.trains_scored
+                assert engine.makes_steps
                 assert event.step == engine.step + 1
                 self._take(event.taken, engine)
                 self.seen["steps of groups of episodes"] += 1
             case ev.BatchHandedOut():
-                assert not engine.trains_scored
+                assert not engine.makes_steps
                 batch = engine.trajectories.batch
                 assert batch is None or batch.delivered
                 self._take(event.groups, engine)

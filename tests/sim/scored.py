@@ -10,7 +10,7 @@ from collections.abc import Callable
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import Event, RunKind
+from bombus.hive.events import Event
 from bombus.hive.records import BodyRef
 from bombus.hive.shares import has_share_of_stream
 from bombus.hive.state import SCORED_GROUPS, EngineState, Hive, Phase
@@ -72,7 +72,7 @@ class ScoredLedger:
         match event:
             case ev.EngineStarted():
                 assert engine.phase == Phase.OFFLINE
-                assert event.run_kind == RunKind.TRAJECTORIES
+                assert (event.base, event.config_digest) == ("", "")
             case ev.GroupsPushed():
                 self._check_pushed(event, engine)
             case ev.BatchHandedOut():

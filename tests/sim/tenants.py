@@ -15,7 +15,7 @@ from bombus.bus.append import Outgoing
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import Collection, RunKind, SavedWeights, Tenancy
+from bombus.hive.events import Collection, SavedWeights, Tenancy
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.tenants.order import why_out_of_order
@@ -117,7 +117,7 @@ class Ledger:
         match event:
             case ev.EngineStarted():
                 assert engine.phase == Phase.OFFLINE
-                assert event.run_kind == RunKind.OPERATIONS
+                assert event.base
             case ev.EpisodeEnded():
                 self._check_ended(event)
             case ev.OperationAccepted():

@@ -97,7 +97,7 @@ class EpisodeGrouper:
     ) -> tuple[ScoredGroup | None, str]:
         """Return the group of those episodes that can be in one, or why there is none."""
         trainer = engine.trajectories.trainer
-        tokens_max = trainer.max_token_len if trainer is not None and engine.trains_scored else 0
+        tokens_max = trainer.max_token_len if trainer is not None and engine.makes_steps else 0
         played: list[EpisodeSequences] = []
         why = ""
         for each in episodes:
@@ -114,7 +114,7 @@ class EpisodeGrouper:
             group = await asyncio.to_thread(group_of_episodes, played, estimator, job.trainer.normalise_by_std)
         except ValueError as error:
             return None, str(error)
-        why = await asyncio.to_thread(why_not_trained, group, tokens_max) if engine.trains_scored else ""
+        why = await asyncio.to_thread(why_not_trained, group, tokens_max) if engine.makes_steps else ""
         return (None, why) if why else (group, "")
 
     async def _played(self, completed: Completed, trains_side_calls: bool) -> GroupedEpisode:

@@ -9,7 +9,7 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
-from bombus.hive.events import EpisodeType, Event, RunKind
+from bombus.hive.events import EpisodeType, Event
 from bombus.hive.state import EngineState, EvalStats, Hive, evolve
 from bombus.hive.tenants.state import FORWARD_BACKWARD, OPTIM_STEP, mean_loss
 from bombus_overwatch.describe import GROUPS, TROUBLE, EventGroup
@@ -171,7 +171,7 @@ def _ended(history: EngineHistory, event: ev.EpisodeEnded, engine: EngineState) 
 def _played_with(history: EngineHistory, event: ev.EpisodeEnded, episode: str, engine: EngineState) -> int:
     """Return the version that an ended episode belongs to: in a run of operations the number of its saved model."""
     completed = engine.pool.get(episode)
-    if engine.run_kind != RunKind.OPERATIONS or completed is None:
+    if not engine.clients_take or completed is None:
         return event.version
     number = history.samplers.get(completed.sampler)
     if number is None:

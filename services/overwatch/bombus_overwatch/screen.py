@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from bombus.figures import one_line, seconds_between
 from bombus.hive.describe import line_of
-from bombus.hive.events import HIVE, RunKind
+from bombus.hive.events import HIVE
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.data import engine_status, joint_claims
 from bombus.hive.status.rows import EngineStatus, JointClaimStatus, ModelStatus, OpenEpisode
@@ -235,7 +235,7 @@ def _stages(engine: EngineState, history: EngineHistory, now_ns: int) -> tuple[S
 
 
 def _rewards(engine: EngineState, history: EngineHistory) -> RewardCurves:
-    by_sampler = engine.run_kind == RunKind.OPERATIONS
+    by_sampler = engine.clients_take
     current = history.samplers_seen if by_sampler else engine.version
     now = history.rewards.get(current)
     done = ((version, stats.mean) for version, stats in history.rewards.items() if version < current)
@@ -280,7 +280,7 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
         merged = counters.calls_merged / of_agents
     trainer = status.trainer
     model, computed = next(reversed(history.models.items()), ("", ModelHistory()))
-    is_tenants = status.run_kind == RunKind.OPERATIONS
+    is_tenants = status.clients_take
     reported = status.rollouts[-1].metrics if status.rollouts else {}
     listed = [(name, value) for name, value in sorted(metrics.items()) if name not in shown]
     return TrainingSummary(

@@ -7,7 +7,7 @@ from textual.widget import Widget
 
 from bombus.figures import byte_size, duration, one_line
 from bombus.hive.collection import Measure
-from bombus.hive.events import EpisodeType, RunKind
+from bombus.hive.events import EpisodeType
 from bombus.hive.state import Phase
 from bombus.hive.status.detail import format_text, incomplete_text, way_on
 from bombus.hive.status.rows import EngineStatus, ReplicaStatus
@@ -135,7 +135,7 @@ def _serves(screen: Screen) -> bool:
     """Return whether a run of training operations is on, which has models and no batches."""
     status = screen.status
     is_on = status is not None and status.phase not in (Phase.BOOTING, Phase.OFFLINE)
-    return is_on and status is not None and status.run_kind == RunKind.OPERATIONS
+    return is_on and status is not None and status.clients_take
 
 
 class ModelsPanel(Panel):

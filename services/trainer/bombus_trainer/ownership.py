@@ -63,13 +63,12 @@ class RunOwnership:
         await self._follower.caught_up()
 
     async def next_run(self) -> None:
-        """Wait for a run that we have not owned yet, and take it. One of trajectories may have no model of ours."""
+        """Wait for a run that we have not owned yet, and take it. One without a job has no model of ours."""
         await self._follower.wait_for(lambda _: self._is_new(self.engine))
         self.run = self.engine.run
 
     def _is_new(self, engine: EngineState) -> bool:
-        is_ours = engine.has_policy or not engine.takes_trajectories
-        return engine.phase != Phase.OFFLINE and engine.run > self.run and is_ours
+        return engine.run > self.run and (engine.has_policy or engine.serves_operations)
 
     def is_running(self) -> bool:
         return self.engine.phase != Phase.OFFLINE and self.engine.run == self.run

@@ -17,7 +17,7 @@ from bombus.config.job import RunConfig
 from bombus.datums.reading import BusCallReader
 from bombus.errors import BusUnavailable, EngineFault
 from bombus.faults import Point, reached
-from bombus.hive.events import BatchReady, RunKind, TrainerRegistered, WeightsReady
+from bombus.hive.events import BatchReady, TrainerRegistered, WeightsReady
 from bombus.hive.inbox import GiveUpGroups, LostGroup, StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.steps import checkpoints, is_due, steps_after
@@ -108,7 +108,7 @@ class Trainer:
         """
         ownership = self._ownership
         await ownership.open()
-        if ownership.engine.run_kind is RunKind.OPERATIONS:
+        if ownership.engine.serves_operations:
             await OperationServer(self._bus, self._options, ownership, self._reports).run()
         root = self._directory("weights")
         async with Versions(self._bus, self._options, root, ownership.run, ownership.epoch) as versions:
@@ -413,7 +413,7 @@ class Trainer:
     def _registered(self) -> TrainerRegistered | None:
         """Return what this trainer was registered with, where it is the one that takes batches of scored groups."""
         engine = self._ownership.engine
-        return engine.trajectories.trainer if engine.trains_scored else None
+        return engine.trajectories.trainer if engine.makes_steps else None
 
     def _directory(self, what: str) -> Path:
         hive = self._bus.subjects.hive

@@ -81,11 +81,10 @@ def _(event: ev.EngineConfigured) -> str:
 
 @_text.register
 def _(event: ev.EngineStarted) -> str:
-    if event.run_kind == ev.RunKind.OPERATIONS:
+    if event.base:
         return f"run {event.run} started for training operations on {event.base}"
-    if event.run_kind == ev.RunKind.TRAJECTORIES:
-        ours = f", which configuration {event.config_digest[:8]} trains" if event.config_digest else ""
-        return f"run {event.run} started for scored trajectories{ours}"
+    if not event.config_digest:
+        return f"run {event.run} started for the batches of an outside trainer"
     text = f"run {event.run} started with configuration {event.config_digest[:8]}"
     begun = where_begun(event)
     return f"{text}, {begun}" if begun else text

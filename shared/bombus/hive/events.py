@@ -43,10 +43,7 @@ class DropReason(StrEnum):
 
 
 class RunKind(StrEnum):
-    """What a run is for: episodes, which it makes into batches itself, or training operations, whose callers do.
-
-    One of trajectories takes groups that environments have scored, and hands them out as batches.
-    """
+    """What runs were told apart by on older logs. `base`, `config_digest` and the job's collection say the same."""
 
     EPISODES = "episodes"
     OPERATIONS = "operations"
@@ -183,8 +180,8 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.started"):
     """A run has started. It `begins` at a checkpoint, or at the model as loaded.
 
-    `anew` says why it is the latter although an earlier run has left checkpoints. A run of operations serves models on
-    `base`.
+    `anew` says why it is the latter although an earlier run has left checkpoints. One that serves training operations
+    has a `base`, and one without a `config_digest` hands out its batches to an outside trainer.
     """
 
     run: int

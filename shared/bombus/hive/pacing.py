@@ -125,7 +125,7 @@ def _pace_of_groups(engine: EngineState, count: int, task_hint: str) -> Pace:
 
 def _has_made_its_last_step(engine: EngineState) -> bool:
     trainer = engine.trajectories.trainer
-    return engine.trains_scored and trainer is not None and engine.version >= trainer.num_steps
+    return engine.makes_steps and trainer is not None and engine.version >= trainer.num_steps
 
 
 def _most_scored(engine: EngineState, counts_queue: bool, more: int, task_hint: str) -> int:

@@ -14,7 +14,7 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.checkpoints import LeftRun, goes_on, keep, leave, step_of
-from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall, RunKind
+from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall
 from bombus.hive.pauses import Pause, note_pause
 from bombus.hive.pins import StoredCalls, why_no_share
 from bombus.hive.records import BodyRef, CallRef, CallStatus
@@ -250,41 +250,51 @@ class EngineState(msgspec.Struct, kw_only=True):
     trajectories: Trajectories = msgspec.field(default_factory=Trajectories)
 
     @property
-    def run_kind(self) -> RunKind:
-        """Return what the run is for, or the last one was."""
-        return RunKind.EPISODES if self.started is None else self.started.run_kind
+    def clients_take(self) -> bool:
+        """Return whether clients of training operations take the ended episodes, of this run or of the last one."""
+        return self.started is not None and self.started.base != ""
 
     @property
     def serves_operations(self) -> bool:
-        """Return whether a run of training operations is on, booting or serving."""
-        started = self.started
-        return started is not None and started.run_kind == RunKind.OPERATIONS and self.phase != Phase.OFFLINE
-
-    @property
-    def takes_trajectories(self) -> bool:
-        """Return whether a run is on that takes scored groups."""
-        started = self.started  # asked for every message, several times
-        return started is not None and started.run_kind == RunKind.TRAJECTORIES and self.phase != Phase.OFFLINE
+        """Return whether a run is on that holds the models of training clients on a base."""
+        return self.clients_take and self.phase != Phase.OFFLINE
 
     @property
     def has_policy(self) -> bool:
-        """Return whether a run of scored groups is on that has a job, and so a model that replicas serve."""
-        return self.takes_trajectories and self.started is not None and self.started.config_digest != ""
+        """Return whether a run is on that has the model of a job, which replicas serve."""
+        started = self.started
+        return started is not None and not started.base and started.config_digest != "" and self.phase != Phase.OFFLINE
 
     @property
-    def trains_scored(self) -> bool:
-        """Return whether a run is on in which our own trainer takes the batches of scored groups."""
+    def makes_steps(self) -> bool:
+        """Return whether our own trainer makes steps of the run's batches."""
         return self.has_policy and (self.collection.scored_groups or not self.collection.episode_groups)
 
     @property
+    def plays_episodes(self) -> bool:
+        """Return whether episodes are claimed that play with the policy of a job."""
+        return self.has_policy and (self.collection.episode_groups or not self.collection.scored_groups)
+
+    @property
+    def queues_groups(self) -> bool:
+        """Return whether batches are made of a queue of scored groups: for our own trainer, or one outside.
+
+        An outside trainer needs no job. Those of a job come from environments, from ended episodes, or from both.
+        """
+        started = self.started  # asked for every message, several times
+        if started is None or started.base or self.phase == Phase.OFFLINE:
+            return False
+        return not started.config_digest or self.collection.scored_groups or self.collection.episode_groups
+
+    @property
     def groups_episodes(self) -> bool:
-        """Return whether a run is on whose ended episodes become scored groups."""
-        return self.has_policy and self.collection.episode_groups
+        """Return whether ended episodes become scored groups."""
+        return self.queues_groups and self.plays_episodes
 
     def groups_needed(self) -> Iterator[QueuedGroup]:
         """Yield the scored groups that can still be asked for, or trained again."""
         yield from self.trajectories.needed()
-        for step in self.steps if self.trains_scored else ():
+        for step in self.steps if self.makes_steps else ():
             yield from step.batch.scored
 
     @property
@@ -329,7 +339,7 @@ class EngineState(msgspec.Struct, kw_only=True):
         """
         if self.serves_operations:
             return self.phase == Phase.BOOTING or (self.tenants.waiting > 0 and not self.rest_wanted)
-        if self.takes_trajectories and not self.has_policy:
+        if self.queues_groups and not self.has_policy:
             return False
         return self.batch is not None or self.version < max(self.step, 0)
 
@@ -404,7 +414,7 @@ class Hive(msgspec.Struct, kw_only=True):
 
     def refusing_of(self, engine: EngineState) -> str:
         """Return why an engine takes no new work, "" while it does."""
-        return self.refusing_groups if engine.takes_trajectories else self.refusing
+        return self.refusing_groups if engine.queues_groups else self.refusing
 
     def pinned_calls(self) -> Counter[str]:
         """Return how many bytes of the stream `calls` each holder pins."""
@@ -670,7 +680,7 @@ def _booted(engine: EngineState, event: ev.EngineBooted) -> None:
 
 def _end_run(engine: EngineState, at_ns: int, why: str) -> None:
     tenancy.end_run(engine.tenants, engine.run, at_ns, why)
-    if engine.run_kind == RunKind.TRAJECTORIES:
+    if engine.queues_groups:
         scored.end_run(engine.trajectories)
     engine.stage = engine.suspended = ""
     engine.until_served = engine.rest_wanted = engine.asleep = False
@@ -1229,7 +1239,7 @@ def _groups_reset(engine: EngineState, event: ev.GroupsReset) -> None:
 @_on(ev.GroupsGivenUp)
 def _groups_given_up(engine: EngineState, event: ev.GroupsGivenUp) -> None:
     scored.give_up(engine.trajectories, event)
-    for step in engine.steps if engine.trains_scored else ():
+    for step in engine.steps if engine.makes_steps else ():
         if (step.batch.run, step.batch.step) == (event.run, event.number):
             step.batch = scored.without_bodies(step.batch, event.groups)
     if engine.batch is not None and (engine.batch.run, engine.batch.step) == (event.run, event.number):

@@ -71,7 +71,7 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
     runs = {(found.engine, found.run): found for found in _of_state(hive, position)}
     configured = {name: state.configured for name, state in hive.engines.items()}
     current = {found.engine: found for found in runs.values()}
-    elsewhere = {name for name, state in hive.engines.items() if state.trajectories.trainer and not state.trains_scored}
+    elsewhere = {name for name, state in hive.engines.items() if state.trajectories.trainer and not state.makes_steps}
     async for entry in source.events(position):
         event = entry.event
         evolve(hive, event)
@@ -83,7 +83,7 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
         elif isinstance(event, ev.EngineStarted) and (config := configured.get(event.engine)) is not None:
             logged = _started(config, event.run)
             logged.started_ns, logged.begun = event.at_ns, where_begun(event)
-            logged.serves = event.run_kind == ev.RunKind.OPERATIONS
+            logged.serves = event.base != ""
             if event.begins is not None:
                 logged.first = event.begins.step
                 _note(logged, entry.seq, step_of(event.engine, event.begins))
@@ -101,7 +101,7 @@ def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
             continue
         logged = _started(engine.active, engine.run)
         logged.begun = "" if engine.started is None else where_begun(engine.started)
-        logged.serves = engine.run_kind == ev.RunKind.OPERATIONS
+        logged.serves = engine.clients_take
         logged.first = engine.begun
         for step in engine.steps:
             if step.batch.run == engine.run:  # and not that of the checkpoint at which the run began
@@ -134,7 +134,7 @@ def _note(logged: LoggedRun, seq: int, event: ev.AnyEvent) -> None:
 
 def is_trained_elsewhere(event: ev.EngineStarted) -> bool:
     """Return whether a run takes scored groups for a trainer that is not ours: it has no job and no versions."""
-    return event.run_kind == ev.RunKind.TRAJECTORIES and not event.config_digest
+    return not event.base and not event.config_digest
 
 
 def _choose(

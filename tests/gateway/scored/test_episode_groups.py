@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from bombus.bus import Bus
-from bombus.hive.events import RunKind
 from bombus.hive.state import Phase
 from tests.gateway.scored.test_routes import TRAINER, get, group, post
 from tests.gateway.swarm_hive import JOB, PlayedHive, played_hive
@@ -49,7 +48,7 @@ async def until_queued(hive: PlayedHive, groups: int) -> None:
 
 async def test_an_outside_trainer_takes_batches_that_episodes_have_collected(hive: PlayedHive) -> None:
     await begin(hive, TRAINER, episode_groups=True)
-    assert hive.engine.run_kind == RunKind.TRAJECTORIES
+    assert hive.engine.groups_episodes
     assert await get(hive, "/batch") == {"batch": None}
     await play(hive, "t1", 1.0, 0.0)
     await play(hive, "t2", 0.5)

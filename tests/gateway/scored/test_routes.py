@@ -13,7 +13,6 @@ import pytest
 from bombus.bus import Bus, EmbeddedServer
 from bombus.errors import BusUnavailable
 from bombus.hive import events as ev
-from bombus.hive.events import RunKind
 from bombus.hive.state import Phase
 from bombus.hive.trajectories.state import REPEAT_S
 from bombus.replay import upkeep
@@ -75,7 +74,8 @@ async def test_an_environment_and_a_trainer_go_through_a_step(hive: PlayedHive) 
     assert await get(hive, "/info") == {"batch_size": -1, "max_token_len": -1}
     assert (await get(hive, "/batch"))["status"] == "error"
     assert isinstance((await post(hive, "/register", TRAINER))["uuid"], int)
-    assert (hive.engine.phase, hive.engine.run_kind) == (Phase.ROLLING, RunKind.TRAJECTORIES)
+    assert hive.engine.phase == Phase.ROLLING
+    assert hive.engine.queues_groups
     assert await post(hive, "/register-env", ENVIRONMENT) == {"status": "wait for trainer to start"}
     assert await get(hive, "/batch") == {"batch": None}
     assert await post(hive, "/register-env", ENVIRONMENT) == {
@@ -319,7 +319,7 @@ async def test_an_engine_that_plays_episodes_takes_no_groups(hive: PlayedHive) -
     await post(hive, "/sync_train_config", {"yaml_as_string": json.dumps(JOB)})
     await post(hive, "/start_engine", {})
     answer = await post(hive, "/scored_data", group(), 400)
-    assert "is one of episodes" in answer["detail"]
+    assert "queues no scored groups" in answer["detail"]
     assert (await hive.bus.state(hive.bus.subjects.trajectories_stream)).last_seq == 0, "nothing of it is stored"
 
 

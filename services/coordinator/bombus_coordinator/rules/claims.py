@@ -102,8 +102,8 @@ def check(engine: EngineState, claim: Claim) -> None:
         raise Refused(Code.MALFORMED, f"wait_s is 0 to {WAIT_S_MAX:.0f} seconds, not {claim.wait_s}.")
 
 
-def check_run_kind(engine: EngineState) -> None:
-    """Raise `Refused` for a command about batches when the run makes none, and never will."""
+def check_collects(engine: EngineState) -> None:
+    """Raise `Refused` for a command about batches of episodes when the run makes none, and never will."""
     if engine.serves_operations:
         raise Refused(
             Code.UNSUPPORTED,
@@ -115,7 +115,7 @@ def check_run_kind(engine: EngineState) -> None:
             Code.UNSUPPORTED,
             f"Run {engine.run} of engine {engine.name} makes batches of scored groups, as soon as it can.",
         )
-    if engine.takes_trajectories:
+    if engine.queues_groups:
         raise Refused(
             Code.UNSUPPORTED,
             f"Run {engine.run} of engine {engine.name} takes scored trajectories and has no episodes. Claim them from "
@@ -126,11 +126,11 @@ def check_run_kind(engine: EngineState) -> None:
 def sampler_of(engine: EngineState, claim: Claim) -> ev.SamplerWeights | None:
     """Return what the episodes of a claim sample from; None where they play with the policy that the run trains.
 
-    Raises `Refused` where the run is of another kind, and for a saved model that nothing can be sampled from.
+    Raises `Refused` where the run has no episodes, and for a saved model that nothing can be sampled from.
     """
     if not engine.serves_operations:
         if not engine.groups_episodes:
-            check_run_kind(engine)
+            check_collects(engine)
         if claim.sampler:
             raise _no_sampler(engine)
         return None

@@ -23,7 +23,7 @@ from bombus.hive.inbox import (
 )
 from bombus.hive.state import ACTIVE_S, EngineState, Phase
 from bombus_coordinator.rules.beginning import beginning
-from bombus_coordinator.rules.claims import check_run_kind, no_room, why_none
+from bombus_coordinator.rules.claims import check_collects, no_room, why_none
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live
@@ -135,9 +135,9 @@ def _why_started(engine: EngineState) -> str:
         return f"Its run is suspended: {engine.suspended}. `bombus resume` lets it go on, `bombus stop` ends it."
     if engine.serves_operations:
         return "It serves training operations until its last model has ended; stop_engine ends them now."
-    if engine.has_policy:
+    if engine.queues_groups and engine.has_policy:
         return "It makes batches of scored trajectories since a trainer was registered; stop_engine ends that."
-    if engine.takes_trajectories:
+    if engine.queues_groups:
         return "It takes scored trajectories for a trainer that has registered; stop_engine ends that."
     return "It is started already; call stop_engine to start over."
 
@@ -221,7 +221,7 @@ def model_read(engine: EngineState, live: Live, message: ModelReadFact) -> Decis
 
 def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
     """Take a vote to train now. While a batch drains or trains, that is already happening: there is nothing to do."""
-    check_run_kind(engine)
+    check_collects(engine)
     reply = (CommandReply(message.id, Done(run=engine.run)),)
     if engine.phase in (Phase.ROLLING_POST, Phase.WEIGHT_SYNCING) or message.client in engine.agreed:
         yield Decision(replies=reply)

@@ -8,7 +8,7 @@ from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive.bounded import portions
 from bombus.hive.episodes import METADATA_BYTES_MAX, REWARD_MAX
-from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome, RunKind
+from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome
 from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup, Take
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Episode, Hive
@@ -258,7 +258,7 @@ def take(engine: EngineState, live: Live, message: Take) -> Decisions:
     """
     if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"At most {EPISODES_PER_COMMAND_MAX} episodes can be taken at once.")
-    if engine.run_kind != RunKind.OPERATIONS:
+    if not engine.clients_take:
         raise Refused(Code.UNSUPPORTED, f"Engine {engine.name} trains the episodes of run {engine.run} itself.")
     ended = [engine.pool[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.pool]
     if any(each.client != message.client for each in ended):

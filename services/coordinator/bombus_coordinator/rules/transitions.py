@@ -7,7 +7,7 @@ from itertools import islice, takewhile
 from bombus.hive import events as ev
 from bombus.hive.bounded import portions
 from bombus.hive.collection import BATCH_METHODS, completed_ns, enough, select
-from bombus.hive.events import AbortReason, DropReason, EpisodeType, RunKind
+from bombus.hive.events import AbortReason, DropReason, EpisodeType
 from bombus.hive.pacing import last_chances, oldest_usable
 from bombus.hive.state import BOOTED, Completed, EngineState, Phase
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decision, Decisions
@@ -35,8 +35,10 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling(engine: EngineState, live: Live) -> Decisions:
-    if engine.run_kind != RunKind.EPISODES:
-        yield from _rolling_of_other_kinds(engine, live)
+    if engine.serves_operations:
+        yield from _drop_untaken(engine, live)
+    elif engine.queues_groups:
+        yield from _rolling_with_a_queue(engine, live)
     elif engine.collection.max_staleness > 0:
         yield from _rolling_asynchronously(engine, live)
     elif enough(engine, live.now_ns):
@@ -45,15 +47,13 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
         yield from _clear_overflow(engine, live)
 
 
-def _rolling_of_other_kinds(engine: EngineState, live: Live) -> Decisions:
-    """Decide for a run of operations or of scored groups."""
-    if engine.serves_operations:
-        yield from _drop_untaken(engine, live)
-    if engine.groups_episodes:
+def _rolling_with_a_queue(engine: EngineState, live: Live) -> Decisions:
+    """Make batches of queued groups for our own trainer, and leave out what is too old or too much."""
+    if engine.plays_episodes:
         yield from give_up_old(engine, live)
-    if engine.trains_scored:
+    if engine.makes_steps:
         yield from seal_scored(engine, live)
-    if engine.groups_episodes:
+    if engine.plays_episodes:
         yield from _drop_incomplete(engine, live)
         yield from _clear_overflow(engine, live)
 

@@ -149,7 +149,7 @@ class GroupShelf:
     async def _check_trained(self, groups: Sequence[ScoredGroup]) -> None:
         """Raise `Refused` for a group that this engine's own trainer would not train, where it takes the batches."""
         trainer = self.trajectories.trainer
-        if trainer is None or not self.state.trains_scored:
+        if trainer is None or not self.state.makes_steps:
             return
         most = trainer.max_token_len
         whys = await self._apart(_bytes_of(groups), lambda: [why_not_trained(group, most) for group in groups])
@@ -162,9 +162,9 @@ class GroupShelf:
 
         Then the coordinator is asked before they are stored. It says BODY_GONE where they are wanted.
         """
-        is_of_another_kind = self.state.phase != Phase.OFFLINE and not self.state.takes_trajectories
+        takes_none = self.state.phase != Phase.OFFLINE and not self.state.queues_groups
         is_repeated = key in self.trajectories.pushes
-        return is_of_another_kind or is_repeated or bool(self._gateway.follower.hive.why_no_groups(share, size))
+        return takes_none or is_repeated or bool(self._gateway.follower.hive.why_no_groups(share, size))
 
     async def _store(self, share: str, records: Sequence[Recorded]) -> list[BodyRef]:
         subject = self._gateway.bus.subjects.trajectory(self.engine, share)

@@ -11,7 +11,6 @@ from bombus.datums.episodes import EndedEpisode, learnt_lines
 from bombus.datums.reading import BusCallReader, ancestors
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
-from bombus.hive.events import RunKind
 from bombus.hive.state import Completed
 from bombus_gateway.swarm import bodies
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
@@ -56,7 +55,7 @@ class EndedEpisodes:
 
     def _check_run(self) -> None:
         state = self._context.state
-        if state.run_kind != RunKind.OPERATIONS:
+        if not state.clients_take:
             raise Refused(
                 Code.UNSUPPORTED,
                 f"Engine {state.name} trains the episodes of run {state.run} itself: only those of a run of training "

@@ -84,8 +84,7 @@ async def _why_not_ready(gateway: Gateway, engine: str) -> str:
 
 def _why_not_served(engine: EngineState) -> str:
     """Return why no replica would answer calls for an engine. One that is offline waits for who starts it."""
-    has_model = engine.phase != Phase.OFFLINE and (engine.has_policy or not engine.takes_trajectories)
-    if not has_model:
+    if not engine.has_policy and not engine.serves_operations:
         return ""
     if engine.phase == Phase.BOOTING:
         return f"Engine {engine.name} is booting: {engine.stage or 'it waits for its trainer'}."

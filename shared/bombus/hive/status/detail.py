@@ -69,13 +69,13 @@ def _rolling_detail(engine: EngineState, now_ns: int) -> str:
             asleep = f"asleep for {since}: nothing is executed and no session ends until /wake_up; "
         episodes = f", {counted(len(engine.open), 'episode')} running" if engine.open else ""
         return f"{asleep}serving {counted(models, 'model')}, {counted(waiting, 'operation')} waiting{episodes}"
-    if engine.takes_trajectories:
+    if engine.queues_groups:
         queue = engine.trajectories.queue
         queued = f"{counted(len(queue.groups), 'scored group')} for batches of {queue.batch_size} sequences"
         episodes = f", {counted(len(engine.open), 'episode')} running" if engine.open else ""
         if (now := pace(engine)) is not None and now.waits:
             episodes += f"; new episodes wait: {now.waits}"
-        if engine.trains_scored:
+        if engine.makes_steps:
             return queued + (f", step {engine.batch.step} training" if engine.batch else "") + episodes
         return f"{queued} of an outside trainer{episodes}"
     waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from bombus.figures import byte_size, counted, duration, one_line, seconds_between
 from bombus.hive.collection import Measure
-from bombus.hive.events import RunKind
 from bombus.hive.pacing import Pace
 from bombus.hive.state import Hive
 from bombus.hive.status.data import hive_status
@@ -211,14 +210,14 @@ def _engine_text(status: EngineStatus, now_ns: int) -> str:
     lines = _head_lines(status) + _operation_lines(status.operations)
     if status.scored is not None:
         lines += map(_indented_line, scored_lines(status.scored))
-    if status.run_kind == RunKind.EPISODES:
-        lines += _collection_lines(status)
-    elif status.run_kind == RunKind.OPERATIONS:
+    if status.clients_take:
         lines += _taken_lines(status)
-    else:
+    elif status.queues_groups:
         lines += _pace_lines(status.pace)
         if status.scored is None or not status.scored.ours:  # without replicas or a trainer of ours
             return "\n".join(lines)
+    else:
+        lines += _collection_lines(status)
     return "\n".join(lines + _replica_lines(status.replicas) + _training_lines(status, now_ns))
 
 

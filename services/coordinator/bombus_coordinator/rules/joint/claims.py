@@ -39,7 +39,7 @@ def _engines(hive: Hive, claim: JointClaim) -> tuple[EngineState, ...]:
 def _check(engine: EngineState, claim: JointClaim) -> None:
     try:
         claims.check(engine, claim)
-        claims.check_run_kind(engine)
+        claims.check_collects(engine)
         if engine.phase == Phase.OFFLINE:
             raise claims.why_none(engine)
     except Refused as refused:

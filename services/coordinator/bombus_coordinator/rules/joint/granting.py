@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from bombus.hive import events as ev
-from bombus.hive.events import RunKind
 from bombus.hive.inbox import Claim, EngineGrant, JointGranted
 from bombus.hive.pacing import served
 from bombus.hive.state import EngineState, Hive, episode_id
@@ -51,7 +50,7 @@ def _first_ready(hive: Hive, live: Live, engine: EngineState) -> DueClaim | None
         if engine.name not in names:
             continue
         engines = tuple(map(hive.engine, names))
-        if not all(each.granting and each.run_kind == RunKind.EPISODES for each in engines):
+        if not all(each.granting and each.plays_episodes and not each.queues_groups for each in engines):
             continue
         waiting = next_of(queue, engines)
         if waiting is not None and (found is None or queue.place_of(waiting) < found.place):

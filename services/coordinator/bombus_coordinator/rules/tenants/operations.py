@@ -10,7 +10,7 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.figures import byte_size
 from bombus.hive import events as ev
-from bombus.hive.events import Event, ModelEnd, RunKind
+from bombus.hive.events import Event, ModelEnd
 from bombus.hive.inbox import (
     Accepted,
     CoverWritten,
@@ -174,7 +174,7 @@ def is_body(body: BodyRef) -> bool:
 
 def check_base(engine: EngineState, base: str, what: str) -> None:
     """Raise `Refused` when this engine cannot serve models on a base now, which somebody needs to do `what`."""
-    if engine.phase != Phase.OFFLINE and engine.run_kind != RunKind.OPERATIONS:
+    if engine.phase != Phase.OFFLINE and not engine.serves_operations:
         raise wrong_phase(
             what,
             engine.phase,
@@ -217,7 +217,6 @@ def run_started(engine: EngineState, live: Live, base: str) -> ev.EngineStarted:
         engine=engine.name,
         run=engine.run + 1,
         config_digest="" if engine.configured is None else engine.configured.config_digest,
-        run_kind=RunKind.OPERATIONS,
         base=base,
     )
 

@@ -48,11 +48,11 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
             )
         yield Decision(replies=(CommandReply(message.id, Pushed(held=repeated.held)),))
         return
-    if engine.phase != Phase.OFFLINE and not engine.takes_trajectories:
+    if engine.phase != Phase.OFFLINE and not engine.queues_groups:
         raise wrong_phase(
             "take scored groups",
             engine.phase,
-            f"Run {engine.run} of engine {engine.name} is one of {engine.run_kind}: stop it, or use another engine.",
+            f"Run {engine.run} of engine {engine.name} queues no scored groups: stop it, or use another engine.",
         )
     if live.refusing_groups:
         raise Refused(Code.STORAGE_FULL, f"{live.refusing_groups} Try again when there is room.")
@@ -132,13 +132,13 @@ def _why_no_room(hive: Hive, engine: EngineState, groups: Sequence[QueuedGroup])
 def take(engine: EngineState, live: Live, message: TakeBatch) -> Decisions:
     """Hand out the next batch, or the last one again until it was delivered."""
     state = engine.trajectories
-    if engine.trains_scored:
+    if engine.queues_groups and engine.makes_steps:
         raise Refused(
             Code.UNSUPPORTED,
             f"Run {engine.run} of engine {engine.name} is trained by the engine's own trainer, which takes each batch "
             "itself. To take them elsewhere, stop it and configure a job without collection.scored_groups.",
         )
-    if not engine.takes_trajectories or state.trainer is None:
+    if not engine.queues_groups or state.trainer is None:
         raise wrong_phase("hand out a batch", engine.phase, "Register a trainer first.")
     begun = ev.BatchesBegun(at_ns=live.now_ns, engine=engine.name, run=engine.run)
     events: tuple[Event, ...] = () if state.begun else (begun,)
@@ -260,7 +260,7 @@ def _bodies(engine: EngineState, message: GiveUpGroups) -> dict[int, int]:
     if not message.number:
         queued = engine.trajectories.queue.groups
         groups = ((each.group, queued[each.group]) for each in message.groups if each.group in queued)
-    elif engine.trains_scored:
+    elif engine.makes_steps:
         if engine.batch is not None and engine.batch.step == message.number:
             groups = zip(engine.batch.taken, engine.batch.scored, strict=False)
     elif handed is not None and not handed.delivered and handed.number == message.number:

@@ -2,7 +2,7 @@
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
-from bombus.hive.events import Collection, EnvironmentEnd, Event, RunKind
+from bombus.hive.events import Collection, EnvironmentEnd, Event
 from bombus.hive.inbox import Done, Joined, JoinEnvironment, LeaveEnvironment, RegisterTrainer, ResetGroups
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.trajectories.queue import Environment, no_environment, why_no_batch_size, why_not_joined
@@ -25,11 +25,11 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
     the settings that are registered, unless the job has groups of episodes alone. Without such a job it is somebody
     else's, and the run rolls at once.
     """
-    if engine.phase != Phase.OFFLINE and not engine.takes_trajectories:
+    if engine.phase != Phase.OFFLINE and not engine.queues_groups:
         raise wrong_phase(
             "register a trainer",
             engine.phase,
-            f"Run {engine.run} of engine {engine.name} is one of {engine.run_kind}: stop it, or use another engine.",
+            f"Run {engine.run} of engine {engine.name} queues no scored groups: stop it, or use another engine.",
         )
     why = why_no_batch_size(message.batch_size)
     if why:
@@ -43,7 +43,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
         raise no_room(live)
     run = engine.run + 1
     stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run)
-    events: tuple[Event, ...] = close_all(engine, live, stopped) if engine.takes_trajectories else ()
+    events: tuple[Event, ...] = close_all(engine, live, stopped) if engine.queues_groups else ()
     registered = ev.TrainerRegistered(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -65,9 +65,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
         started = _started(engine, live, registered)
         yield Decision(events=(*events, started, registered), replies=(reply,))
         return
-    started = ev.EngineStarted(
-        at_ns=live.now_ns, engine=engine.name, run=run, config_digest="", run_kind=RunKind.TRAJECTORIES
-    )
+    started = ev.EngineStarted(at_ns=live.now_ns, engine=engine.name, run=run, config_digest="")
     booted = ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=run)
     rolling = ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=run, version=-1)
     yield Decision(events=(*events, started, booted, rolling, registered), replies=(reply,))
@@ -88,7 +86,6 @@ def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) 
         config_digest=engine.configured.config_digest,
         begins=begins,
         anew=anew,
-        run_kind=RunKind.TRAJECTORIES,
     )
 
 
@@ -98,8 +95,8 @@ def join(engine: EngineState, live: Live, message: JoinEnvironment) -> Decisions
     Our own trainer asks for none: there it waits until replicas serve the model.
     """
     state = engine.trajectories
-    begun = engine.phase != Phase.BOOTING and (engine.trains_scored or state.begun)
-    if not engine.takes_trajectories or not begun:
+    begun = engine.phase != Phase.BOOTING and (engine.makes_steps or state.begun)
+    if not engine.queues_groups or not begun:
         yield Decision(replies=(CommandReply(message.id, Joined()),))
         return
     desired = message.desired_name[:TEXT_CHARS_MAX]
@@ -179,7 +176,7 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
 def reset(engine: EngineState, live: Live, message: ResetGroups) -> Decisions:
     """End a run of trajectories, and forget its groups and environments."""
     events: tuple[Event, ...] = (ev.GroupsReset(at_ns=live.now_ns, engine=engine.name),)
-    if engine.takes_trajectories:
+    if engine.queues_groups:
         stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run)
         events = (*close_all(engine, live, stopped), *events)
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))

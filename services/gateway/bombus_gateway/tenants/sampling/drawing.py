@@ -129,7 +129,7 @@ class SampleDrawing:
             raise Refused(
                 Code.WRONG_PHASE, f"{why}: create a model, or a sampling client of its base, which starts it."
             )
-        if engine.takes_trajectories:
+        if engine.queues_groups:
             if engine.has_policy and not sampler.address:
                 return
             has = "samples from its own policy alone" if engine.has_policy else "has no model of its own"
