@@ -14,8 +14,9 @@ from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, PubAck, snapshots
 from bombus.bus.snapshots import Snapshot
 from bombus.hive import events as ev
 from bombus.hive.events import Collection, Event, NotedCall, Outcome, Weights, decode_event, encode_event
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import CallRef
-from bombus.hive.state import FOLD, Hive, evolve
+from bombus.hive.state import FOLD, Hive
 from bombus.host.process import loop_factory
 from bombus_coordinator.recovery import Fold
 

@@ -17,7 +17,8 @@ from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, Reader, Stored
 from bombus.bus.bulk import BulkStopped, StreamRange, read_bulk
 from bombus.bus_address import without_login
 from bombus.hive import events as ev
-from bombus.hive.state import Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive
 from bombus_coordinator.recovery import Fold
 from tests.conftest import kill
 from tests.patience import PATIENCE_S

@@ -15,7 +15,8 @@ from bombus.bus.snapshots import Snapshot
 from bombus.errors import LogCorrupted
 from bombus.hive import inbox
 from bombus.hive.events import decode_event
-from bombus.hive.state import FOLD, Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import FOLD, Hive
 from bombus_coordinator.recovery import Fold
 from bombus_coordinator.shell import Coordinator, Housekeeping
 from tests.coordinator.test_core_properties import run

@@ -9,8 +9,9 @@ from bombus.bus.follow import read_event
 from bombus.errors import EngineFault
 from bombus.hive import events as ev
 from bombus.hive.events import AnyEvent
+from bombus.hive.fold.evolve import as_folded, evolve
 from bombus.hive.records import decode_record
-from bombus.hive.state import EngineState, Hive, as_folded, evolve
+from bombus.hive.state import EngineState, Hive
 from bombus.replay import upkeep
 from bombus_inference.fetching import Fetcher
 from bombus_trainer.publish import checkpoint

@@ -21,8 +21,9 @@ from bombus.hive.events import (
     NotedCall,
     Weights,
 )
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import CallRef
-from bombus.hive.state import FORMATS_MAX, EngineState, Hive, Phase, evolve
+from bombus.hive.state import FORMATS_MAX, EngineState, Hive, Phase
 from bombus_coordinator.core import Core, PendingDecision
 from tests.hive.phases import TRANSITIONS
 from tests.hive.pinned import PinLedger

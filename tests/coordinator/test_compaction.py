@@ -20,7 +20,8 @@ from bombus.cli import main
 from bombus.config.streams import StreamLimits
 from bombus.errors import BusUnavailable, LogCorrupted, Refused
 from bombus.hive import inbox
-from bombus.hive.state import FOLD, Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import FOLD, Hive
 from bombus.hive.status.text import render_status
 from bombus.replay import upkeep
 from bombus.replay.segments import FolderSource, archived_up_to, segments

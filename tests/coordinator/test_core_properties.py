@@ -11,7 +11,8 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Method
-from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive, Phase
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import without_ticks
 from tests.coordinator.core_world import ENGINE, World

@@ -6,9 +6,10 @@ from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, EpisodeType, EpochOpened
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Granted, Refusal
 from bombus.hive.records import BodyRef, digest
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import Hive
 from bombus.hive.status.text import render_status
 from bombus.hive.trajectories.order import why_out_of_order
 from bombus.hive.trajectories.state import HANDED_S

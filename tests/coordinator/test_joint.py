@@ -13,9 +13,10 @@ from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AbortReason, EpisodeType
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Done, EpisodeResult, Granted, JointGranted, Refusal
 from bombus.hive.records import CallRef
-from bombus.hive.state import FOLD, Hive, Phase, engine_of, evolve
+from bombus.hive.state import FOLD, Hive, Phase, engine_of
 from bombus.hive.status.data import hive_status
 from bombus.hive.status.text import render_status
 from bombus_coordinator.core import Core

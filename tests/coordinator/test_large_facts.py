@@ -11,9 +11,10 @@ from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, NotedCall
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Done, EpisodeResult, Refusal
 from bombus.hive.records import CallRef
-from bombus.hive.state import EngineState, Hive, Phase, evolve
+from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.status.text import render_status
 from bombus_coordinator import core, shell
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decisions

@@ -8,8 +8,9 @@ import pytest
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AnyEvent, Collection, Event, Method
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.pauses import PAUSES_KEPT, Pause, led_ns, note_pause
-from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.state import Hive, Phase
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 from tests.coordinator.tenants_in_memory import TenantHarness

@@ -4,8 +4,9 @@ import msgspec
 
 from bombus.bus import StreamState
 from bombus.hive.events import BatchDelivered, BatchHandedOut, GroupsPushed
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import BodyRef
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import Hive
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus.hive.trajectories.state import HANDED_S
 from bombus_coordinator.moving import BYTES_MAX, worth_moving

@@ -3,8 +3,9 @@
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.pacing import fitting
-from bombus.hive.state import EngineState, Hive, Phase, Replica, evolve
+from bombus.hive.state import EngineState, Hive, Phase, Replica
 from bombus.hive.status.data import engine_status
 from bombus.hive.status.detail import detail_of
 from bombus.hive.status.text import render_status

@@ -10,9 +10,10 @@ from bombus.bus.large.parts import Parts
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.events import BatchDelivered, BatchHandedOut, Collection, GroupsPushed, Tenancy
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Accepted, BatchTaken, Done, Pushed
 from bombus.hive.records import BodyRef
-from bombus.hive.state import EngineState, Hive, evolve
+from bombus.hive.state import EngineState, Hive
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus_coordinator.moving import BodyMover
 from bombus_coordinator.releasing import GRACE_S, TRAJECTORIES, Releaser

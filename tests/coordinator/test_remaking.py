@@ -2,7 +2,8 @@
 
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive, Phase
 from tests.coordinator.core_in_memory import ENGINE
 from tests.coordinator.tenants_in_memory import MODEL, TenantHarness
 

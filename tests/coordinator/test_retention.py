@@ -11,9 +11,10 @@ from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, EpisodeType, NotedCall, Weights
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.pins import HeldCalls
 from bombus.hive.records import CallRef, digest
-from bombus.hive.state import STEPS_NEEDED, EngineState, Hive, evolve
+from bombus.hive.state import STEPS_NEEDED, EngineState, Hive
 from bombus_coordinator.retention import FILL_FOR_REPLAY, Floor, Purge, floor, floors_of, floors_of_holders, run
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.core_world import World

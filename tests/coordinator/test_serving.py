@@ -6,9 +6,10 @@ from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, ModelEnd, ModelFloor
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Accepted, AnyAnswer
 from bombus.hive.records import BodyRef
-from bombus.hive.state import Phase, evolve
+from bombus.hive.state import Phase
 from bombus.hive.status.detail import detail_of
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness

@@ -9,8 +9,9 @@ from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import ModelEnd, SessionEnd
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Done
-from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.state import Hive, Phase
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, without_ticks
 from tests.coordinator.tenants_in_memory import MODEL, SESSION, TenantHarness, saved

@@ -7,8 +7,9 @@ from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AnyEvent, Collection, DropReason
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import AnyAnswer, Done, Pushed, Refusal
-from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.state import Hive, Phase
 from bombus.hive.status.text import render_status
 from bombus.hive.trajectories.queue import GROUPS_MAX, QueuedGroup
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness

@@ -7,10 +7,11 @@ from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AnyEvent, EnvironmentEnd
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import BatchTaken, Done, Pushed, Refusal
 from bombus.hive.records import BodyRef, digest
 from bombus.hive.shares import ADMIN
-from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.state import Hive, Phase
 from bombus.hive.status.data import hive_status
 from bombus.hive.trajectories import queue
 from bombus.hive.trajectories.queue import QueuedGroup

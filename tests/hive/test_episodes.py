@@ -1,8 +1,9 @@
 """Episodes in the fold."""
 
 from bombus.hive.events import CallsNoted, EpisodeClaimed, EpisodeEnded, NotedCall, Outcome
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import CallRef
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import Hive
 
 
 def test_an_episode_that_the_log_ends_twice_keeps_its_calls_and_the_last_reward() -> None:

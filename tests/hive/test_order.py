@@ -6,8 +6,9 @@ import pytest
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AnyEvent
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import BodyRef
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import Hive
 from bombus.hive.tenants.order import why_out_of_order
 from bombus.hive.trajectories import order
 from tests.coordinator.core_in_memory import ENGINE

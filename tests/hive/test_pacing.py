@@ -10,8 +10,9 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.collection import BATCH_METHODS, enough, select
 from bombus.hive.events import Collection, EpisodeType, Method
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.pacing import fitting, most_batches, pace
-from bombus.hive.state import Completed, EngineState, Episode, Hive, Phase, evolve
+from bombus.hive.state import Completed, EngineState, Episode, Hive, Phase
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.steady_clients import Steady
 

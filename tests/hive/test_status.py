@@ -14,7 +14,8 @@ from bombus.cli import DEFAULT_NATS, URL_FILE, default_nats, hint_at_bus
 from bombus.hive import events as ev
 from bombus.hive.collection import measures
 from bombus.hive.events import Collection, Method
-from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive, Phase
 from bombus.hive.status.data import engine_status, hive_status, status_dict
 from bombus.hive.status.text import render_status
 from tests.coordinator.scored_in_memory import ScoredHarness

@@ -3,7 +3,8 @@
 import pytest
 
 from bombus.hive.events import BatchReady, StepCompleted
-from bombus.hive.state import EngineState, Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import EngineState, Hive
 from bombus.hive.steps import STEPS_KEPT, SealedStep, checkpoints, complete, is_due, steps_after
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from bombus.hive.events import AnyEvent, BatchReady, EpochOpened, kind_of
-from bombus.hive.state import EngineState, Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import EngineState, Hive
 from bombus.replay.export import calls_of
 from bombus.replay.source import Source
 

@@ -12,7 +12,8 @@ from bombus.errors import BusUnavailable, Deposed, LogCorrupted, StreamEndLost
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.collection import pick, tasks
-from bombus.hive.state import FOLD, Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import FOLD, Hive
 from bombus.hive.trajectories.queue import QueuedGroup
 from bombus_coordinator.compaction import Cut, cut_of, is_long, usable
 from bombus_coordinator.core import Core, PendingDecision

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from bombus.bus import MessagePlace, snapshots
 from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, LogCorrupted
-from bombus.hive.state import FOLD, Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import FOLD, Hive
 from bombus_coordinator.recovery import Overtaken
 from tests.sim.link import Link, Reader
 from tests.sim.loop import Future

@@ -10,9 +10,11 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.checkpoints import step_of
 from bombus.hive.events import DropReason, EpisodeType, Event
+from bombus.hive.fold.episodes import ended_calls
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
-from bombus.hive.state import EngineState, Hive, Phase, ended_calls, evolve
+from bombus.hive.state import EngineState, Hive, Phase
 from bombus_coordinator.rules.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_replicas, check_stays
 from tests.hive.phases import TRANSITIONS

@@ -13,7 +13,8 @@ from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import NotedCall
-from bombus.hive.state import EngineState, Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import EngineState, Hive
 from bombus_coordinator import storage
 from bombus_coordinator.rules import (
     claims,

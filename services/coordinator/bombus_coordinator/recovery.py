@@ -10,7 +10,8 @@ from bombus.bus.follow import read_event
 from bombus.bus.headers import MSG_ID
 from bombus.bus.snapshots import Snapshot
 from bombus.errors import LogCorrupted, StreamEndLost
-from bombus.hive.state import Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive
 from bombus_coordinator.lease import Lease
 
 log = logging.getLogger(__name__)

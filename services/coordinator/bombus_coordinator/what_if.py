@@ -15,7 +15,8 @@ from bombus.config.job import CollectionMethod
 from bombus.hive import events as ev
 from bombus.hive.collection import BATCH_METHODS
 from bombus.hive.events import AnyEvent, Collection, DropReason, EpisodeType, Method, Weights
-from bombus.hive.state import EngineState, Hive, Phase, Replica, evolve, with_calls
+from bombus.hive.fold.evolve import evolve, with_calls
+from bombus.hive.state import EngineState, Hive, Phase, Replica
 from bombus.replay.moments import clock
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source

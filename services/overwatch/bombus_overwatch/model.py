@@ -10,7 +10,8 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.events import EpisodeType, Event
-from bombus.hive.state import EngineState, EvalStats, Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import EngineState, EvalStats, Hive
 from bombus.hive.tenants.state import FORWARD_BACKWARD, OPTIM_STEP, mean_loss
 from bombus_overwatch.describe import GROUPS, TROUBLE, EventGroup
 

@@ -11,7 +11,8 @@ import msgspec
 from bombus.bus import TRACEPARENT, Bus, Reader, Stored, snapshots
 from bombus.errors import BusUnavailable, LogCorrupted, NewerEvent
 from bombus.hive.events import AnyEvent, decode_event
-from bombus.hive.state import Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from bombus.figures import one_line
-from bombus.hive.state import Hive, evolve
+from bombus.hive.fold.evolve import evolve
+from bombus.hive.state import Hive
 from bombus.replay.moments import clock
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source

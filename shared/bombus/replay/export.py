@@ -13,8 +13,9 @@ from bombus.bus import BlobMissing, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.snapshots import Snapshot
 from bombus.hive import events as ev
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import BodyRef, CallRef, decode_record, digest
-from bombus.hive.state import FOLD, Hive, evolve
+from bombus.hive.state import FOLD, Hive
 from bombus.hive.steps import checkpoints
 from bombus.hive.subjects import Subjects
 from bombus.replay.archive import (

@@ -20,9 +20,10 @@ from bombus.bus.streams import limited_streams
 from bombus.config.streams import StreamLimits
 from bombus.errors import LogCorrupted
 from bombus.hive.events import kind_of
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import decode_record
 from bombus.hive.shares import IMPORTED
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import Hive
 from bombus.private import private_folder
 from bombus.replay import upkeep
 from bombus.replay.archive import FileSource

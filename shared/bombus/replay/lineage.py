@@ -9,7 +9,9 @@ import msgspec
 from bombus.figures import byte_size, one_line
 from bombus.hive import events as ev
 from bombus.hive.events import Outcome
-from bombus.hive.state import Episode, Hive, as_folded, ended_calls, evolve
+from bombus.hive.fold.episodes import ended_calls
+from bombus.hive.fold.evolve import as_folded, evolve
+from bombus.hive.state import Episode, Hive
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
 from bombus.replay.source import Logged, NotOnLog, Source

@@ -8,7 +8,8 @@ import msgspec
 from bombus.config.job import RunConfig
 from bombus.hive import events as ev
 from bombus.hive.checkpoints import step_of, where_begun
-from bombus.hive.state import Hive, as_folded, evolve
+from bombus.hive.fold.evolve import as_folded, evolve
+from bombus.hive.state import Hive
 from bombus.replay.source import NotOnLog, Source
 
 

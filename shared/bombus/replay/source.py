@@ -12,8 +12,9 @@ from bombus.bus.follow import read_event
 from bombus.bus.streams import limited_streams
 from bombus.errors import BombusError, LogCorrupted
 from bombus.hive.events import AnyEvent
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import CallRecord, CallRef, decode_record
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import Hive
 
 RECORDS_AT_ONCE = 256
 # The streams of which a log names messages:

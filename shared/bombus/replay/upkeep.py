@@ -10,8 +10,9 @@ from bombus.bus.large.parts import Parts
 from bombus.bus.snapshots import KEPT, Snapshot
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import events as ev
+from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import decode_record
-from bombus.hive.state import FOLD, EngineState, Hive, evolve
+from bombus.hive.state import FOLD, EngineState, Hive
 from bombus.hive.tenants import order as operations
 from bombus.hive.trajectories import order as scored
 from bombus.replay.export import calls_held_by

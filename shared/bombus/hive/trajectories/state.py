@@ -140,7 +140,7 @@ def _empty(environment: Environment) -> Environment:
     return msgspec.structs.replace(environment, share=EnvironmentShare(), held={}, held_groups=0, held_sequences=0)
 
 
-def begin(state: Trajectories) -> None:
+def begin(state: Trajectories, _: ev.BatchesBegun) -> None:
     state.begun = True
 
 
@@ -283,7 +283,7 @@ def deliver(state: Trajectories, event: ev.BatchDelivered) -> None:
         state.batch.delivered = True
 
 
-def reset(state: Trajectories) -> None:
+def reset(state: Trajectories, _: ev.GroupsReset) -> None:
     """Forget all groups and environments."""
     queues.reset(state.queue)
     state.batch = state.latest = None

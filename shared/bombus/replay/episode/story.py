@@ -6,8 +6,9 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.events import AnyEvent, NotedCall, Outcome
+from bombus.hive.fold.evolve import as_folded, evolve, with_calls
 from bombus.hive.records import CallRef
-from bombus.hive.state import Episode, Hive, as_folded, evolve, with_calls
+from bombus.hive.state import Episode, Hive
 from bombus.replay.source import Logged, Source
 from bombus.replay.tally import EpisodesSeen
 

@@ -1,0 +1,1 @@
+"""The fold of a hive's events: what each of them changes in its state."""

@@ -1,0 +1,57 @@
+"""What each event does to its engine, by the kind of event, and what several of them do."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+from bombus.hive.bounded import trim
+from bombus.hive.events import Event
+from bombus.hive.state import COMMANDS_KEPT, EngineState, Phase
+from bombus.hive.tenants import state as tenancy
+
+EventT = TypeVar("EventT", bound=Event)
+Handler: TypeAlias = Callable[[EngineState, EventT], None]
+
+
+class Handlers(dict[type[Event], Callable[[EngineState, Any], None]]):
+    """What folds an event into the state of its engine, by the kind of event."""
+
+    def on(self, kind: type[EventT]) -> Callable[[Handler[EventT]], Handler[EventT]]:
+        """Decorate what folds the events of a kind."""
+
+        def register(handler: Handler[EventT]) -> Handler[EventT]:
+            self[kind] = handler
+            return handler
+
+        return register
+
+
+def enter(engine: EngineState, phase: Phase, at_ns: int) -> None:
+    """Note that a phase begins."""
+    engine.phase = phase
+    engine.phase_since_ns = at_ns
+
+
+def remember(engine: EngineState, command: str) -> None:
+    """Note that a command was carried out in this run."""
+    if command:
+        engine.commands[command] = engine.run
+        trim(engine.commands, COMMANDS_KEPT)
+
+
+def release_replicas(engine: EngineState) -> None:
+    """Let quarantined replicas serve again."""
+    for replica in engine.replicas.values():
+        replica.quarantined = None
+
+
+def forget_lost(engine: EngineState) -> None:
+    """Begin to count anew the trainers that are lost in a row."""
+    if engine.trainers_lost:
+        tenancy.forget_lost(engine.tenants)
+    engine.trainers_lost = 0
+
+
+def keep_time(engine: EngineState, at_ns: int) -> None:
+    """Count the time in which models that could not be made again could be tried again."""
+    rests = engine.suspended or engine.rest_wanted or engine.asleep
+    engine.tenants.trying.run(engine.serves_operations and engine.trainer != "" and not rests, at_ns)
