@@ -83,8 +83,8 @@ def gradients_of(backend: VerlExecutor, ranks: Ranks, place: Path) -> str:
     with verl_engine.training(engine):
         engine.optimizer_zero_grad()
         shares = 0.0
-        for micro_batch in backend._micro_batches(items, Tally(), lambda: False):
-            shares += backend._forward_backward(micro_batch, None, Tally())
+        for micro_batch in backend.micro_batches(items, Tally(), backward=True):
+            shares += backend.forward_backward(micro_batch, None, Tally())
         for name, parameter in engine.module.named_parameters():
             if parameter.grad is not None:
                 grad = parameter.grad

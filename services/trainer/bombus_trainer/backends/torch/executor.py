@@ -1,29 +1,26 @@
 """Run training steps: the one place where model, optimizer and batches meet. It does not know the bus."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bombus.faults import Point, reached
 from bombus.weights.models import load_tokenizer_files
 from bombus_trainer.algorithms.losses import LossInputs, PolicyLoss, policy_loss
-from bombus_trainer.backend import Interrupted
-from bombus_trainer.backends.torch.metrics import Tally, reward_metrics
+from bombus_trainer.backends.steps import StepBackend
+from bombus_trainer.backends.torch.metrics import Tally
 from bombus_trainer.backends.torch.model import PolicyModel, ScoredTerms
-from bombus_trainer.backends.torch.optim import Optimizer, learning_rate
-from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.backends.torch.optim import Optimizer
 from bombus_trainer.data.packing import Bin, TrainingItem, pack
-from bombus_trainer.data.sequences import Floats
+from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
-from bombus_trainer.recovery.progress import advanced
+from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
@@ -58,7 +55,7 @@ def loss_of_terms(
     return policy_loss(inputs, settings)
 
 
-class Executor:
+class Executor(StepBackend[Bin]):
     """The torch backend: one model in this process. See `backend.TrainerBackend`."""
 
     def __init__(self, folder: Path, settings: TrainerSettings, files: Mapping[str, bytes] | None = None) -> None:
@@ -68,6 +65,7 @@ class Executor:
         """
         torch.manual_seed(settings.job.model.seed)
         self.settings = settings
+        self.ranks = Ranks.alone()
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
         self.model = PolicyModel.load(folder, settings)
         self.optimizer = Optimizer(self.model.trainable(), settings)
@@ -76,60 +74,32 @@ class Executor:
     def vocab_size(self) -> int:
         return self.model.vocab_size
 
+    @property
+    def peak_flops(self) -> float | None:
+        return self.model.peak_flops
+
     # ---- steps ------------------------------------------------------------------------------------------------
 
-    def train_step(
-        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
-    ) -> dict[str, float]:
-        """See `TrainerBackend.train_step`."""
-        tally = Tally()
-        with tally.phase("merge"):
-            batch = prepare(groups, self.settings, self.model.vocab_size)
-        old = self._old_logprobs(batch, step, tally, interrupted)
-        rate = learning_rate(step, self.settings)
-        for epoch in range(self.settings.config.ppo_epochs):
-            for items in mini_batches(batch, self.settings, step, epoch):
-                self._update(items, rate, old, tally, interrupted)
-        return {
-            **tally.metrics(self.model.peak_flops),
-            "lr": rate,
-            "bin_tokens": float(self.settings.bin_tokens),
-            "torch_threads": float(torch.get_num_threads()),
-            **batch_metrics(groups, batch),
-            **staleness(batch, step),
-        }
+    def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> list[Bin]:
+        settings = self.settings
+        packing = settings.config.enable_packing
+        tokens_max = settings.bin_tokens if packing else 1  # a bin for each sequence: no two fit into one
+        bins = pack(items, tokens_max, packing and settings.config.share_prefixes)
+        if backward:
+            tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
+        tally.note_flops(sum(self.model.flops(packed, backward) for packed in bins))
+        return bins
 
-    def _update(
-        self,
-        items: list[TrainingItem],
-        rate: float,
-        old: Floats | None,
-        tally: Tally,
-        interrupted: Callable[[], bool],
-    ) -> None:
-        """Make one update. It is left out when its loss or a gradient is not finite."""
-        self.optimizer.zero_grad()
-        loss = 0.0
-        for packed in self._bins(items, tally, interrupted):
-            with tally.phase("forward_backward"):
-                loss += self._forward_backward(packed, old, tally)
-            tally.note_flops(self.model.flops(packed, backward=True))
-            reached(Point.TRAINER_BIN_DONE)
-            if not isfinite(loss):
-                break
-        with tally.phase("optimizer"):
-            norm = self.optimizer.step(rate) if isfinite(loss) else loss
-        tally.note_update(loss, norm)
-        advanced("update done")
-        reached(Point.TRAINER_UPDATE_DONE)
+    def logprobs(self, micro_batch: Bin) -> tuple[Ints, Floats]:
+        with torch.no_grad():
+            return micro_batch.terms.ids_N, self.model.score(micro_batch).logprobs_N.cpu().numpy()
 
-    def _forward_backward(self, packed: Bin, old: Floats | None, tally: Tally) -> float:
-        """Return a bin's share of the loss of its update, and add its gradients, unless the share is not finite."""
+    def forward_backward(self, micro_batch: Bin, old: Floats | None, tally: Tally) -> float:
         settings, device = self.settings, self.model.device
-        scored = self.model.score(packed)
-        old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[packed.terms.ids_N]).to(device)
+        scored = self.model.score(micro_batch)
+        old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[micro_batch.terms.ids_N]).to(device)
         sampler_N, scored = scored.terms["sampler_logprobs_N"], with_sampler(scored, old_N)
-        reference_N = self.model.score_reference(packed) if settings.config.kl_coef > 0.0 else None
+        reference_N = self.model.score_reference(micro_batch) if settings.config.kl_coef > 0.0 else None
         result = loss_of_terms(scored, old_N, reference_N, settings)
         loss = float(result.loss.detach())
         if isfinite(loss):
@@ -137,34 +107,11 @@ class Executor:
             tally.note_terms(result, old_N, sampler_N, scored.entropy_N.detach())
         return loss
 
-    def _old_logprobs(
-        self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
-    ) -> Floats | None:
-        """Compute the logprobs of all the batch's terms before its first update; None when there is only one."""
-        parts = mini_batches(batch, self.settings, step, epoch=0)
-        if len(parts) * self.settings.config.ppo_epochs <= 1:
-            return None
-        old = np.zeros(batch.terms, dtype=np.float32)
-        items = [item for part in parts for item in part]
-        for packed in self._bins(items, None, interrupted):
-            with tally.phase("old_logprobs"), torch.no_grad():
-                old[packed.terms.ids_N] = self.model.score(packed).logprobs_N.cpu().numpy()
-            tally.note_flops(self.model.flops(packed, backward=False))
-        return old
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
 
-    def _bins(self, items: list[TrainingItem], tally: Tally | None, interrupted: Callable[[], bool]) -> Iterator[Bin]:
-        settings = self.settings
-        packing = settings.config.enable_packing
-        tokens_max = settings.bin_tokens if packing else 1  # a bin for each sequence: no two fit into one
-        share = packing and settings.config.share_prefixes
-        bins = pack(items, tokens_max, share)
-        if tally is not None:
-            tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
-        for number, packed in enumerate(bins, 1):
-            if interrupted():
-                raise Interrupted
-            advanced(f"micro-batch {number} of {len(bins)}")
-            yield packed
+    def take_step(self, rate: float) -> float:
+        return self.optimizer.step(rate)
 
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 
@@ -204,28 +151,3 @@ class Executor:
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def batch_metrics(groups: list[EpisodeGroup], batch: PreparedBatch) -> dict[str, float]:
-    return {
-        **reward_metrics(groups),
-        "groups": float(len(groups)),
-        "groups_left_out": float(batch.groups_left_out),
-        "groups_without_signal": float(sum(not group.signal for group in batch.groups) - batch.groups_left_out),
-        "episodes": float(sum(len(group.episodes) for group in groups)),
-        "episodes_left_out": float(len(batch.left_out)),
-        **_of_calls(batch),
-        "tokens_trained": float(batch.terms),
-    }
-
-
-def _of_calls(batch: PreparedBatch) -> dict[str, float]:
-    """Return what only the calls of episodes can say: sequences that others have scored have none."""
-    if not batch.calls:
-        return {}
-    return {
-        "calls": float(batch.calls),
-        "merged_share": batch.merged_calls / batch.calls,
-        "episodes_cut": float(batch.cut),
-        "episodes_cut_by_request": float(batch.cut_by_request),
-    }

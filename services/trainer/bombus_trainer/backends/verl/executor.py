@@ -1,9 +1,8 @@
 """The verl backend: steps, checkpoints and weights of verl's FSDP engine, on one rank or many. See `engine`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,28 +12,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bombus.errors import EngineFault
-from bombus.faults import Point, reached
 from bombus.weights.adapters import AdapterConfig, adapter_names, merged
 from bombus.weights.models import load_tokenizer_files
-from bombus_trainer.backend import Interrupted
-from bombus_trainer.backends.torch.executor import batch_metrics
+from bombus_trainer.backends.steps import StepBackend
 from bombus_trainer.backends.torch.flops import flops_of_step, peak_of
 from bombus_trainer.backends.torch.metrics import Tally
 from bombus_trainer.backends.torch.model import LOSS_TERMS, ScoredTerms, export_dtype
-from bombus_trainer.backends.torch.optim import learning_rate
 from bombus_trainer.backends.torch.transfer import to_device
 from bombus_trainer.backends.verl import engine as verl_engine
 from bombus_trainer.backends.verl.state import load_state, save_state, writer_of
-from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.packing import Terms, TrainingItem
-from bombus_trainer.data.sequences import Floats
+from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.data.sharding import MicroBatch, computed_tokens, shard
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
 from bombus_trainer.publish.tensorfile import Shape
 from bombus_trainer.ranks import Ranks
-from bombus_trainer.recovery.progress import advanced
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
@@ -42,7 +37,7 @@ NAME = "verl"
 STATE = "verl"  # the folder of the ranks' files in a checkpoint
 
 
-class VerlExecutor:
+class VerlExecutor(StepBackend[MicroBatch]):
     """One rank's part of a model in training; every method is called on all ranks. See `backend.TrainerBackend`."""
 
     def __init__(
@@ -62,7 +57,7 @@ class VerlExecutor:
         torch.manual_seed(settings.job.model.seed)
         self.settings = settings
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
-        self._ranks = ranks
+        self.ranks = ranks
         self._export_dtype = export_dtype(folder, settings)
         self._sharing = settings.config.ulysses_parallel_size  # the ranks in a row that compute parts of the same rows
         if ranks.size % self._sharing:
@@ -81,60 +76,20 @@ class VerlExecutor:
     def vocab_size(self) -> int:
         return int(self._engine.model_config.hf_config.get_text_config().vocab_size)
 
+    @property
+    def peak_flops(self) -> float | None:
+        return peak_of(torch.device(self.settings.device))
+
     # ---- steps ------------------------------------------------------------------------------------------------
 
-    def train_step(
-        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
-    ) -> dict[str, float]:
-        """See `TrainerBackend.train_step`. Only the leader's `interrupted` counts."""
-        tally = Tally()
-        with tally.phase("merge"):
-            batch = prepare(groups, self.settings, self.vocab_size)
-            if self._estimate is not None:
-                batch = self._estimate(batch, groups)
-        rate = learning_rate(step, self.settings)
-        with verl_engine.training(self._engine):
-            old = self._old_logprobs(batch, step, tally, interrupted)
-            for epoch in range(self.settings.config.ppo_epochs):
-                for items in mini_batches(batch, self.settings, step, epoch):
-                    self._update(items, rate, old, tally, interrupted)
-        first, *others = self._ranks.gather(tally)
-        for other in others:
-            first.add(other)
-        peak = peak_of(torch.device(self.settings.device))
-        return {
-            **first.metrics(None if peak is None else peak * self._ranks.size),
-            "lr": rate,
-            "bin_tokens": float(self.settings.bin_tokens),
-            "torch_threads": float(torch.get_num_threads()),
-            "ranks": float(self._ranks.size),
-            **batch_metrics(groups, batch),
-            **staleness(batch, step),
-        }
+    def prepared(self, groups: list[EpisodeGroup]) -> PreparedBatch:
+        batch = super().prepared(groups)
+        return batch if self._estimate is None else self._estimate(batch, groups)
 
-    def _update(
-        self, items: list[TrainingItem], rate: float, old: Floats | None, tally: Tally, interrupted: Callable[[], bool]
-    ) -> None:
-        """Make one update. It is left out when its loss or a gradient is not finite."""
-        self._engine.optimizer_zero_grad()
-        share = 0.0
-        for micro_batch in self._micro_batches(items, tally, interrupted):
-            with tally.phase("forward_backward"):
-                share += self._forward_backward(micro_batch, old, tally)
-            reached(Point.TRAINER_BIN_DONE)
-        norm = loss = sum(self._ranks.gather(share))  # the same on all ranks, so all of them leave an update out
-        if isfinite(loss):
-            with tally.phase("optimizer"):
-                for group in self._engine.optimizer.param_groups:
-                    group["lr"] = rate
-                norm = float(self._engine.optimizer_step())  # updates nothing when the norm is not finite
-        self._engine.optimizer_zero_grad()
-        tally.note_update(loss, norm)
-        advanced("update done")
-        reached(Point.TRAINER_UPDATE_DONE)
+    def training(self) -> AbstractContextManager[None]:
+        return verl_engine.training(self._engine)
 
-    def _forward_backward(self, micro_batch: MicroBatch, old: Floats | None, tally: Tally) -> float:
-        """Add the gradients of a micro-batch and return this rank's share of the loss."""
+    def forward_backward(self, micro_batch: MicroBatch, old: Floats | None, tally: Tally) -> float:
         reference = None
         if self.settings.config.kl_coef > 0.0:
             with self._engine.disable_adapter() if self.settings.config.lora_rank else nullcontext():
@@ -162,7 +117,7 @@ class VerlExecutor:
                 shares.append(of_loss.loss)
             total = torch.stack(shares).sum()
             share = float(total.detach()) if self._counts else 0.0
-            return total * self._ranks.size, {}  # verl's engine takes the mean over ranks, and ours is a sum
+            return total * self.ranks.size, {}  # verl's engine takes the mean over ranks, and ours is a sum
 
         verl_engine.compute(self._engine, micro_batch, loss, backward=True)
         return share
@@ -178,21 +133,11 @@ class VerlExecutor:
                 yield slice(start, start + count)
             start += count
 
-    def _old_logprobs(
-        self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
-    ) -> Floats | None:
-        """Compute the logprobs of all the batch's terms before its first update; None when there is only one."""
-        parts = mini_batches(batch, self.settings, step, epoch=0)
-        if len(parts) * self.settings.config.ppo_epochs <= 1:
-            return None
-        old = np.zeros(batch.terms, dtype=np.float32)
-        items = [item for part in parts for item in part]
-        with tally.phase("old_logprobs"):
-            for micro_batch in self._micro_batches(items, tally, interrupted, backward=False):
-                found_N = self._score(self._engine, micro_batch).cpu().numpy()
-                if self._counts:
-                    old[np.concatenate([item.terms.ids_N for item in micro_batch])] = found_N
-            return self._ranks.total(old)
+    def logprobs(self, micro_batch: MicroBatch) -> tuple[Ints, Floats]:
+        found_N = self._score(self._engine, micro_batch).cpu().numpy()
+        terms = [item.terms.ids_N for item in micro_batch] if self._counts else []
+        ids_N = np.concatenate([np.zeros(0, dtype=np.int64), *terms])
+        return ids_N, found_N[: len(ids_N)]
 
     def _score(self, engine: Any, micro_batch: MicroBatch) -> Tensor:
         """Compute the logprobs [N] of the terms of all sequences, without gradient."""
@@ -205,16 +150,14 @@ class VerlExecutor:
         verl_engine.compute(engine, micro_batch, keep, backward=False)
         return found[0]
 
-    def _micro_batches(
-        self, items: list[TrainingItem], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
-    ) -> Iterator[MicroBatch]:
+    def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> list[MicroBatch]:
         settings = self.settings
         packing = settings.config.enable_packing
         tokens_max = settings.bin_tokens if packing else 1  # a pass for each sequence: no two fit into one
         shards = shard(
-            items, self._ranks.size // self._sharing, tokens_max, self._packed, self._engine.cost.of_attention
+            items, self.ranks.size // self._sharing, tokens_max, self._packed, self._engine.cost.of_attention
         )
-        if self._ranks.leads:
+        if self.ranks.leads:
             lengths = [len(item.tokens_T) - 1 for item in items]
             terms, pairs = sum(len(item.terms) for item in items), sum(length * (length + 1) // 2 for length in lengths)
             tally.note_flops(flops_of_step(self._engine.cost, sum(lengths), terms, pairs, backward))
@@ -222,12 +165,15 @@ class VerlExecutor:
                 everywhere = [micro_batch for of_rank in shards for micro_batch in of_rank]
                 computed = sum(computed_tokens(each, self._packed) for each in everywhere)
                 tally.note_tokens(len(everywhere), len(items), computed, sum(lengths), max(lengths, default=0))
-        ours = shards[self._ranks.rank // self._sharing]
-        for number, micro_batch in enumerate(ours, 1):
-            if self._ranks.agree(interrupted()):
-                raise Interrupted
-            advanced(f"micro-batch {number} of {len(ours)}")
-            yield micro_batch
+        return shards[self.ranks.rank // self._sharing]
+
+    def zero_grad(self) -> None:
+        self._engine.optimizer_zero_grad()
+
+    def take_step(self, rate: float) -> float:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        return float(self._engine.optimizer_step())  # updates nothing when the norm is not finite
 
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 
@@ -235,22 +181,22 @@ class VerlExecutor:
         """See `TrainerBackend.save`: each rank's part of model and optimizer, with our manifest."""
 
         def write(draft: Path) -> dict[str, checkpoint.Seal]:
-            directory = Path(self._ranks.share(str(draft / STATE)))
+            directory = Path(self.ranks.share(str(draft / STATE)))
             save_state(directory, self._engine.module, self._engine.optimizer)
             seals: dict[str, checkpoint.Seal] = {}
-            for each in self._ranks.gather(checkpoint.seal_files(directory.parent, self._is_ours)):
+            for each in self.ranks.gather(checkpoint.seal_files(directory.parent, self._is_ours)):
                 seals |= each
             return seals
 
-        if not self._ranks.leads:
+        if not self.ranks.leads:
             write(Path())
-            return self._ranks.share()
-        saved = checkpoint.save_files(root, facts, NAME, self._ranks.size, write)
-        return self._ranks.share(saved)
+            return self.ranks.share()
+        saved = checkpoint.save_files(root, facts, NAME, self.ranks.size, write)
+        return self.ranks.share(saved)
 
     def _is_ours(self, name: str) -> bool:
         """Return whether this rank seals and checks that file: those that it wrote, and those of ranks beyond ours."""
-        return writer_of(name) % self._ranks.size == self._ranks.rank
+        return writer_of(name) % self.ranks.size == self.ranks.rank
 
     def restore(self, path: Path, digest: str) -> None:
         """See `TrainerBackend.restore`. Any number of ranks may have written it; each file is checked by one of ours.
@@ -260,10 +206,10 @@ class VerlExecutor:
         problem: EngineFault | None = None
         reshards = False
         try:
-            reshards = checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_ours)
+            reshards = checkpoint.verify_files(path, digest, NAME, self.ranks.size, self._is_ours)
         except EngineFault as error:
             problem = error
-        for found in self._ranks.gather(problem):  # the same on all ranks, before their next exchange
+        for found in self.ranks.gather(problem):  # the same on all ranks, before their next exchange
             if found is not None:
                 raise found
         if reshards:

@@ -1,0 +1,176 @@
+"""A step on a batch, whichever backend computes it: updates in a row, each of gradients that are added up."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from bombus.faults import Point, reached
+from bombus_trainer.backend import Interrupted
+from bombus_trainer.backends.torch.metrics import Tally, reward_metrics
+from bombus_trainer.backends.torch.optim import learning_rate
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.data.packing import TrainingItem
+from bombus_trainer.data.sequences import Floats, Ints
+from bombus_trainer.ranks import Ranks
+from bombus_trainer.recovery.progress import advanced
+from bombus_trainer.settings import TrainerSettings
+
+P = TypeVar("P")
+
+
+class StepBackend(ABC, Generic[P]):
+    """What torch's and verl's `TrainerBackend` have in common. A `P` is what goes through the model at once.
+
+    Every method is called on all of `ranks`.
+    """
+
+    settings: TrainerSettings
+    ranks: Ranks
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def peak_flops(self) -> float | None:
+        """The FLOPs per second that the device of one rank can reach, where they are known."""
+
+    @abstractmethod
+    def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> Sequence[P]:
+        """Divide sequences into what this rank passes through the model; all ranks have the same number of them."""
+
+    @abstractmethod
+    def logprobs(self, micro_batch: P) -> tuple[Ints, Floats]:
+        """Compute the logprobs of a micro-batch's terms: their numbers [N] in the batch, and their values [N]."""
+
+    @abstractmethod
+    def forward_backward(self, micro_batch: P, old: Floats | None, tally: Tally) -> float:
+        """Return a micro-batch's share of the loss of its update, and add its gradients where that is finite.
+
+        `old` has the logprobs of all the batch's terms before its first update; None where they are those of now.
+        """
+
+    @abstractmethod
+    def zero_grad(self) -> None: ...
+
+    @abstractmethod
+    def take_step(self, rate: float) -> float:
+        """Update with the gradients at this learning rate, unless their norm is not finite. Returns the norm."""
+
+    def prepared(self, groups: list[EpisodeGroup]) -> PreparedBatch:
+        """Return the sequences of a batch, with their advantages."""
+        return prepare(groups, self.settings, self.vocab_size)
+
+    def training(self) -> AbstractContextManager[None]:
+        """Prepare the model for a step, and leave it ready for its weights to be read."""
+        return nullcontext()
+
+    def train_step(
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """See `TrainerBackend.train_step`. Only the leader's `interrupted` counts."""
+        tally = Tally()
+        with tally.phase("merge"):
+            batch = self.prepared(groups)
+        rate = learning_rate(step, self.settings)
+        with self.training():
+            old = self._old_logprobs(batch, step, tally, interrupted)
+            for epoch in range(self.settings.config.ppo_epochs):
+                for items in mini_batches(batch, self.settings, step, epoch):
+                    self._update(items, rate, old, tally, interrupted)
+        first, *others = self.ranks.gather(tally)
+        for other in others:
+            first.add(other)
+        peak = self.peak_flops
+        return {
+            **first.metrics(None if peak is None else peak * self.ranks.size),
+            "lr": rate,
+            "bin_tokens": float(self.settings.bin_tokens),
+            "torch_threads": float(torch.get_num_threads()),
+            "ranks": float(self.ranks.size),
+            **batch_metrics(groups, batch),
+            **staleness(batch, step),
+        }
+
+    def _update(
+        self,
+        items: list[TrainingItem],
+        rate: float,
+        old: Floats | None,
+        tally: Tally,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        """Make one update. It is left out, on all ranks, when its loss or the norm of its gradient is not finite."""
+        self.zero_grad()
+        share = 0.0
+        for micro_batch in self._in_turn(items, tally, interrupted):
+            with tally.phase("forward_backward"):
+                share += self.forward_backward(micro_batch, old, tally)
+            reached(Point.TRAINER_BIN_DONE)
+            if self.ranks.size == 1 and not isfinite(share):
+                break  # others would wait for this rank
+        norm = loss = sum(self.ranks.gather(share))
+        if isfinite(loss):
+            with tally.phase("optimizer"):
+                norm = self.take_step(rate)
+        self.zero_grad()
+        tally.note_update(loss, norm)
+        advanced("update done")
+        reached(Point.TRAINER_UPDATE_DONE)
+
+    def _old_logprobs(
+        self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
+    ) -> Floats | None:
+        """Compute the logprobs of all the batch's terms before its first update; None when there is only one."""
+        parts = mini_batches(batch, self.settings, step, epoch=0)
+        if len(parts) * self.settings.config.ppo_epochs <= 1:
+            return None
+        old = np.zeros(batch.terms, dtype=np.float32)
+        items = [item for part in parts for item in part]
+        with tally.phase("old_logprobs"):
+            for micro_batch in self._in_turn(items, tally, interrupted, backward=False):
+                ids_N, logprobs_N = self.logprobs(micro_batch)
+                old[ids_N] = logprobs_N
+            return self.ranks.total(old)
+
+    def _in_turn(
+        self, items: list[TrainingItem], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
+    ) -> Iterator[P]:
+        """Yield the micro-batches one after another. Raises `Interrupted` between two of them."""
+        micro_batches = self.micro_batches(items, tally, backward)
+        for number, micro_batch in enumerate(micro_batches, 1):
+            if self.ranks.agree(interrupted()):
+                raise Interrupted
+            advanced(f"micro-batch {number} of {len(micro_batches)}")
+            yield micro_batch
+
+
+def batch_metrics(groups: list[EpisodeGroup], batch: PreparedBatch) -> dict[str, float]:
+    return {
+        **reward_metrics(groups),
+        "groups": float(len(groups)),
+        "groups_left_out": float(batch.groups_left_out),
+        "groups_without_signal": float(sum(not group.signal for group in batch.groups) - batch.groups_left_out),
+        "episodes": float(sum(len(group.episodes) for group in groups)),
+        "episodes_left_out": float(len(batch.left_out)),
+        **_of_calls(batch),
+        "tokens_trained": float(batch.terms),
+    }
+
+
+def _of_calls(batch: PreparedBatch) -> dict[str, float]:
+    """Return what only the calls of episodes can say: sequences that others have scored have none."""
+    if not batch.calls:
+        return {}
+    return {
+        "calls": float(batch.calls),
+        "merged_share": batch.merged_calls / batch.calls,
+        "episodes_cut": float(batch.cut),
+        "episodes_cut_by_request": float(batch.cut_by_request),
+    }
