@@ -255,7 +255,7 @@ def test_matrices_decay_and_vectors_do_not(folder: Path) -> None:
     before = {name: value.detach().clone() for name, value in executor.model.trainable().items()}
     for value in executor.model.trainable().values():
         value.grad = torch.zeros_like(value)
-    executor.optimizer.step(0.1)
+    executor.take_step(0.1)
     assert {value.ndim for value in before.values()} == {1, 2}
     for name, value in executor.model.trainable().items():
         torch.testing.assert_close(value.detach(), before[name] * (1.0 if value.ndim == 1 else 1.0 - 0.1 * 0.5))

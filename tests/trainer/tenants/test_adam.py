@@ -5,14 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from bombus.errors import Refused
+from bombus.errors import EngineFault, Refused
 from bombus.operations import AdamParams, RateSchedule
-from bombus_trainer.tenants.adam import TenantOptimizer, check_adam
+from bombus_trainer.backends.torch.optim import AdamW
+from bombus_trainer.tenants.adam import check_adam
 
 
-def optimizer(*values: float) -> tuple[nn.Parameter, TenantOptimizer]:
+def optimizer(*values: float) -> tuple[nn.Parameter, AdamW]:
     parameter = nn.Parameter(torch.tensor([list(values)]))
-    return parameter, TenantOptimizer({"w": parameter})
+    return parameter, AdamW({"w": parameter})
 
 
 def test_two_steps_with_parameters_of_their_own_are_those_worked_out_by_hand() -> None:
@@ -32,7 +33,7 @@ def test_two_steps_with_parameters_of_their_own_are_those_worked_out_by_hand() -
 
 def test_vectors_do_not_decay() -> None:
     vector = nn.Parameter(torch.tensor([4.0]))
-    adam = TenantOptimizer({"norm": vector})
+    adam = AdamW({"norm": vector})
     vector.grad = torch.zeros(1)
     adam.step(AdamParams(learning_rate=0.1, weight_decay=0.5))
     assert vector.tolist() == [4.0]
@@ -54,9 +55,15 @@ def test_a_state_of_other_parameters_is_refused() -> None:
     adam.step(AdamParams(learning_rate=0.1))
     adam.check({})
     adam.check(adam.state())
-    for wrong in ({**adam.state(), "w.exp_avg": torch.zeros(1, 3)}, {"w.step": torch.tensor(1.0)}):
-        with pytest.raises(Refused, match="the checkpoint's optimizer is of another model: load it without"):
-            adam.check(wrong)
+    own = adam.state()
+    for wrong, why in (
+        ({**own, "w.exp_avg": torch.zeros(1, 3)}, r"optimizer state for w has shape \(1, 3\)"),
+        ({"w.step": torch.tensor(1.0)}, "no optimizer state for w"),
+        ({**own, "v.step": torch.tensor(1.0)}, "optimizer state for other parameters too"),
+    ):
+        with pytest.raises(EngineFault, match=why):
+            adam.restore(wrong)
+        assert adam.state().keys() == own.keys(), "nothing has changed"
 
 
 @pytest.mark.parametrize(

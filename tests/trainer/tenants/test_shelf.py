@@ -8,16 +8,16 @@ from torch import nn
 
 from bombus.errors import EngineFault
 from bombus.operations import AdamParams
-from bombus_trainer.tenants.adam import TenantOptimizer
+from bombus_trainer.backends.torch.optim import AdamW
 from bombus_trainer.tenants.shelf import OptimizerShelf
 
 EACH = 2 * 40 + 4  # bytes of an optimizer of ten numbers
 
 
-def optimizer(value: float) -> TenantOptimizer:
+def optimizer(value: float) -> AdamW:
     """Make the optimizer of ten numbers, after a step with that gradient."""
     parameter = nn.Parameter(torch.zeros(2, 5))
-    adam = TenantOptimizer({"w": parameter})
+    adam = AdamW({"w": parameter})
     parameter.grad = torch.full((2, 5), value)
     adam.step(AdamParams(learning_rate=0.1))
     return adam

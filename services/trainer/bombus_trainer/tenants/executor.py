@@ -36,10 +36,10 @@ from bombus.operations import (
 )
 from bombus.weights.models import hub_name, load_tokenizer_files
 from bombus_trainer.backends.torch.model import PolicyModel
+from bombus_trainer.backends.torch.optim import AdamW
 from bombus_trainer.publish.checkpoint import Seal
 from bombus_trainer.serving.memory import give_back
 from bombus_trainer.settings import TrainerSettings
-from bombus_trainer.tenants.adam import TenantOptimizer
 from bombus_trainer.tenants.base import TenantBase
 from bombus_trainer.tenants.batches import DataLimits, read_batch
 from bombus_trainer.tenants.checkpoints import CheckpointFolder, CheckpointName, TenantFacts, TenantMarks
@@ -357,7 +357,7 @@ class OperationExecutor:
         return self._checkpoints.save(where, operation.overwrite, name, fill, facts)
 
     def _contents(
-        self, tenant: TrainedTenant, kind: CheckpointKind, optimizer: TenantOptimizer | None, merged: bool = False
+        self, tenant: TrainedTenant, kind: CheckpointKind, optimizer: AdamW | None, merged: bool = False
     ) -> Contents:
         files = load_tokenizer_files(self._folder) if tenant.spec is None or merged else {}
         base = hub_name(self._base_name) or str(self._folder.absolute())

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bombus.errors import Code, Refused
+from bombus.errors import Code, EngineFault, Refused
 from bombus.operations import CheckpointKind
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from bombus.weights.deltas import FULL_FILE
+from bombus_trainer.backends.torch.optim import AdamW
 from bombus_trainer.publish.checkpoint import Seal
 from bombus_trainer.publish.export import METADATA, write_files
 from bombus_trainer.publish.tensorfile import Shape, write_tensors
-from bombus_trainer.tenants.adam import TenantOptimizer
 from bombus_trainer.tenants.checkpoints import GRADIENT, OPTIMIZER, CheckpointFolder, CheckpointName, TenantFacts
 from bombus_trainer.tenants.tenant import TrainedTenant
 
@@ -36,7 +36,7 @@ class Contents:
     kind: CheckpointKind
     files: Mapping[str, bytes]
     base_model: str
-    optimizer: TenantOptimizer | None = None
+    optimizer: AdamW | None = None
     gradient: bool = False
     merged: bool = False
 
@@ -116,7 +116,10 @@ def load_tenant(
     weights = folder.tensors(name, facts, facts.weights)
     state = folder.tensors(name, facts, OPTIMIZER) if with_optimizer else {}
     gradient = folder.tensors(name, facts, GRADIENT) if GRADIENT in facts.files else None
-    tenant.optimizer.check(state)
+    try:
+        tenant.optimizer.check(state)
+    except EngineFault as fault:
+        raise Refused(Code.BAD_CONFIG, f"{fault}: it is of another model, load it without its optimizer") from fault
     tenant.restore(weights)
     tenant.optimizer.restore(state)
     tenant.clear()

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from bombus.errors import EngineFault
 from bombus.weights.deltas import file_sha256
+from bombus_trainer.backends.torch.optim import AdamW
 from bombus_trainer.publish.directories import make_durable_directory
 from bombus_trainer.publish.tensorfile import Shape, Written, write_tensors
-from bombus_trainer.tenants.adam import TenantOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class OptimizerShelf:
         make_durable_directory(folder)
         self._folder = folder
         self._bytes_max = bytes_max
-        self._optimizers: OrderedDict[str, TenantOptimizer] = OrderedDict()  # the one used longest ago first
+        self._optimizers: OrderedDict[str, AdamW] = OrderedDict()  # the one used longest ago first
         self._shelved: dict[str, _Shelved] = {}
 
     @property
@@ -45,7 +45,7 @@ class OptimizerShelf:
         """The models whose optimizers are not in memory."""
         return sorted(self._shelved)
 
-    def add(self, model: str, optimizer: TenantOptimizer) -> None:
+    def add(self, model: str, optimizer: AdamW) -> None:
         """Take charge of a model's optimizer."""
         self.remove(model)
         self._optimizers[model] = optimizer
@@ -63,7 +63,7 @@ class OptimizerShelf:
         self._optimizers.move_to_end(model)
         self._make_room(self._optimizers[model].held_bytes)
 
-    def bring(self, model: str) -> TenantOptimizer:
+    def bring(self, model: str) -> AdamW:
         """Return a model's optimizer, in memory until another is brought. Others make room for it.
 
         Raises `EngineFault` where its file is damaged.

@@ -14,11 +14,11 @@ from bombus.errors import Code, Refused
 from bombus.operations import AdamParams, AdapterSpec, Reduction, Scores, StepTaken
 from bombus.weights.adapters import AdapterConfig, adapter_names
 from bombus_trainer.backends.torch.lora import LoraLinear, target_modules
-from bombus_trainer.backends.torch.optim import scheduled
+from bombus_trainer.backends.torch.optim import AdamW, scheduled
 from bombus_trainer.data.packing import Bin, pack
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.recovery.progress import advanced
-from bombus_trainer.tenants.adam import TenantOptimizer, check_adam
+from bombus_trainer.tenants.adam import check_adam
 from bombus_trainer.tenants.base import TenantBase
 from bombus_trainer.tenants.batches import TokenBatch
 from bombus_trainer.tenants.client_losses import MASK, ClientLoss, term_metrics
@@ -60,7 +60,7 @@ class TrainedTenant:
         self.epoch = GradientEpoch()
         self.adapters: dict[str, LoraLinear] = {} if spec is None else base.adapters(spec, rank_max)
         self.parameters = self._parameters()
-        self.optimizer = TenantOptimizer(self.parameters)
+        self.optimizer = AdamW(self.parameters)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return what is trained, by its name in a file."""

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bombus.operations import AdamParams
 from bombus.weights.models import load_tokenizer_files
 from bombus_trainer.algorithms.losses import LossInputs, PolicyLoss, policy_loss
 from bombus_trainer.backends.steps import StepBackend
 from bombus_trainer.backends.torch.metrics import Tally
 from bombus_trainer.backends.torch.model import PolicyModel, ScoredTerms
-from bombus_trainer.backends.torch.optim import Optimizer
+from bombus_trainer.backends.torch.optim import AdamW
 from bombus_trainer.data.packing import Bin, TrainingItem, pack
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.publish import checkpoint
@@ -68,7 +69,7 @@ class Executor(StepBackend[Bin]):
         self.ranks = Ranks.alone()
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
         self.model = PolicyModel.load(folder, settings)
-        self.optimizer = Optimizer(self.model.trainable(), settings)
+        self.optimizer = AdamW(self.model.trainable())
 
     @property
     def vocab_size(self) -> int:
@@ -111,7 +112,20 @@ class Executor(StepBackend[Bin]):
         self.optimizer.zero_grad()
 
     def take_step(self, rate: float) -> float:
-        return self.optimizer.step(rate)
+        config = self.settings.config
+        norm = float(nn.utils.clip_grad_norm_(self.optimizer.parameters.values(), config.grad_clip))
+        if isfinite(norm):
+            beta1, beta2 = config.betas
+            self.optimizer.step(
+                AdamParams(
+                    learning_rate=rate,
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=self.settings.adam_epsilon,
+                    weight_decay=config.weight_decay,
+                )
+            )
+        return norm
 
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 

@@ -1,14 +1,16 @@
-"""The optimizer: AdamW over named parameters, gradient clipping, and the learning rate of each step."""
+"""The optimizer: AdamW over named parameters, and the learning rate of each step."""
 
 from collections.abc import Mapping
-from math import cos, isfinite, pi
+from math import cos, pi
 
 import torch
 from torch import Tensor, nn
 
 from bombus.errors import EngineFault
-from bombus.operations import RateSchedule
+from bombus.operations import AdamParams, RateSchedule
 from bombus_trainer.settings import TrainerSettings
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def learning_rate(step: int, settings: TrainerSettings) -> float:
@@ -39,30 +41,51 @@ def scheduled(step: int, peak: float, schedule: RateSchedule) -> float:
     return peak * (floor + (1.0 - floor) * left)
 
 
-class NamedAdamW:
-    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Matrices decay, vectors (norms, biases) do not."""
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Matrices decay, vectors (norms, biases) do not.
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        rate: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
+    Its parameters have names, its settings come with each step, and its state is made with the first one.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)
         matrices = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
         vectors = [parameter for parameter in self.parameters.values() if parameter.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=rate, betas=betas, eps=eps, fused=True
-        )
+        self._adam = torch.optim.AdamW([{"params": group} for group in (matrices, vectors) if group], fused=True)
+
+    @property
+    def full_bytes(self) -> int:
+        """How many bytes the state takes once it is there."""
+        return sum(2 * parameter.nbytes + 4 for parameter in self.parameters.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes the state takes now."""
+        return sum(value.nbytes for value in self.state().values())
 
     def zero_grad(self) -> None:
         self._adam.zero_grad(set_to_none=True)
+
+    def step(self, adam: AdamParams) -> None:
+        """Update the parameters that have gradients, as they are: what bounds or clears them is the caller's."""
+        self.make_state()
+        for group in self._adam.param_groups:
+            group["lr"], group["betas"], group["eps"] = adam.learning_rate, (adam.beta1, adam.beta2), adam.eps
+            group["weight_decay"] = adam.weight_decay if group["params"][0].ndim >= 2 else 0.0
+        self._adam.step()
+
+    def make_state(self) -> None:
+        """Make all of the state, unless it is there: a step that has no memory for it then fails before it begins."""
+        if self._adam.state:
+            return
+        self.restore(
+            {
+                f"{name}.{moment}": torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                for name, parameter in self.parameters.items()
+                for moment in ("exp_avg", "exp_avg_sq")
+            }
+            | {f"{name}.step": torch.zeros((), dtype=torch.float32) for name in self.parameters}
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Return the state by `<parameter>.<moment>`. It is empty before the first update."""
@@ -72,40 +95,27 @@ class NamedAdamW:
                 tensors[f"{name}.{key}"] = value
         return tensors
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the result of `state`. Raises `EngineFault` when it belongs to other parameters."""
-        self._adam.state.clear()
-        if not tensors:
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Raise `EngineFault` unless this is the state of such an optimizer, or empty."""
+        if not state:
             return
         for name, parameter in self.parameters.items():
-            moments = {key: tensors.get(f"{name}.{key}") for key in ("step", "exp_avg", "exp_avg_sq")}
-            average = moments["exp_avg"]
-            if any(value is None for value in moments.values()) or average is None:
-                raise EngineFault(f"the checkpoint has no optimizer state for {name}")
-            if average.shape != parameter.shape:
-                raise EngineFault(f"the checkpoint's {name} has shape {tuple(average.shape)}")
-            self._adam.state[parameter] = {
-                key: value.to(parameter.device) for key, value in moments.items() if value is not None
-            }
+            for moment in MOMENTS:
+                value, shape = state.get(f"{name}.{moment}"), torch.Size(()) if moment == "step" else parameter.shape
+                if value is None:
+                    raise EngineFault(f"the checkpoint has no optimizer state for {name}")
+                if value.shape != shape:
+                    raise EngineFault(f"the checkpoint's optimizer state for {name} has shape {tuple(value.shape)}")
+        if len(state) != len(MOMENTS) * len(self.parameters):
+            raise EngineFault("the checkpoint has optimizer state for other parameters too")
 
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the result of `state`. Raises `EngineFault` when it belongs to other parameters."""
+        self.check(state)
+        self._adam.state.clear()
+        for name, parameter in self.parameters.items() if state else ():
+            self._adam.state[parameter] = {moment: state[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS}
 
-class Optimizer(NamedAdamW):
-    """The optimizer of a job."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
-        config = settings.config
-        super().__init__(parameters, config.lr, config.betas, settings.adam_epsilon, config.weight_decay)
-        self._settings = settings
-
-    def step(self, rate: float) -> float:
-        """Clip, update at this learning rate, and free the gradients. Returns their norm before clipping.
-
-        Nothing is updated when the norm is not finite.
-        """
-        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.config.grad_clip))
-        if isfinite(norm):
-            for group in self._adam.param_groups:
-                group["lr"] = rate
-            self._adam.step()
-        self.zero_grad()
-        return norm
+    def drop(self) -> None:
+        """Forget the state."""
+        self.restore({})
