@@ -31,7 +31,6 @@ from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import read_patches
 from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.backends.torch.lora import adapters_of
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.publish.export import VersionTarget, export, export_adapter, export_base, export_delta
 from bombus_trainer.publish.host_copy import HostCopy
@@ -150,7 +149,7 @@ def bench_adapter(name: str, executor: Executor, step: int, root: Path) -> None:
 def rounded(executor: Executor) -> float:
     """Return the norm of the rounding error of merged weights in bfloat16, over the norm of what adapters add."""
     lost = added = 0.0
-    for adapter in adapters_of(executor.model._model).values():
+    for adapter in executor.model.adapters.values():
         whole = adapter.merged()
         lost += float((whole.bfloat16().float() - whole).square().sum())
         added += float((whole - adapter.base.weight).square().sum())

@@ -131,7 +131,7 @@ def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         groups, mean = play(engine, letters, arguments.group, step)
         curve.append((time.perf_counter() - started, mean))
         executor.train_step(groups, step)
-        engine.swap_weights(dict(executor.model.dense_weights()), step, 1)
+        engine.swap_weights(dict(executor.policy.dense_weights()), step, 1)
         if reached(curve) is not None and step >= arguments.least:
             break
     return report(curve, time.perf_counter() - started)

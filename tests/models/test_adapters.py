@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from bombus.architectures.miniatures import write_miniature
 from bombus.errors import EngineFault
-from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, PREFIX
+from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, PREFIX, AdapterConfig
 from bombus.weights.models import load_model
 from bombus_inference.backends.torch.adapters.fitting import adaptable_layers
 from bombus_inference.backends.torch.adapters.loaded import LoadedAdapter
@@ -20,7 +20,8 @@ from bombus_inference.backends.torch.adapters.own import LowRank
 from bombus_inference.backends.torch.backend import load_policy
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import ComputeSettings
-from bombus_trainer.backends.torch.lora import adapter_config, adapter_weights, adapters_of, add_adapters
+from bombus_trainer.backends.torch.lora import LoraLinear, layers_to_adapt, target_modules
+from bombus_trainer.backends.torch.trained import factors
 from tests.inference.backends.small_engines import finish, request
 from tests.models.families import full_config
 from tests.models.test_families import COMPUTED, EVERY
@@ -76,17 +77,20 @@ def test_peft_loads_an_adapter_on_the_layers_that_were_trained(
     write_miniature(full_config(family), tmp_path)
     model = load_model(tmp_path)
     try:
-        add_adapters(model, 2, 4.0, targets, seed=0)
+        layers = layers_to_adapt(model, targets)
     except EngineFault as fault:
         pytest.skip(str(fault))
     folder = tmp_path / "adapter"
     folder.mkdir()
-    weights = dict(adapter_weights(model))
+    generator = torch.Generator().manual_seed(0)
+    adapters = {name: LoraLinear(layer, 2, 4.0, generator) for name, layer in layers.items()}
+    weights = {name: factor.detach() for name, factor in factors(adapters).items()}
     save_file(weights, folder / ADAPTER_FILE)
-    (folder / ADAPTER_CONFIG).write_text(adapter_config(model, 2, 4.0).to_json())
+    config = AdapterConfig(r=2, lora_alpha=4.0, target_modules=target_modules(model, layers))
+    (folder / ADAPTER_CONFIG).write_text(config.to_json())
     theirs = PeftModel.from_pretrained(load_model(tmp_path), folder)
     adapted = {name for name, module in theirs.named_modules() if isinstance(module, LoraLayer)}
-    assert adapted == {PREFIX + layer for layer in adapters_of(model)}
+    assert adapted == {PREFIX + layer for layer in layers}
     for name, value in theirs.named_parameters():
         if ".lora_" in name:
             assert torch.equal(value, weights[name.replace(".default.", ".")])

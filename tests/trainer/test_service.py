@@ -108,7 +108,7 @@ async def test_r11_a_batch_that_a_dead_trainer_left_is_trained_once(stage: Stage
     ready = stage.engine.weights
     assert ready is not None
     same = served(ready.weights)
-    assert all(torch.equal(same[name], value) for name, value in executor.model.dense_weights())
+    assert all(torch.equal(same[name], value) for name, value in executor.policy.dense_weights())
 
 
 async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_published_from_its_checkpoint(
@@ -141,7 +141,7 @@ async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_pu
     assert done is not None
     assert done.checkpoint_digest == saved.digest
     same = served(ready.weights)
-    assert all(torch.equal(same[name], value) for name, value in executor.model.dense_weights())
+    assert all(torch.equal(same[name], value) for name, value in executor.policy.dense_weights())
 
 
 @pytest.mark.parametrize(("steps", "kept", "again"), [(5, 2, 1), (5, 1, 3), (3, 0, 3), (1, 0, 1)])

@@ -108,9 +108,9 @@ def test_steps_published_as_deltas_give_the_bytes_of_full_copies(
             assert rebuild(file, [Path(newest.where) / DELTA_FILE], tmp_path / str(step)) == full.sha256
             file = tmp_path / str(step)
         else:  # in float32 every step changes nearly everything
-            assert executor.model.export_dtype == torch.float32
+            assert executor.policy.export_dtype == torch.float32
             assert file_sha256(Path(newest.where) / FULL_FILE) == full.sha256
-    if executor.model.export_dtype == torch.bfloat16:
+    if executor.policy.export_dtype == torch.bfloat16:
         assert newest.format == DELTA_FORMAT
 
 

@@ -63,8 +63,8 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sta
         adapters.append(Path(export_adapter(executor, VersionTarget(root / "w", version, 1), base).where))
         models.append(load_model(Path(export(executor, VersionTarget(root / "merged", version, 1)).where)))
         torch.manual_seed(version)
-        for name, parameter in executor.model.trainable().items():
-            if name.endswith("lora_b"):
+        for name, parameter in executor.model.parameters.items():
+            if name.endswith("lora_B.weight"):
                 torch.nn.init.normal_(parameter, std=0.3)
     client = BackendClient()
     backend = VllmBackend(ENGINE, VllmSettings(eager=True), client.deliver)

@@ -41,8 +41,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     executor = Executor(folder, settings, load_tokenizer_files(folder))
     base = export_base(executor, root / "w", 1)
     torch.manual_seed(0)
-    for name, parameter in executor.model.trainable().items():
-        if name.endswith("lora_b"):
+    for name, parameter in executor.model.parameters.items():
+        if name.endswith("lora_B.weight"):
             torch.nn.init.normal_(parameter, std=0.3)
     adapter = export_adapter(executor, VersionTarget(root / "w", 1, 1), base)
     whole = export(executor, VersionTarget(root / "merged", 1, 1))

@@ -77,7 +77,7 @@ def made(tmp_path: Path, request: pytest.FixtureRequest) -> Made:
 
 
 def test_an_adapter_is_a_folder_that_peft_loads_on_top_of_its_base(made: Made) -> None:
-    dtype = made.executor.model.export_dtype
+    dtype = made.executor.policy.export_dtype
     base = AutoModelForCausalLM.from_pretrained(made.base.where, dtype=dtype)
     theirs = PeftModel.from_pretrained(base, made.adapters[1].where).merge_and_unload().state_dict()
     ours = AutoModelForCausalLM.from_pretrained(made.merged[1].where, dtype=dtype).state_dict()
@@ -202,7 +202,7 @@ async def test_our_engine_in_float32_computes_with_the_trainers_weights_whatever
     adapter = Adapter(Path(made.adapters[1].where))
     state = read_state(Path(made.base.where), compute, Path(made.adapters[1].where))
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
-    exact = dict(made.executor.model.dense_weights(merged=False))
+    exact = dict(made.executor.policy.dense_weights())
     changed = [name for name in state if adapter.changes(name)]
     assert len(changed) == 2 * 2
     for name, value in state.items():

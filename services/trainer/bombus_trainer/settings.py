@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from bombus.config.algorithms import Aggregation, Correction, Estimator, Loss, named
 from bombus.config.job import RunConfig
 from bombus.config.trainer import TrainerConfig
+from bombus.operations import AdapterSpec
 
 ADAM_EPSILON = 1e-8  # torch's own
 CPU_BIN_TOKENS = 4096  # the most that a micro-batch holds on a CPU, unless its operator allows more
@@ -61,10 +62,18 @@ class TrainerSettings(BaseModel):
         return "" if named(Loss, self.config.loss) else self.config.loss
 
     @property
-    def lora_targets(self) -> tuple[str, ...]:
-        """The names of the linear layers that get adapters. Empty: all of them."""
-        targets = self.config.target_modules
-        return () if targets in ("all-linear", "all") else tuple(name.strip() for name in targets.split(","))
+    def adapter(self) -> AdapterSpec | None:
+        """The adapter that is trained; None: all weights are."""
+        config = self.config
+        if not config.lora_rank:
+            return None
+        names = "" if config.target_modules in ("all-linear", "all") else config.target_modules
+        return AdapterSpec(
+            rank=config.lora_rank,
+            alpha=float(config.lora_alpha),
+            seed=self.job.model.seed,
+            targets=tuple(name.strip() for name in names.split(",") if name.strip()),
+        )
 
     @property
     def constant_length(self) -> int:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.hive.records import digest
+from bombus.weights.adapters import adapter_names
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.optim import learning_rate
@@ -61,7 +62,7 @@ def batch(seed: int = 0) -> list[EpisodeGroup]:
 
 
 def weights_of(executor: Executor) -> dict[str, bytes]:
-    return {name: digest(value.detach().numpy().tobytes()) for name, value in executor.model.trainable().items()}
+    return {name: digest(value.detach().numpy().tobytes()) for name, value in executor.model.parameters.items()}
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"mini_batch_num": 2, "ppo_epochs": 2}])
@@ -252,12 +253,12 @@ def test_sharing_prefixes_and_splitting_bins_changes_no_algorithm(folder: Path, 
 
 def test_matrices_decay_and_vectors_do_not(folder: Path) -> None:
     executor = Executor(folder, tiny_settings(weight_decay=0.5))
-    before = {name: value.detach().clone() for name, value in executor.model.trainable().items()}
-    for value in executor.model.trainable().values():
+    before = {name: value.detach().clone() for name, value in executor.model.parameters.items()}
+    for value in executor.model.parameters.values():
         value.grad = torch.zeros_like(value)
     executor.take_step(0.1)
     assert {value.ndim for value in before.values()} == {1, 2}
-    for name, value in executor.model.trainable().items():
+    for name, value in executor.model.parameters.items():
         torch.testing.assert_close(value.detach(), before[name] * (1.0 if value.ndim == 1 else 1.0 - 0.1 * 0.5))
 
 
@@ -319,8 +320,8 @@ def test_exported_weights_load_with_transformers_and_compute_the_same(
     served = AutoModelForCausalLM.from_pretrained(place)
     wanted = item(list(range(10)), list(range(1, 10)))
     (packed,) = pack([wanted], 100)
-    with torch.no_grad():
-        ours = executor.model.score(packed).logprobs_N
+    with torch.no_grad(), executor.training():
+        ours = executor.policy.score(packed).logprobs_N
         logits = served(torch.arange(9)[None]).logits[0]
         theirs = torch.log_softmax(logits, dim=-1)[torch.arange(9), torch.arange(1, 10)]
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
@@ -332,8 +333,8 @@ def test_an_export_of_adapters_is_base_plus_scaled_b_a(folder: Path, tmp_path: P
     base = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     served = AutoModelForCausalLM.from_pretrained(export(executor, VersionTarget(tmp_path, 1, 1)).where).state_dict()
     name = "model.layers.1.mlp.down_proj"
-    trained = executor.model.trainable()
-    product = trained[f"{name}.lora_b"].detach() @ trained[f"{name}.lora_a"].detach()
+    low_a, low_b = (executor.model.parameters[factor].detach() for factor in adapter_names(name))
+    product = low_b @ low_a
     assert product.abs().max() > 0
     torch.testing.assert_close(served[f"{name}.weight"], base[f"{name}.weight"] + 2.0 * product)
     torch.testing.assert_close(served["lm_head.weight"], base["lm_head.weight"])
@@ -342,7 +343,7 @@ def test_an_export_of_adapters_is_base_plus_scaled_b_a(folder: Path, tmp_path: P
 def test_a_bfloat16_model_is_trained_in_float32_and_served_in_bfloat16(tmp_path: Path) -> None:
     folder = tiny_model_folder(tmp_path / "model", dtype=torch.bfloat16)
     executor = Executor(folder, tiny_settings())
-    assert {value.dtype for value in executor.model.trainable().values()} == {torch.float32}
+    assert {value.dtype for value in executor.model.parameters.values()} == {torch.float32}
     served = AutoModelForCausalLM.from_pretrained(
         export(executor, VersionTarget(tmp_path / "weights", 0, 1)).where, dtype="auto"
     )
@@ -415,10 +416,10 @@ def _first_update(folder: Path, divisor: int, **changes: object) -> torch.Tensor
     lengths = {"max_response_length": divisor, "max_response_length_in_one_turn": 10, "max_model_len": divisor + 3000}
     settings = tiny_settings(lengths, lr=1e-3, adv_estimator="dr_grpo", **changes)
     executor = Executor(folder, settings)
-    before = [value.detach().clone() for value in executor.model.trainable().values()]
+    before = [value.detach().clone() for value in executor.model.parameters.values()]
     groups = [EpisodeGroup("t", tuple(two_turns(f"e{i}", i, reward=0.01 * i) for i in range(2)))]
     executor.train_step(groups, 1)
-    moved = [(value.detach() - old).flatten() for value, old in zip(executor.model.trainable().values(), before)]
+    moved = [(value.detach() - old).flatten() for value, old in zip(executor.model.parameters.values(), before)]
     return torch.cat(moved) / 1e-3
 
 
@@ -492,3 +493,31 @@ def test_a_load_says_what_it_loads_and_that_it_may_take_a_while(folder: Path, ca
     with caplog.at_level(logging.INFO):
         load_executor(tiny_settings(model={"path": str(folder)}))
     assert f"loading {folder}, 93 kB of weights: the larger, the longer" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{"lora_rank": 4}, {}, {"gradient_checkpointing": True}])
+def test_the_reference_is_the_model_that_training_began_with(folder: Path, changes: dict[str, object]) -> None:
+    executor = Executor(folder, tiny_settings(kl_coef=0.1, **changes))
+    (packed,) = pack([item(list(range(10)), list(range(4, 10)))], 100)
+    with executor.training():
+        before = executor.policy.score(packed).logprobs_N.detach()
+        with torch.no_grad():
+            for parameter in executor.model.parameters.values():
+                parameter.add_(0.05)
+        assert (executor.policy.score(packed).logprobs_N - before).abs().max() > 0.01
+        torch.testing.assert_close(executor.reference_logprobs(packed), before)
+
+
+def test_a_checkpoint_with_the_earlier_names_of_factors_is_restored(folder: Path) -> None:
+    trained, restored = (Executor(folder, tiny_settings(lora_rank=4)) for _ in range(2))
+    trained.train_step(batch(), 1)
+    earlier: dict[str, torch.Tensor] = {}
+    for name, value in trained.tensors().items():
+        for theirs, ours in ((".lora_A.weight", ".lora_a"), (".lora_B.weight", ".lora_b")):
+            name = name.replace(theirs, ours)
+        earlier[name.replace("base_model.model.", "")] = value.clone()
+    assert "parameter.model.layers.0.mlp.down_proj.lora_a" in earlier
+    assert "optimizer.model.layers.0.mlp.down_proj.lora_b.exp_avg" in earlier
+    restored.load_tensors(earlier)
+    assert restored.train_step(batch(2), 2)["loss"] == trained.train_step(batch(2), 2)["loss"]
+    assert weights_of(restored) == weights_of(trained)

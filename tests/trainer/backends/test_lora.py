@@ -16,7 +16,7 @@ from transformers import (
 
 from bombus.architectures.miniatures import miniature_config
 from bombus.errors import EngineFault
-from bombus_trainer.backends.torch.lora import LoraLinear, adapter_config, adapters_of, add_adapters
+from bombus_trainer.backends.torch.lora import LoraLinear, layers_to_adapt, target_modules
 
 WIDTH, RANK, TOKENS = 256, 8, 256
 RELATIVE = 3e-4  # the norm of what is added, relative to the weight's: that of some steps at a learning rate of 1e-4
@@ -65,40 +65,38 @@ def test_experts_that_all_linear_leaves_out_are_named_and_the_job_has_to_choose(
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, **shape))
     with pytest.raises(EngineFault, match=r"would leave 8\d % of .* down_proj and gate_up_proj") as refused:
-        add_adapters(model, 2, 4.0, (), seed=0)
+        layers_to_adapt(model, ())
     assert "model.layers.0.mlp.experts.gate_up_proj" in str(refused.value)
-    add_adapters(model, 2, 4.0, ("q_proj", "v_proj"), seed=0)
-    assert len(adapters_of(model)) == 4
+    assert len(layers_to_adapt(model, ("q_proj", "v_proj"))) == 4
 
 
 def test_a_model_without_linear_layers_is_refused_and_its_layers_are_named() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=32))
     with pytest.raises(EngineFault, match=r"\(gpt2\) has none: its layers are Conv1D; set trainer\.lora_rank to 0"):
-        add_adapters(model, 2, 4.0, (), seed=0)
+        layers_to_adapt(model, ())
 
 
 def test_the_output_layer_gets_no_adapter_whatever_it_is_called() -> None:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = BioGptForCausalLM(BioGptConfig(vocab_size=32, **shape))
-    add_adapters(model, 2, 4.0, (), seed=0)
+    found = layers_to_adapt(model, ())
     assert isinstance(model.get_output_embeddings(), nn.Linear)
-    assert "output_projection" not in adapters_of(model)
-    assert len(adapters_of(model)) == 6
+    assert "output_projection" not in found
+    assert len(found) == 6
 
 
 def test_adapters_are_on_the_language_model_and_not_on_the_tower_for_images() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(miniature_config(AutoConfig.for_model("gemma3")))
     assert any(isinstance(layer, nn.Linear) for layer in model.model.vision_tower.modules())
-    add_adapters(model, 2, 4.0, (), seed=0)
-    assert adapters_of(model)
-    assert all(name.startswith("model.language_model.layers.") for name in adapters_of(model))
+    found = layers_to_adapt(model, ())
+    assert found
+    assert all(name.startswith("model.language_model.layers.") for name in found)
 
 
 def test_an_adapter_names_layers_by_their_last_parts_and_in_full_where_others_end_alike() -> None:
     """A layer of ctrl's is `ffn.0`, and its blocks are `h.0`, `h.1`."""
     model = AutoModelForCausalLM.from_config(miniature_config(AutoConfig.for_model("ctrl")))
-    add_adapters(model, RANK, 16.0, (), seed=0)
-    found = adapter_config(model, RANK, 16.0).target_modules
+    found = target_modules(model, layers_to_adapt(model, ()))
     assert {name for name in found if "." not in name} == {"Wq", "Wk", "Wv", "dense", "2"}
     assert {name for name in found if "." in name} == {f"transformer.h.{layer}.ffn.0" for layer in (0, 1)}

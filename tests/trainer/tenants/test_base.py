@@ -7,7 +7,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from bombus.errors import Refused
 from bombus.operations import AdapterPart, AdapterSpec
-from bombus_trainer.tenants.base import TenantBase, part_of
+from bombus_trainer.backends.torch.base import Base, part_of
+from bombus_trainer.tenants.specs import check_adapter
 from tests.trainer.small_batches import tiny_settings, tiny_tokenizer
 
 
@@ -31,8 +32,10 @@ def test_fused_experts_have_no_adapter_and_attention_beside_them_may(tmp_path: P
     MixtralForCausalLM(
         MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, **shape)
     ).save_pretrained(tmp_path)
-    base = TenantBase(tiny_tokenizer(tmp_path), tiny_settings(), all_weights=False)
+    base = Base(tiny_tokenizer(tmp_path), tiny_settings(), all_weights=False)
     with pytest.raises(Refused, match=r"the experts in .*\. Leave mlp out of the adapter's parts, or give its targets"):
-        base.adapters(AdapterSpec(rank=2, alpha=4.0), rank_max=8)
-    found = base.adapters(AdapterSpec(rank=2, alpha=4.0, parts=(AdapterPart.ATTENTION,)), rank_max=8)
+        check_adapter(base, AdapterSpec(rank=2, alpha=4.0), rank_max=8)
+    attention = AdapterSpec(rank=2, alpha=4.0, parts=(AdapterPart.ATTENTION,))
+    check_adapter(base, attention, rank_max=8)
+    found = base.adapters(attention)
     assert sorted(name.rpartition(".")[2] for name in found) == ["k_proj", "o_proj", "q_proj", "v_proj"]

@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from bombus.errors import Refused
+from bombus.errors import EngineFault
 from bombus.operations import AdamParams, AdapterSpec, RateSchedule, Reduction
-from bombus_trainer.tenants.base import TenantBase
+from bombus_trainer.backends.torch.base import Base
 from bombus_trainer.tenants.tenant import GradientEpoch, TrainedTenant
 from tests.trainer.small_batches import tiny_settings
 
 
 @pytest.fixture(scope="module")
-def shared(base: Path) -> TenantBase:
-    return TenantBase(base, tiny_settings(), all_weights=False)
+def shared(base: Path) -> Base:
+    return Base(base, tiny_settings(), all_weights=False)
 
 
-def tenant(shared: TenantBase, rank: int = 1) -> TrainedTenant:
-    return TrainedTenant(shared, AdapterSpec(rank=rank, alpha=2.0, targets=("q_proj",)), rank_max=8)
+def tenant(shared: Base, rank: int = 1) -> TrainedTenant:
+    return TrainedTenant(shared, AdapterSpec(rank=rank, alpha=2.0, targets=("q_proj",)))
 
 
 def with_gradient(made: TrainedTenant, value: float, tokens: int) -> TrainedTenant:
@@ -28,7 +28,7 @@ def with_gradient(made: TrainedTenant, value: float, tokens: int) -> TrainedTena
     return made
 
 
-def test_a_gradient_is_divided_before_its_norm_is_bounded(shared: TenantBase) -> None:
+def test_a_gradient_is_divided_before_its_norm_is_bounded(shared: Base) -> None:
     # 128 numbers of 6, divided by 3 tokens: the norm is 2 sqrt(128). Plain SGD shows what was left of it
     for bound, left in ((0.0, 2.0), (100.0, 2.0), (128**0.5, 1.0)):
         made = with_gradient(tenant(shared), 6.0, tokens=3)
@@ -38,14 +38,14 @@ def test_a_gradient_is_divided_before_its_norm_is_bounded(shared: TenantBase) ->
         assert all(grad.flatten().tolist() == pytest.approx([left] * grad.numel()) for grad in grads)
 
 
-def test_a_step_clears_the_gradient(shared: TenantBase) -> None:
+def test_a_step_clears_the_gradient(shared: Base) -> None:
     made = with_gradient(tenant(shared), 1.0, tokens=5)
     made.take_step(AdamParams(learning_rate=0.1), Reduction.TOKEN_MEAN)
     assert (made.step, made.epoch) == (1, GradientEpoch())
     assert all(parameter.grad is None for parameter in made.parameters.values())
 
 
-def test_a_schedule_goes_on_with_the_steps_of_the_model(shared: TenantBase) -> None:
+def test_a_schedule_goes_on_with_the_steps_of_the_model(shared: Base) -> None:
     made = tenant(shared)
     schedule = RateSchedule(kind="linear", warmup_steps=2, total_steps=6, min_ratio=0.5)
     rates = []
@@ -58,21 +58,21 @@ def test_a_schedule_goes_on_with_the_steps_of_the_model(shared: TenantBase) -> N
     assert rates == pytest.approx([0.2, 0.4, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2])
 
 
-def test_weights_of_another_shape_are_refused_before_any_changes(shared: TenantBase) -> None:
+def test_weights_of_another_shape_are_refused_before_any_changes(shared: Base) -> None:
     made, other = tenant(shared), tenant(shared, rank=2)
     before = {name: value.clone() for name, value in made.weights().items()}
     for wrong, why in ((other.weights(), r"has shape \[2, 32\], not \[1, 32\]"), ({}, "is in only one of the two")):
-        with pytest.raises(Refused, match=why):
+        with pytest.raises(EngineFault, match=why):
             made.restore(wrong)
     assert all(torch.equal(before[name], value) for name, value in made.weights().items())
 
 
-def named_while_on(shared: TenantBase, made: TrainedTenant) -> list[str]:
+def named_while_on(shared: Base, made: TrainedTenant) -> list[str]:
     with shared.switched_on(made.adapters):
         return [name for name, _ in shared.network.named_modules()]
 
 
-def test_the_base_has_its_own_layers_when_no_adapter_is_switched_on(shared: TenantBase) -> None:
+def test_the_base_has_its_own_layers_when_no_adapter_is_switched_on(shared: Base) -> None:
     names = [name for name, _ in shared.network.named_modules()]
     made = tenant(shared)
     assert any(name.endswith("q_proj.base") for name in named_while_on(shared, made))

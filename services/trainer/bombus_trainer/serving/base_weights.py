@@ -36,7 +36,7 @@ class BaseSource:
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         """Pass the weights to `use`. They are all of the base, whatever `part` of a model is asked for."""
-        return use(self._policy.dense_weights(merged=False))
+        return use(self._policy.dense_weights())
 
 
 async def publish_base(bus: Bus, options: TrainerOptions, ownership: RunOwnership, policy: PolicyModel) -> None:

@@ -35,12 +35,12 @@ from bombus.operations import (
     StepTaken,
 )
 from bombus.weights.models import hub_name, load_tokenizer_files
+from bombus_trainer.backends.torch.base import Base
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.backends.torch.optim import AdamW
 from bombus_trainer.publish.checkpoint import Seal
 from bombus_trainer.serving.memory import give_back
 from bombus_trainer.settings import TrainerSettings
-from bombus_trainer.tenants.base import TenantBase
 from bombus_trainer.tenants.batches import DataLimits, read_batch
 from bombus_trainer.tenants.checkpoints import CheckpointFolder, CheckpointName, TenantFacts, TenantMarks
 from bombus_trainer.tenants.client_losses import read_loss
@@ -48,6 +48,7 @@ from bombus_trainer.tenants.room import check_room, free_bytes, need_of
 from bombus_trainer.tenants.saving import Contents, check_origin, load_tenant, weights_file, write_tenant
 from bombus_trainer.tenants.settings import TenantSettings
 from bombus_trainer.tenants.shelf import OptimizerShelf
+from bombus_trainer.tenants.specs import check_adapter
 from bombus_trainer.tenants.tenant import GradientEpoch, TrainedTenant
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class OperationExecutor:
         """
         self._free = free
         self._folder, self._settings, self._options = folder, settings, options
-        self._base: TenantBase | None = TenantBase(folder, settings, all_weights=False)
+        self._base: Base | None = Base(folder, settings, all_weights=False)
         self._tenants: dict[str, TrainedTenant] = {}
         self._checkpoints = CheckpointFolder(options.checkpoints)
         self._covers = CheckpointFolder(options.covers)
@@ -255,7 +256,8 @@ class OperationExecutor:
         """Raise `Refused` where there is no memory for one more model; the system would end this process."""
         base, tenants = self._need_base(None), self._tenants.values()
         device = base.policy.device
-        need = need_of(base.numbers(spec, self._options.rank_max), tenants, self._options.optimizer_bytes_max)
+        check_adapter(base, spec, self._options.rank_max)
+        need = need_of(base.numbers(spec), tenants, self._options.optimizer_bytes_max)
         if need.own + need.others > self._free(device):
             give_back()  # what ended models had may still be kept by this process
         # A model of all weights is loaded in the place of the base.
@@ -292,14 +294,16 @@ class OperationExecutor:
                 f"the model {next(iter(self._tenants))} trains all weights of the base, so there can be no other: end "
                 "it first",
             )
-        return TrainedTenant(self._need_base(all_weights), operation.adapter, self._options.rank_max)
+        base = self._need_base(all_weights)
+        check_adapter(base, operation.adapter, self._options.rank_max)
+        return TrainedTenant(base, operation.adapter)
 
-    def _need_base(self, all_weights: bool | None) -> TenantBase:
+    def _need_base(self, all_weights: bool | None) -> Base:
         """Return the base, loaded again where its weights are trained or were, which only happens without tenants."""
         base = self._base
         if base is None or (all_weights is not None and (base.all_weights or all_weights)):
             self._base = base = None  # before the next is loaded: two need not fit
-            self._base = base = TenantBase(self._folder, self._settings, bool(all_weights))
+            self._base = base = Base(self._folder, self._settings, bool(all_weights))
         return base
 
     def _end(self, model: str, operation: EndModel, name: str, executed: bytes) -> ModelEnded:

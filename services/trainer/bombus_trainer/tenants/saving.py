@@ -120,7 +120,10 @@ def load_tenant(
         tenant.optimizer.check(state)
     except EngineFault as fault:
         raise Refused(Code.BAD_CONFIG, f"{fault}: it is of another model, load it without its optimizer") from fault
-    tenant.restore(weights)
+    try:
+        tenant.restore(weights)
+    except EngineFault as fault:
+        raise Refused(Code.BAD_CONFIG, str(fault)) from fault
     tenant.optimizer.restore(state)
     tenant.clear()
     tenant.step = facts.step if with_optimizer else 0

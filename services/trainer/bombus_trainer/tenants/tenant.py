@@ -8,18 +8,17 @@ from math import isfinite
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bombus.errors import Code, Refused
 from bombus.operations import AdamParams, AdapterSpec, Reduction, Scores, StepTaken
-from bombus.weights.adapters import AdapterConfig, adapter_names
-from bombus_trainer.backends.torch.lora import LoraLinear, target_modules
-from bombus_trainer.backends.torch.optim import AdamW, scheduled
+from bombus_trainer.backends.torch.base import Base
+from bombus_trainer.backends.torch.optim import scheduled
+from bombus_trainer.backends.torch.trained import TrainedModel
 from bombus_trainer.data.packing import Bin, pack
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.recovery.progress import advanced
 from bombus_trainer.tenants.adam import check_adam
-from bombus_trainer.tenants.base import TenantBase
 from bombus_trainer.tenants.batches import TokenBatch
 from bombus_trainer.tenants.client_losses import MASK, ClientLoss, term_metrics
 
@@ -49,40 +48,13 @@ class _BinScores:
     metrics: Mapping[str, float]
 
 
-class TrainedTenant:
-    """A model: an adapter on the base, or all weights of the base."""
+class TrainedTenant(TrainedModel):
+    """A model that a caller trains, with the gradient since its last step."""
 
-    def __init__(self, base: TenantBase, spec: AdapterSpec | None, rank_max: int) -> None:
-        """Make a new model. Raises `Refused` where the base cannot have this adapter."""
-        self.base = base
-        self.spec = spec
+    def __init__(self, base: Base, spec: AdapterSpec | None) -> None:
+        super().__init__(base, spec)
         self.step = 0
         self.epoch = GradientEpoch()
-        self.adapters: dict[str, LoraLinear] = {} if spec is None else base.adapters(spec, rank_max)
-        self.parameters = self._parameters()
-        self.optimizer = AdamW(self.parameters)
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return what is trained, by its name in a file."""
-        if self.spec is None:
-            return self.base.policy.trainable()
-        found: dict[str, nn.Parameter] = {}
-        for name, adapter in self.adapters.items():
-            low_a, low_b = adapter_names(name)
-            found |= {low_a: adapter.lora_a, low_b: adapter.lora_b}
-        return found
-
-    @property
-    def size(self) -> int:
-        """How many numbers are trained."""
-        return sum(parameter.numel() for parameter in self.parameters.values())
-
-    def adapter_config(self) -> AdapterConfig:
-        """Return the configuration that peft reads. Raises `ValueError` for a model without an adapter."""
-        if self.spec is None:
-            raise ValueError("this model has no adapter")
-        targets = target_modules(self.base.policy.network, self.adapters)
-        return AdapterConfig(r=self.spec.rank, lora_alpha=float(self.spec.alpha), target_modules=targets)
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
@@ -197,24 +169,6 @@ class TrainedTenant:
             torch._foreach_mul_(grads, norm_max / norm)
         return norm
 
-    # ---- weights --------------------------------------------------------------------------------------------------
-
-    def restore(self, weights: Mapping[str, Tensor]) -> None:
-        """Put weights back. Raises `Refused` unless they are those of this model, before anything changes."""
-        own = self.weights()
-        if odd := sorted(own.keys() ^ weights.keys()):
-            raise Refused(Code.BAD_CONFIG, f"the checkpoint is of another model: {odd[0]} is in only one of the two")
-        for name, value in own.items():
-            if value.shape != weights[name].shape:
-                raise Refused(
-                    Code.BAD_CONFIG,
-                    f"the checkpoint is of another model: its {name} has shape {list(weights[name].shape)}, not "
-                    f"{list(value.shape)}",
-                )
-        with torch.no_grad():
-            for name, value in own.items():
-                value.copy_(weights[name])
-
     def gradient(self) -> dict[str, Tensor]:
         """Return the gradient since the last step, by parameter; empty where there is none."""
         return {name: value.grad for name, value in self.parameters.items() if value.grad is not None}
@@ -225,12 +179,6 @@ class TrainedTenant:
             found = gradient.get(name)
             parameter.grad = None if found is None else found.to(parameter.device)
         self.epoch = epoch
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return all that a checkpoint has of the model, in full precision, by name in the order of its file."""
-        if self.spec is None:
-            return self.base.everything()
-        return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
 
 def _not_finite(terms_N: Tensor, lines_N: Ints) -> str:

@@ -1,6 +1,8 @@
 """Run training steps: the one place where model, optimizer and batches meet. It does not know the bus."""
 
+import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -10,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from bombus.operations import AdamParams
+from bombus.weights.adapters import adapter_names
 from bombus.weights.models import load_tokenizer_files
 from bombus_trainer.algorithms.losses import LossInputs, PolicyLoss, policy_loss
 from bombus_trainer.backends.steps import StepBackend
+from bombus_trainer.backends.torch.base import Base
 from bombus_trainer.backends.torch.metrics import Tally
-from bombus_trainer.backends.torch.model import PolicyModel, ScoredTerms
-from bombus_trainer.backends.torch.optim import AdamW
+from bombus_trainer.backends.torch.model import ScoredTerms
+from bombus_trainer.backends.torch.trained import TrainedModel
 from bombus_trainer.data.packing import Bin, TrainingItem, pack
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.publish import checkpoint
@@ -26,6 +30,7 @@ from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
 PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
+EARLIER_FACTOR = re.compile(r"^(.+)\.lora_([ab])(?=\.|$)")
 
 
 def with_sampler(scored: ScoredTerms, old_N: Tensor) -> ScoredTerms:
@@ -68,16 +73,19 @@ class Executor(StepBackend[Bin]):
         self.settings = settings
         self.ranks = Ranks.alone()
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
-        self.model = PolicyModel.load(folder, settings)
-        self.optimizer = AdamW(self.model.trainable())
+        self.base = Base(folder, settings, all_weights=settings.adapter is None)
+        self.model = TrainedModel(self.base, settings.adapter)
+        self.policy = self.base.policy
+        kept = settings.config.kl_coef > 0.0 and self.base.all_weights  # below an adapter the base is the reference
+        self._reference = self.policy.frozen_copy() if kept else self.policy
 
     @property
     def vocab_size(self) -> int:
-        return self.model.vocab_size
+        return self.policy.vocab_size
 
     @property
     def peak_flops(self) -> float | None:
-        return self.model.peak_flops
+        return self.policy.peak_flops
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
@@ -88,19 +96,19 @@ class Executor(StepBackend[Bin]):
         bins = pack(items, tokens_max, packing and settings.config.share_prefixes)
         if backward:
             tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
-        tally.note_flops(sum(self.model.flops(packed, backward) for packed in bins))
+        tally.note_flops(sum(self.policy.flops(packed, backward) for packed in bins))
         return bins
 
     def logprobs(self, micro_batch: Bin) -> tuple[Ints, Floats]:
         with torch.no_grad():
-            return micro_batch.terms.ids_N, self.model.score(micro_batch).logprobs_N.cpu().numpy()
+            return micro_batch.terms.ids_N, self.policy.score(micro_batch).logprobs_N.cpu().numpy()
 
     def forward_backward(self, micro_batch: Bin, old: Floats | None, tally: Tally) -> float:
-        settings, device = self.settings, self.model.device
-        scored = self.model.score(micro_batch)
+        settings, device = self.settings, self.policy.device
+        scored = self.policy.score(micro_batch)
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[micro_batch.terms.ids_N]).to(device)
         sampler_N, scored = scored.terms["sampler_logprobs_N"], with_sampler(scored, old_N)
-        reference_N = self.model.score_reference(micro_batch) if settings.config.kl_coef > 0.0 else None
+        reference_N = self.reference_logprobs(micro_batch) if settings.config.kl_coef > 0.0 else None
         result = loss_of_terms(scored, old_N, reference_N, settings)
         loss = float(result.loss.detach())
         if isfinite(loss):
@@ -108,15 +116,23 @@ class Executor(StepBackend[Bin]):
             tally.note_terms(result, old_N, sampler_N, scored.entropy_N.detach())
         return loss
 
+    def reference_logprobs(self, micro_batch: Bin) -> Tensor:
+        """Compute logprobs [N] under the weights that training began with, without gradient."""
+        with torch.no_grad(), self.base.switched_on({}):
+            return self._reference.score(micro_batch).logprobs_N
+
+    def training(self) -> AbstractContextManager[None]:
+        return self.base.switched_on(self.model.adapters)
+
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
+        self.model.optimizer.zero_grad()
 
     def take_step(self, rate: float) -> float:
         config = self.settings.config
-        norm = float(nn.utils.clip_grad_norm_(self.optimizer.parameters.values(), config.grad_clip))
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters.values(), config.grad_clip))
         if isfinite(norm):
             beta1, beta2 = config.betas
-            self.optimizer.step(
+            self.model.optimizer.step(
                 AdamParams(
                     learning_rate=rate,
                     beta1=beta1,
@@ -136,8 +152,8 @@ class Executor(StepBackend[Bin]):
     def tensors(self) -> dict[str, Tensor]:
         """Return what `load_tensors` takes: parameters and optimizer state, not copied, and the random state."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
-        tensors |= {PARAMETER + name: value.detach() for name, value in self.model.trainable().items()}
-        tensors |= {MOMENT + name: value for name, value in self.optimizer.state().items()}
+        tensors |= {PARAMETER + name: value.detach() for name, value in self.model.parameters.items()}
+        tensors |= {MOMENT + name: value for name, value in self.model.optimizer.state().items()}
         return tensors
 
     def restore(self, path: Path, digest: str) -> None:
@@ -147,21 +163,29 @@ class Executor(StepBackend[Bin]):
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from the result of `tensors`. Raises `EngineFault` when it is of another model."""
         self.model.restore(_under(PARAMETER, tensors))
-        self.optimizer.restore(_under(MOMENT, tensors))
-        self.optimizer.zero_grad()
+        self.model.optimizer.restore(_under(MOMENT, tensors))
+        self.zero_grad()
         torch.set_rng_state(tensors[RNG])
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
         if part == ModelPart.ADAPTER:
-            return adapter_outline(self.model.adapter_config(), self.model.adapter_weights())
-        return Outline(self.model.export_dtype, self.model.dense_shapes())
+            return adapter_outline(self.model.adapter_config(), self.model.weights().items())
+        return Outline(self.policy.export_dtype, self.policy.dense_shapes())
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         """See `TrainerBackend.read_weights`."""
         if part == ModelPart.ADAPTER:
-            return use(self.model.adapter_weights())
-        return use(self.model.dense_weights(merged=part == ModelPart.MODEL))
+            return use(self.model.weights().items())
+        with self.base.switched_on(self.model.adapters if part == ModelPart.MODEL else {}):
+            return use(self.policy.dense_weights())
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    """Return the tensors below a prefix. Until version 0.1.0 the factors of adapters had other names."""
+    return {
+        EARLIER_FACTOR.sub(
+            lambda found: adapter_names(found[1])["ab".index(found[2])], name.removeprefix(prefix)
+        ): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -1,8 +1,7 @@
 """Low-rank adapters over the linear layers of a transformer (Hu et al. 2021, arXiv:2106.09685)."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from bombus.errors import EngineFault
-from bombus.weights.adapters import AdapterConfig, adapter_names, merged
+from bombus.weights.adapters import merged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,16 +44,12 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base = base
         self.scale = alpha / rank
-        self.enabled = True
         bound = 1.0 / math.sqrt(base.in_features)
         lora_a = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(lora_a.to(base.weight.device))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.enabled:
-            plain: Tensor = self.base(x)
-            return plain
         low, low_b = linear(x, self.lora_a.to(x.dtype)), (self.scale * self.lora_b).to(x.dtype)
         if x.dtype == torch.float32:
             added: Tensor = self.base(x) + linear(low, low_b)
@@ -66,16 +61,6 @@ class LoraLinear(nn.Module):
         """Return the dense weight [out, in] that computes the same, in float32."""
         with torch.no_grad():
             return merged(self.base.weight, self.lora_a, self.lora_b, self.scale)
-
-
-def add_adapters(model: "PreTrainedModel", rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
-    """Freeze `model` and put an adapter on each of its `layers_to_adapt`. Raises `EngineFault` as that does."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for name, layer in layers_to_adapt(model, targets).items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, LoraLinear(layer, rank, alpha, generator))
 
 
 def layers_to_adapt(model: "PreTrainedModel", targets: Sequence[str]) -> dict[str, nn.Linear]:
@@ -143,10 +128,6 @@ def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
-def adapter_config(model: nn.Module, rank: int, alpha: float) -> AdapterConfig:
-    return AdapterConfig(r=rank, lora_alpha=float(alpha), target_modules=target_modules(model, adapters_of(model)))
-
-
 def target_modules(model: nn.Module, layers: Iterable[str]) -> list[str]:
     """Return names by which peft finds these layers of a model and no other module.
 
@@ -160,24 +141,3 @@ def target_modules(model: nn.Module, layers: Iterable[str]) -> list[str]:
     }
     ends = {layer: layer.rpartition(".")[2] for layer in adapted}
     return sorted({layer if end in others else end for layer, end in ends.items()})
-
-
-def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all adapters' factors under their names in a file, in float32."""
-    for name, adapter in adapters_of(model).items():
-        low_a, low_b = adapter_names(name)
-        yield low_a, adapter.lora_a.detach()
-        yield low_b, adapter.lora_b.detach()
-
-
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Switch a model's adapters off for a block: it is then the model that training began with."""
-    adapters = adapters_of(model).values()
-    for adapter in adapters:
-        adapter.enabled = False
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.enabled = True

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,20 +31,11 @@ from bombus.architectures.probing import (
 )
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import EngineFault
-from bombus.weights.adapters import AdapterConfig
 from bombus.weights.models import load_config, load_model, persistent_buffers
 from bombus_trainer.backends.torch.attention import NAME, plan
 from bombus_trainer.backends.torch.flops import attention_pairs, cost_of, flops_of_step, peak_of
 from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logits, chosen_logprobs
-from bombus_trainer.backends.torch.lora import (
-    BASE,
-    LoraLinear,
-    adapter_config,
-    adapter_weights,
-    adapters_of,
-    adapters_off,
-    add_adapters,
-)
+from bombus_trainer.backends.torch.lora import BASE, LoraLinear, adapters_of
 from bombus_trainer.backends.torch.transfer import to_device
 from bombus_trainer.data.packing import Bin, Terms, TrainingItem, pack
 from bombus_trainer.data.sequences import Ints
@@ -86,7 +77,6 @@ class PolicyModel:
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._model = model
         self._settings = settings
-        self._reference: PreTrainedModel | None = None
         self._autocast = False
         self._form = LogitsForm.of(model.config)
         self._cost = cost_of(model, trained=settings.config.lora_rank == 0)
@@ -94,27 +84,10 @@ class PolicyModel:
         self._head_rows_max = max(16, settings.logits_bytes_max // (width * self.vocab_size))
 
     @classmethod
-    def load(cls, folder: Path, settings: TrainerSettings) -> "PolicyModel":
-        """Load a Hugging Face folder and make the model trainable. The same folder and settings give the same weights.
+    def load(cls, folder: Path, settings: TrainerSettings, all_weights: bool = True) -> "PolicyModel":
+        """Load a Hugging Face folder, all of its weights trained or none.
 
         Raises `EngineFault` when it cannot be loaded, or computes something that this trainer does not reproduce.
-        """
-        config = settings.config
-        policy = cls.load_plain(folder, settings, all_weights=not config.lora_rank)
-        if config.lora_rank:
-            targets, seed = settings.lora_targets, settings.job.model.seed
-            add_adapters(policy.network, config.lora_rank, config.lora_alpha, targets, seed)
-        elif config.kl_coef > 0.0:
-            policy._reference = copy.deepcopy(policy.network).requires_grad_(False)
-        if config.gradient_checkpointing:
-            recompute_layers(policy.network)
-        return policy
-
-    @classmethod
-    def load_plain(cls, folder: Path, settings: TrainerSettings, all_weights: bool) -> "PolicyModel":
-        """Load a model whatever the job's `lora_rank` is: without adapters, all of its weights trained or none.
-
-        Raises `EngineFault` as `load` does.
         """
         export = export_dtype(folder, settings)
         on_cpu = settings.device == "cpu" and settings.job.model.dtype == "auto"
@@ -133,7 +106,15 @@ class PolicyModel:
         policy._autocast = all_weights and export != torch.float32 and policy.device.type == "cuda"
         if not all_weights:
             model.requires_grad_(False)
+        if settings.config.gradient_checkpointing:
+            recompute_layers(model)
         return policy
+
+    def frozen_copy(self) -> "PolicyModel":
+        """Return a copy of the model as it is now, which is not trained."""
+        copied = copy.copy(self)
+        copied._model = copy.deepcopy(self._model).requires_grad_(False)
+        return copied
 
     @property
     def network(self) -> "PreTrainedModel":
@@ -147,28 +128,7 @@ class PolicyModel:
 
         With `logits` the result also has those of the targets.
         """
-        return self._score(self._model, packed, logits)
-
-    def score_reference(self, packed: Bin) -> Tensor:
-        """Compute logprobs [N] under the weights that training began with, without gradient."""
-        with torch.no_grad():
-            if self._settings.config.lora_rank:
-                with adapters_off(self._model):
-                    return self._score(self._model, packed).logprobs_N
-            if self._reference is None:
-                raise EngineFault("there is no reference model: kl_coef was 0 when this model was loaded")
-            return self._score(self._reference, packed).logprobs_N
-
-    def flops(self, packed: Bin, backward: bool) -> float:
-        """Return the FLOPs of a pass over a bin; see `flops.flops_of_step`."""
-        pairs = attention_pairs(packed.segments)
-        return flops_of_step(self._cost, len(packed.tokens_T), len(packed.head_rows_U), pairs, backward)
-
-    @property
-    def peak_flops(self) -> float | None:
-        return peak_of(self.device)
-
-    def _score(self, model: "PreTrainedModel", packed: Bin, logits: bool = False) -> ScoredTerms:
+        model = self._model
         layout = plan(packed.segments)
         moved = to_device(
             {
@@ -204,6 +164,15 @@ class PolicyModel:
         logits_N = chosen_logits(chosen_UH, output, head) if logits else None
         terms = {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}
         return ScoredTerms(*scores, terms, packed.sequences, logits_N)
+
+    def flops(self, packed: Bin, backward: bool) -> float:
+        """Return the FLOPs of a pass over a bin; see `flops.flops_of_step`."""
+        pairs = attention_pairs(packed.segments)
+        return flops_of_step(self._cost, len(packed.tokens_T), len(packed.head_rows_U), pairs, backward)
+
+    @property
+    def peak_flops(self) -> float | None:
+        return peak_of(self.device)
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
@@ -263,39 +232,16 @@ class PolicyModel:
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put trainable parameters back. Raises `EngineFault` unless these are exactly the model's."""
-        own = self.trainable()
-        if own.keys() != tensors.keys():
-            odd = sorted(own.keys() ^ tensors.keys())[0]
-            raise EngineFault(f"the checkpoint is of another model: {odd} is in only one of the two")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                if parameter.shape != tensors[name].shape:
-                    raise EngineFault(
-                        f"the checkpoint is of another model: its {name} has shape {tuple(tensors[name].shape)}, not "
-                        f"{tuple(parameter.shape)}"
-                    )
-                parameter.copy_(tensors[name])
-
     def dense_shapes(self) -> dict[str, Shape]:
         return {name: Shape(self._exported_as(value), tuple(value.shape)) for name, value, _ in self._dense()}
 
-    def dense_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole model under its Hugging Face names, adapters `merged` or left out.
+    def dense_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole model under its Hugging Face names, with the adapters that are switched on merged.
 
         Parameters are in the export precision, persistent buffers in their own.
         """
         for name, value, adapter in self._dense():
-            yield name, (adapter.merged() if adapter and merged else value.detach()).to(self._exported_as(value))
-
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield only the adapters, in float32."""
-        return adapter_weights(self._model)
-
-    def adapter_config(self) -> AdapterConfig:
-        config = self._settings.config
-        return adapter_config(self._model, config.lora_rank, config.lora_alpha)
+            yield name, (value.detach() if adapter is None else adapter.merged()).to(self._exported_as(value))
 
     def _exported_as(self, value: Tensor) -> torch.dtype:
         return self.export_dtype if isinstance(value, nn.Parameter) else value.dtype

@@ -134,7 +134,8 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
     computed = "fp32" if on_cpu or export_dtype == torch.float32 else "bf16"
     config = settings.config
     try:
-        adapted = layers_to_adapt(empty_model(load_config(folder)), settings.lora_targets) if config.lora_rank else {}
+        adapter = settings.adapter
+        adapted = {} if adapter is None else layers_to_adapt(empty_model(load_config(folder)), adapter.targets)
         model = HFModelConfig(
             path=str(folder),
             load_tokenizer=False,

@@ -1,0 +1,85 @@
+"""The model below what is trained: frozen with adapters switched in and out, or with all of its weights trained."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from bombus.architectures.probing import sequence_limit
+from bombus.operations import AdapterPart, AdapterSpec
+from bombus.weights.models import persistent_buffers
+from bombus_trainer.backends.torch.lora import LoraLinear, layers_to_adapt, linear_layers
+from bombus_trainer.backends.torch.model import PolicyModel
+from bombus_trainer.settings import TrainerSettings
+
+ATTENTION_WORDS = ("attn", "attention")  # in the names of modules, whatever the family
+
+
+class Base:
+    """A loaded model. With `all_weights` they are trained, otherwise they never change."""
+
+    def __init__(self, folder: Path, settings: TrainerSettings, all_weights: bool) -> None:
+        """Load the model in `folder`. Raises `EngineFault` when it cannot be loaded or trained."""
+        self.settings = settings
+        self.all_weights = all_weights
+        self.policy = PolicyModel.load(folder, settings, all_weights)
+        self.network = self.policy.network
+        self.context = sequence_limit(self.network.config, settings.job.rollout.max_model_len)
+        self._on: Mapping[str, LoraLinear] = {}
+
+    def adapters(self, spec: AdapterSpec) -> dict[str, LoraLinear]:
+        """Make new adapters by the name of the layer that each is for, none of them switched on.
+
+        Raises `EngineFault` as `layers` does.
+        """
+        generator = torch.Generator().manual_seed(spec.seed)
+        return {name: LoraLinear(layer, spec.rank, spec.alpha, generator) for name, layer in self.layers(spec).items()}
+
+    def numbers(self, spec: AdapterSpec | None) -> int:
+        """Return how many numbers an adapter trains, or a model of all weights. Raises `EngineFault` as `layers`."""
+        if spec is None:
+            return sum(parameter.numel() for parameter in self.network.parameters())
+        return sum(spec.rank * (each.in_features + each.out_features) for each in self.layers(spec).values())
+
+    def layers(self, spec: AdapterSpec) -> dict[str, nn.Linear]:
+        """Return the layers that an adapter is for, by name. Raises `EngineFault` where the model has none of them."""
+        if spec.targets:
+            return layers_to_adapt(self.network, spec.targets)
+        every = AdapterPart.MLP in spec.parts
+        layers = layers_to_adapt(self.network, ()) if every else linear_layers(self.network)
+        return {name: layer for name, layer in layers.items() if part_of(name) in spec.parts}
+
+    def everything(self) -> dict[str, Tensor]:
+        """Return all weights in the precision that they are trained in, and the buffers that belong to them.
+
+        Wide elements come first: so each tensor begins at a multiple of its element's size.
+        """
+        found = {name: value.detach() for name, value in self.network.named_parameters()}
+        found |= persistent_buffers(self.network)
+        return dict(sorted(found.items(), key=lambda item: -item[1].dtype.itemsize))
+
+    @contextmanager
+    def switched_on(self, adapters: Mapping[str, LoraLinear]) -> Iterator[None]:
+        """Compute with these adapters alone for a block, each in the place of the layer that it is for."""
+        before = self._on
+        try:
+            self._switch(before, adapters)
+            yield
+        finally:
+            self._switch(adapters, before)
+
+    def _switch(self, off: Mapping[str, LoraLinear], on: Mapping[str, LoraLinear]) -> None:
+        layers: dict[str, nn.Module] = {name: adapter.base for name, adapter in off.items()}
+        for name, layer in {**layers, **on}.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.network.get_submodule(owner), attribute, layer)
+        self._on = on
+
+
+def part_of(layer: str) -> AdapterPart:
+    """Return the part that a layer of a decoder belongs to, by its name: attention, or else the MLP."""
+    words = layer.lower().split(".")[:-1]
+    attends = any(word in part for part in words for word in ATTENTION_WORDS)
+    return AdapterPart.ATTENTION if attends else AdapterPart.MLP

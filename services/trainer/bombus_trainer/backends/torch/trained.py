@@ -1,0 +1,72 @@
+"""What is trained: an adapter on a base or all of its weights, with its optimizer."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from bombus.errors import EngineFault
+from bombus.operations import AdapterSpec
+from bombus.weights.adapters import AdapterConfig, adapter_names
+from bombus_trainer.backends.torch.base import Base
+from bombus_trainer.backends.torch.lora import LoraLinear, target_modules
+from bombus_trainer.backends.torch.optim import AdamW
+
+
+class TrainedModel:
+    """An adapter on a base, or all weights of the base. `parameters` have their names in a file."""
+
+    def __init__(self, base: Base, spec: AdapterSpec | None) -> None:
+        """Make a new model. Raises `EngineFault` where the base cannot have this adapter."""
+        self.base = base
+        self.spec = spec
+        self.adapters: dict[str, LoraLinear] = {} if spec is None else base.adapters(spec)
+        self.parameters = base.policy.trainable() if spec is None else factors(self.adapters)
+        self.optimizer = AdamW(self.parameters)
+
+    @property
+    def size(self) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    def adapter_config(self) -> AdapterConfig:
+        """Return the configuration that peft reads. Raises `ValueError` for a model without an adapter."""
+        if self.spec is None:
+            raise ValueError("this model has no adapter")
+        targets = target_modules(self.base.network, self.adapters)
+        return AdapterConfig(r=self.spec.rank, lora_alpha=float(self.spec.alpha), target_modules=targets)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the adapter, or all of the model, in full precision, by name in the order of its file."""
+        if self.spec is None:
+            return self.base.everything()
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def restore(self, weights: Mapping[str, Tensor]) -> None:
+        """Put the result of `weights` back, or what is trained of it.
+
+        Raises `EngineFault` unless it is of this model, before anything changes.
+        """
+        own = self.weights()
+        if weights.keys() != own.keys():
+            own = {name: value.detach() for name, value in self.parameters.items()}
+        if odd := sorted(own.keys() ^ weights.keys()):
+            raise EngineFault(f"the checkpoint is of another model: {odd[0]} is in only one of the two")
+        for name, value in own.items():
+            if value.shape != weights[name].shape:
+                raise EngineFault(
+                    f"the checkpoint is of another model: its {name} has shape {list(weights[name].shape)}, not "
+                    f"{list(value.shape)}"
+                )
+        with torch.no_grad():
+            for name, value in own.items():
+                value.copy_(weights[name])
+
+
+def factors(adapters: Mapping[str, LoraLinear]) -> dict[str, nn.Parameter]:
+    """Return what adapters train, by its name in their file."""
+    found: dict[str, nn.Parameter] = {}
+    for layer, adapter in adapters.items():
+        low_a, low_b = adapter_names(layer)
+        found |= {low_a: adapter.lora_a, low_b: adapter.lora_b}
+    return found

@@ -1,0 +1,33 @@
+"""Check the adapter that a client asks for."""
+
+from bombus.errors import Code, EngineFault, Refused
+from bombus.operations import AdapterPart, AdapterSpec
+from bombus_trainer.backends.torch.base import Base
+
+SEED_MIN, SEED_MAX = -(1 << 63), (1 << 63) - 1
+
+
+def check_adapter(base: Base, spec: AdapterSpec | None, rank_max: int) -> None:
+    """Raise `Refused` for an adapter that cannot be made on this base. None, all weights, always can."""
+    if spec is None:
+        return
+    if not 1 <= spec.rank <= rank_max:
+        raise Refused(Code.BAD_CONFIG, f"the rank of an adapter is {spec.rank}: it has to be 1 to {rank_max}")
+    if not 0.0 < spec.alpha < 1e6:
+        raise Refused(Code.BAD_CONFIG, f"the alpha of an adapter is {spec.alpha}: it has to be above 0 and below 1e6")
+    if not SEED_MIN <= spec.seed <= SEED_MAX:
+        raise Refused(Code.BAD_CONFIG, f"the seed of an adapter is {spec.seed}: it has to be an integer of 64 bits")
+    if AdapterPart.UNEMBEDDING in spec.parts and not spec.targets:
+        raise Refused(
+            Code.UNSUPPORTED,
+            "an adapter on the output layer (unembedding) is not trained here, because the engines do not serve one: "
+            "leave unembedding out of its parts",
+        )
+    try:
+        layers = base.layers(spec)
+    except EngineFault as error:
+        every = not spec.targets and AdapterPart.MLP in spec.parts
+        hint = ". Leave mlp out of the adapter's parts, or give its targets" if every else ""
+        raise Refused(Code.BAD_CONFIG, f"no adapter like this can be made here: {error}{hint}") from error
+    if not layers:
+        raise Refused(Code.BAD_CONFIG, f"this model has no layers of the parts {', '.join(spec.parts)} to adapt")
