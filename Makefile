@@ -74,7 +74,7 @@ demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0, 
 demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 minutes (SEED=0, OUT=folder)
 	$(BIN)/bombus demo --tiny --seed $(SEED) $(if $(OUT),--out "$(OUT)")
 
-# In random order, on two processes more than there are cores. When one of them dies the run ends: pytest-xdist would start
+# In random order, on three processes more than there are cores (tests/conftest.py). When one of them dies the run ends: pytest-xdist would start
 # another, and with groups of tests it may wait for that for ever.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 LONGER := --timeout 3600 -o faulthandler_timeout=3590
