@@ -1,4 +1,7 @@
-"""The coordinator's shell around the real core: stand by, lead, decide, append, snapshot, trim, watch storage."""
+"""The coordinator's shell around the real core: stand by, lead, decide, append, snapshot, trim, watch storage.
+
+It is a model of `bombus_coordinator.shell`: a change of the logic there has to be made here too.
+"""
 
 from collections.abc import Sequence
 

@@ -34,6 +34,7 @@ class RunOwnership:
 
     A trainer that was superseded stands aside only for as long as its successor answers. Safety does not depend on
     that: facts of an older trainer epoch are ignored, so an answer that comes too late costs an attempt, never a step.
+    With a fixed patience instead, two live trainers would never finish a step that takes longer than that.
     """
 
     def __init__(self, bus: Bus, options: TrainerOptions, name: str) -> None:

@@ -1,4 +1,7 @@
-"""What follows from a result: it is recorded, tasks graduate, are reviewed or return, and tiers are reached. Pure."""
+"""What follows from a result: it is recorded, tasks graduate, are reviewed or return, and tiers are reached. Pure.
+
+All of that is written down as events, so that other rules later do not change what has happened.
+"""
 
 import math
 

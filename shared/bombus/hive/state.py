@@ -1,7 +1,8 @@
 """The state of a hive: the fold of its events, and nothing else.
 
 Every service folds the same log with the same function, so all of them have the same state without asking each other.
-`evolve` never refuses an event: what is on the log has happened.
+`evolve` never refuses an event: what is on the log has happened. What is outstanding, such as a batch, is read here
+too: a durable consumer would be a second account of it, and the two could disagree after a crash.
 """
 
 from collections import Counter
@@ -38,7 +39,10 @@ BOOTED = "booted"  # the stage of an engine that has booted and is not rolling y
 
 
 class Phase(StrEnum):
-    """The phase of an engine, as the swarm contract spells it."""
+    """The phase of an engine, as the swarm contract spells it.
+
+    Clients of the contract depend on these: any other condition is in the status and in refusals, not in a new phase.
+    """
 
     OFFLINE = "ENGINE.OFFLINE"
     BOOTING = "ENGINE.BOOTING"
@@ -351,7 +355,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     def lacks_format(self, run: int, found: ConversationFormat) -> bool:
         """Return whether this way of reading the model is news.
 
-        Gateways report what is news, and the coordinator writes it: the two end together, whoever reports it.
+        Gateways report what is news, and the coordinator writes it: the two end together, whoever reports it. (With the
+        newest report of each gateway, two that disagree and restart would write without end.)
         """
         is_current = run == self.run and self.phase != Phase.OFFLINE
         return is_current and len(self.formats) < FORMATS_MAX and all(each.format != found for each in self.formats)

@@ -1,4 +1,7 @@
-"""Shard the sequences of an update over ranks and micro-batches, evenly, and with the same result on every rank."""
+"""Shard the sequences of an update over ranks and micro-batches, evenly, and with the same result on every rank.
+
+All ranks take part in every exchange, so all of them need the same number of micro-batches.
+"""
 
 from collections.abc import Sequence
 

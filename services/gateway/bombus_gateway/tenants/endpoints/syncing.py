@@ -1,4 +1,7 @@
-"""Put the weights of a model in sync: save them in the model's order, and give them to servers."""
+"""Put the weights of a model in sync: save them in the model's order, and give them to servers.
+
+The trainer connects to nobody, so a sync that is cut off leaves a checkpoint, and nothing half done at the model.
+"""
 
 import asyncio
 import logging
