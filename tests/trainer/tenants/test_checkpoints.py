@@ -99,11 +99,13 @@ def test_a_replacement_that_a_crash_cut_short_ends_with_one_of_the_two(tmp_path:
 
 def test_what_was_half_written_is_removed_and_never_a_checkpoint(tmp_path: Path) -> None:
     saved(CheckpointFolder(tmp_path), 1.0)
-    draft = tmp_path / "run:train:0" / "sampler" / ".draft-abc"
-    draft.mkdir()
-    (draft / WEIGHTS).write_bytes(b"half")
-    folder = CheckpointFolder(tmp_path)
-    assert not draft.exists()
+    for name in (".draft-abc", ".draft-epoch-3-abc", ".draft-epoch-4-abc"):
+        draft = tmp_path / "run:train:0" / "sampler" / name
+        draft.mkdir()
+        (draft / WEIGHTS).write_bytes(b"half")
+    folder = CheckpointFolder(tmp_path, trainer_epoch=3)
+    assert draft.exists(), "a later trainer is writing it"
+    assert sorted(path.name for path in draft.parent.iterdir()) == [draft.name, NAME.name]
     assert weight(folder) == 1.0
 
 

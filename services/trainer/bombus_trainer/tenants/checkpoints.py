@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,11 +19,17 @@ from bombus.hive.decoding import decoded
 from bombus.operations import AdapterSpec, CheckpointKind, CheckpointSaved
 from bombus.weights.deltas import file_sha256
 from bombus_trainer.publish.checkpoint import Seal, seal_files
-from bombus_trainer.publish.directories import access_of, fsync_directory, make_durable_directory
+from bombus_trainer.publish.directories import (
+    access_of,
+    draft_directory,
+    epoch_of,
+    fsync_directory,
+    make_durable_directory,
+)
 from bombus_trainer.tenants.tenant import GradientEpoch
 
 FACTS, OPTIMIZER, GRADIENT = "facts.json", "optimizer.safetensors", "gradient.safetensors"
-DRAFT, REPLACED = ".draft-", ".replaced-"
+REPLACED = ".replaced-"
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")
 
 
@@ -114,12 +119,14 @@ Describe = Callable[[dict[str, Seal]], TenantFacts]
 class CheckpointFolder:
     """All checkpoints below one folder."""
 
-    def __init__(self, root: Path) -> None:
-        """Open it, and remove what was half written when another process ended."""
+    def __init__(self, root: Path, trainer_epoch: int = 0) -> None:
+        """Open it, and remove what trainers up to this epoch have left half written."""
         self._root = root
+        self._epoch = trainer_epoch
         make_durable_directory(root)
-        for draft in root.glob(f"*/*/{DRAFT}*"):
-            shutil.rmtree(draft, ignore_errors=True)
+        for draft in root.glob("*/*/.draft-*"):
+            if (epoch_of(draft.name) or 0) <= trainer_epoch:
+                shutil.rmtree(draft, ignore_errors=True)
 
     def facts(self, name: CheckpointName) -> TenantFacts:
         """Read what a checkpoint is.
@@ -155,7 +162,7 @@ class CheckpointFolder:
         self._settle(folder)
         if not folder.exists():
             return
-        going = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder.parent))
+        going = draft_directory(folder.parent, self._epoch)
         folder.rename(going)
         fsync_directory(folder.parent)
         shutil.rmtree(going, ignore_errors=True)
@@ -178,7 +185,7 @@ class CheckpointFolder:
         if folder.exists() and not overwrite:
             return self._again(name, operation)
         make_durable_directory(folder.parent)
-        draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder.parent))
+        draft = draft_directory(folder.parent, self._epoch)
         try:
             known = fill(draft)
             seals = known | seal_files(draft, lambda file: file not in known)
