@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bombus.hive import events as ev
-from bombus.hive.describe import line_of
+from bombus.hive.describe import KINDS, EventGroup, line_of
 from bombus.hive.events import AbortReason, EpisodeType, Event
-from bombus_overwatch.describe import GROUPS, EventGroup
 from bombus_overwatch.model import TAIL_KEPT, HiveView, fold
 from bombus_overwatch.screen import Screen, StageState, screen_data
 from bombus_overwatch.timeline import Timeline, replicate
@@ -261,7 +260,7 @@ def test_many_calls_do_not_displace_trouble(story: Story) -> None:
 
 def test_every_event_has_a_text_and_a_group() -> None:
     events = {type(event): event for seed in range(40) for event in chaos(seed)}
-    assert set(get_args(ev.AnyEvent)) == set(GROUPS) == set(events)
+    assert set(get_args(ev.AnyEvent)) == set(KINDS) == set(events)
     assert all(line_of(event) for event in events.values())
 
 

@@ -11,6 +11,7 @@ from bombus.bus.headers import REPLY
 from bombus.bus.wire import AckLost, NotNow, PubAck
 from bombus.errors import BombusError, BusUnavailable, Refused, StreamEndLost
 from bombus.hive import inbox
+from bombus.hive.events import kind_of
 from bombus.hive.inbox import Answer, AnyAnswer, Refusal
 from tests.sim.faults import Fault, Faults
 from tests.sim.loop import Future, Loop, Process
@@ -219,4 +220,4 @@ class Reader:
 
 def _outgoing(message: inbox.AnyMessage, msg_id: str, reply: str) -> Outgoing:
     headers = {REPLY: reply} if reply else {}
-    return Outgoing(inbox.kind_of(message), inbox.encode_message(message), msg_id, headers)
+    return Outgoing(kind_of(message), inbox.encode_message(message), msg_id, headers)

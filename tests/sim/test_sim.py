@@ -83,7 +83,7 @@ def test_many_hives_keep_every_guarantee_through_crashes_partitions_and_clock_ju
     check_rare(seen, "begun at a checkpoint", "begun anew beside another job", "checkpoints passed over")
     check_rare(seen, "silent trainers", "resumed by a replica", "the old leader wrote in between")
     kinds = set(ev.AnyEvent.__args__) - {ev.MessageSetAside}  # which takes a fault of ours
-    check_rare(seen, *(str(kind.__struct_config__.tag) for kind in kinds), *(fault.name for fault in Fault))
+    check_rare(seen, *map(ev.kind_of, kinds), *(fault.name for fault in Fault))
 
 
 def check_rare(seen: Counter[str], *what: str) -> None:

@@ -121,7 +121,7 @@ class Core:
     def _set_aside(self, message: inbox.AnyMessage, seq: int, why: str) -> Iterator[PendingDecision]:
         event = ev.MessageSetAside(
             at_ns=self.live.now_ns,
-            message=inbox.kind_of(message),
+            message=ev.kind_of(message),
             about=message.engine,
             id=message.id[:ID_CHARS_MAX],
             why=why,

@@ -59,7 +59,7 @@ async def answered_and_kept(bus: Bus, position: int) -> MessagePlace:
     """
     events, stream = bus.subjects.events_stream, bus.subjects.inbox_stream
     first = (await bus.state(events)).first_seq
-    went_back = await bus.last(events, bus.subjects.event(ev.HIVE, str(StreamWentBack.__struct_config__.tag)))
+    went_back = await bus.last(events, bus.subjects.event(ev.HIVE, ev.kind_of(StreamWentBack)))
     low, high = first - 1, position
     if went_back is not None and went_back.seq >= first:
         if await bus.is_kept(stream, went_back.answers):

@@ -111,9 +111,7 @@ class Coordinator:
         self._newest_consumed: Stored | None = None  # and its message, once this leader has decided one
         self._is_stored = True  # whether the log has everything that is in the core's state
         self._reply_to: dict[str, str] = {}
-        self._patient = {
-            bus.subjects.inbox(str(kind.__struct_config__.tag)) for kind in (inbox.CallRecorded, inbox.Touch)
-        }
+        self._patient = {bus.subjects.inbox(ev.kind_of(kind)) for kind in (inbox.CallRecorded, inbox.Touch)}
         self._memory = Memory() if memory is None else memory
 
     async def lead(self, fold: Fold | None = None) -> None:
@@ -267,9 +265,7 @@ class Coordinator:
             if reply_to:
                 self._note_reply_to(message.id, reply_to)
             trace = stored.headers.get(TRACEPARENT, "")
-            with telemetry.span(
-                "coordinator.decide", trace, kind=inbox.kind_of(message), engine=message.engine
-            ) as span:
+            with telemetry.span("coordinator.decide", trace, kind=ev.kind_of(message), engine=message.engine) as span:
                 pending += [(each, span.traceparent) for each in self._decided(message, stored)]
         pending += [(each, "") for each in self.core.flush()]
         await self._append(pending)
@@ -284,7 +280,7 @@ class Coordinator:
         try:
             return list(self.core.receive(message, stored.seq, stored.time_ns))
         except Exception as error:  # whatever it is, the next message has to be read
-            log.exception("inbox message %d could not be decided: %s", stored.seq, inbox.kind_of(message))
+            log.exception("inbox message %d could not be decided: %s", stored.seq, ev.kind_of(message))
             self._memory.set_aside[stored.seq] = f"{type(error).__name__}: {error}"[:WHY_CHARS_MAX]
             raise Undecidable(f"inbox message {stored.seq}: {self._memory.set_aside[stored.seq]}") from error
 
@@ -364,7 +360,7 @@ class Coordinator:
 
     async def _tick(self) -> None:
         """Send the time to the core, which it reaches only through the inbox (R5)."""
-        stream, subject = self.bus.subjects.inbox_stream, self.bus.subjects.inbox(str(inbox.Tick.__struct_config__.tag))
+        stream, subject = self.bus.subjects.inbox_stream, self.bus.subjects.inbox(ev.kind_of(inbox.Tick))
         epoch = self.core.hive.epoch
         count = 0
         while True:

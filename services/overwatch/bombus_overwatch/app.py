@@ -14,10 +14,10 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from bombus.hive.describe import EventGroup
 from bombus.hive.events import Event
 from bombus.hive.state import Hive
 from bombus_overwatch import palette as pal
-from bombus_overwatch.describe import EventGroup
 from bombus_overwatch.edges import Banner, KeyBar, StatusLine
 from bombus_overwatch.model import SECOND, HiveView
 from bombus_overwatch.reward import RewardPanel

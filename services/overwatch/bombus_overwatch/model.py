@@ -9,11 +9,11 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
+from bombus.hive.describe import KINDS, EventGroup
 from bombus.hive.events import EpisodeType, Event
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.state import EngineState, EvalStats, Hive
 from bombus.hive.tenants.state import FORWARD_BACKWARD, OPTIM_STEP, mean_loss
-from bombus_overwatch.describe import GROUPS, TROUBLE, EventGroup
 
 TAIL_KEPT = 500  # events for each group of an engine, so that many calls do not displace the other events
 VERSIONS_KEPT = 4_096
@@ -105,10 +105,10 @@ def fold(view: HiveView, position: int, event: Event) -> None:
 
 
 def _remember(history: EngineHistory, logged: LoggedEvent) -> None:
-    kind = type(logged.event)
+    kind = KINDS[type(logged.event)]
     history.tails[EventGroup.ALL].append(logged)
-    history.tails[GROUPS[kind]].append(logged)
-    if kind in TROUBLE:
+    history.tails[kind.group].append(logged)
+    if kind.trouble:
         history.tails[EventGroup.TROUBLE].append(logged)
 
 

@@ -10,7 +10,7 @@ from math import isfinite
 from rich.cells import cell_len, set_cell_size
 from textual.theme import Theme
 
-from bombus_overwatch.describe import EventGroup
+from bombus.hive.describe import EventGroup
 from bombus_overwatch.screen import Link
 
 AMBER = "#e69f00"

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from bombus.figures import one_line, seconds_between
-from bombus.hive.describe import line_of
+from bombus.hive.describe import EventGroup, line_of, tone_of
 from bombus.hive.events import HIVE
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status.data import engine_status, joint_claims
 from bombus.hive.status.rows import EngineStatus, JointClaimStatus, ModelStatus, OpenEpisode
 from bombus.hive.tenants.state import mean_loss
-from bombus_overwatch.describe import EventGroup, tone_of
 from bombus_overwatch.model import SECOND, EngineHistory, HiveView, LoggedEvent, ModelHistory, SecondCounts
 
 TAIL_SHOWN = 200

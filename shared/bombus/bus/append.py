@@ -24,7 +24,7 @@ from bombus.bus.headers import (
 )
 from bombus.bus.wire import EpochFence, PubAck, ServerRefused, StreamFull
 from bombus.errors import BombusError, BusUnavailable, Deposed, Refused, StreamEndLost
-from bombus.hive.events import HIVE, EpochOpened
+from bombus.hive.events import HIVE, EpochOpened, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ async def _epoch_fence(bus: Bus, epoch: int) -> EpochFence:
 
 
 def _epoch_subject(bus: Bus) -> str:
-    return bus.subjects.event(HIVE, str(EpochOpened.__struct_config__.tag))
+    return bus.subjects.event(HIVE, kind_of(EpochOpened))
 
 
 def log_id(bus: Bus, event: Outgoing) -> str:

@@ -16,7 +16,8 @@ from bombus.bus.headers import REPLY, TRACEPARENT
 from bombus.bus.publisher import Publisher
 from bombus.bus.wire import ReceivedMessage
 from bombus.errors import BusUnavailable, Code, Refused
-from bombus.hive.inbox import AnyAnswer, Message, Refusal, decode_answer, encode_message, kind_of
+from bombus.hive.events import kind_of
+from bombus.hive.inbox import AnyAnswer, Message, Refusal, decode_answer, encode_message
 from bombus.hive.subjects import Subjects
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
-"""Describe events in one line of English each, for the screen and `bombus replay timeline`."""
+"""What is said of each kind of event: a line of English, for the screen and `bombus replay timeline`, and its group."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeVar
 
 from bombus.figures import byte_size, one_line
 from bombus.hive import events as ev
@@ -13,12 +14,43 @@ METRICS_SHOWN = 3
 E = TypeVar("E", bound=Event)
 
 
+class EventGroup(StrEnum):
+    """A group of events that the screen can show alone. `TROUBLE` overlaps with the others."""
+
+    ALL = "all"
+    ENGINE = "engine"
+    EPISODES = "episodes"
+    CALLS = "calls"
+    BATCHES = "batches"
+    TRAINING = "training"
+    WEIGHTS = "weights"
+    TROUBLE = "trouble"
+
+
+class EventKind(NamedTuple):
+    group: EventGroup
+    text: Callable[[Any], str]
+    trouble: bool
+
+
+KINDS: dict[type[Event], EventKind] = {}  # filled at the end of this file
+
+
 def line_of(event: Event) -> str:
     """Describe an event in one line that is safe for a terminal. Raises `TypeError` for an unknown kind of event."""
-    text = _TEXTS.get(type(event))
-    if text is None:
+    kind = KINDS.get(type(event))
+    if kind is None:
         raise TypeError(f"{type(event).__name__} has no description: add one to describe.py")
-    return one_line(text(event))
+    return one_line(kind.text(event))
+
+
+def tone_of(event: Event) -> EventGroup:
+    """Return the group that gives an event's line its colour."""
+    kind = KINDS[type(event)]
+    return EventGroup.TROUBLE if kind.trouble else kind.group
+
+
+# ---- lines that take more than an expression ----------------------------------------------------------------------
 
 
 def _count(number: int, noun: str) -> str:
@@ -33,38 +65,6 @@ def _some(names: Iterable[str]) -> str:
     return all_names[0] if len(all_names) == 1 else f"{all_names[0]} and {len(all_names) - 1} more"
 
 
-_TEXTS: dict[type[Event], Callable[[Any], str]] = {}
-
-
-def _says(kind: type[E], text: Callable[[E], str]) -> None:
-    _TEXTS[kind] = text
-
-
-_says(ev.EpochOpened, lambda event: f"epoch {event.epoch} opened by {event.leader}")
-_says(
-    ev.LeadingPaused,
-    lambda event: f"nobody led for {(event.at_ns - event.since_ns) / 1e9:.1f} s, which counts for no deadline",
-)
-_says(ev.StorageFilled, lambda event: f"no room for new work: {event.why}")
-_says(
-    ev.LogCompacted,
-    lambda event: (
-        f"the log begins at event {event.below:,} now" if event.below else "the log need not be compacted any more"
-    ),
-)
-_says(ev.CompactionFailed, lambda event: f"the log could not be compacted: {event.why}")
-_says(ev.StreamWentBack, lost_text)
-_says(
-    ev.MessageSetAside,
-    lambda event: f"{event.message} {event.id} of {event.about} could not be decided and was set aside: {event.why}",
-)
-_says(ev.StorageFreed, lambda event: f"room again: {byte_size(event.size - event.used)} of {event.what}")
-_says(
-    ev.EngineConfigured,
-    lambda event: f"configured: {event.model}, {event.collection.method}, configuration {event.config_digest[:8]}",
-)
-
-
 def _engine_started(event: ev.EngineStarted) -> str:
     if event.base:
         return f"run {event.run} started for training operations on {event.base}"
@@ -75,24 +75,6 @@ def _engine_started(event: ev.EngineStarted) -> str:
     return f"{text}, {begun}" if begun else text
 
 
-_says(ev.EngineStarted, _engine_started)
-_says(ev.CommandAnswered, lambda event: f"command {event.command}: {event.why or 'nothing had to be done'}")
-_says(ev.EngineProgressed, lambda event: f"boot: {event.stage}")
-_says(ev.EngineBooted, lambda event: f"run {event.run} booted")
-_says(ev.EngineStopped, lambda event: f"run {event.run} stopped")
-_says(ev.EngineFailed, lambda event: f"run {event.run} failed: {event.reason}")
-_says(ev.EngineSuspended, lambda event: f"run {event.run} is suspended: {event.reason}")
-_says(ev.EngineResumed, lambda event: f"run {event.run} resumed")
-_says(ev.ModelRead, lambda event: f"{event.gateway} reads the model with {format_text(event.format)}")
-_says(
-    ev.RollingStarted,
-    lambda event: f"rolling on version {event.version}" if event.version >= 0 else "rolling, before the first version",
-)
-_says(ev.RollingClosed, lambda event: "no new episodes: the batch is complete")
-_says(ev.SyncingStarted, lambda event: "syncing weights")
-_says(ev.SyncAgreed, lambda event: f"{event.client} agrees to sync")
-
-
 def _episode_claimed(event: ev.EpisodeClaimed) -> str:
     task = f", task {event.task_hint}" if event.task_hint else ""
     weights = "" if event.sampler is None else f", from {event.sampler.checkpoint or 'the base'}"
@@ -100,17 +82,11 @@ def _episode_claimed(event: ev.EpisodeClaimed) -> str:
     return f"{event.client} claimed {_some(event.episodes)} ({event.type}{task}{weights}{joint})"
 
 
-_says(ev.EpisodeClaimed, _episode_claimed)
-
-
 def _calls_noted(event: ev.CallsNoted) -> str:
     tokens = sum(call.completion_tokens for call in event.calls)
     late = sum(call.late for call in event.calls)
     text = f"{_count(len(event.calls), 'call')}, {_count(tokens, 'token')} sampled"
     return f"{text}, {late} too late to count" if late else text
-
-
-_says(ev.CallsNoted, _calls_noted)
 
 
 def _episode_ended(event: ev.EpisodeEnded) -> str:
@@ -124,15 +100,9 @@ def _episode_ended(event: ev.EpisodeEnded) -> str:
     return f"{_some(outcome.episode for outcome in event.outcomes)} ended, {kind} {mean:.3f}, task {tasks}{of}"
 
 
-_says(ev.EpisodeEnded, _episode_ended)
-
-
 def _episode_aborted(event: ev.EpisodeAborted) -> str:
     detail = f" ({event.detail})" if event.detail else ""
     return f"{_some(event.episodes)} aborted: {event.reason}{detail}"
-
-
-_says(ev.EpisodeAborted, _episode_aborted)
 
 
 def _group_dropped(event: ev.GroupDropped) -> str:
@@ -140,24 +110,11 @@ def _group_dropped(event: ev.GroupDropped) -> str:
     return f"{what} dropped untrained: {event.reason}"
 
 
-_says(ev.GroupDropped, _group_dropped)
-_says(ev.EpisodesTaken, lambda event: f"{event.client} took {_some(event.episodes)}")
-_says(
-    ev.PoolCleared,
-    lambda event: f"pool cleared: {event.reason}, {_count(event.episodes, 'episode')}, {byte_size(event.bytes)}",
-)
-
-
 def _batch_ready(event: ev.BatchReady) -> str:
     if event.taken:
         return f"batch of step {event.step}: {_count(len(event.taken), 'scored group')}"
     episodes = sum(len(group.episodes) for group in event.groups)
     return f"batch of step {event.step}: {_count(len(event.groups), 'group')}, {_count(episodes, 'episode')}"
-
-
-_says(ev.BatchReady, _batch_ready)
-_says(ev.TrainerOpened, lambda event: f"trainer {event.trainer} opened epoch {event.trainer_epoch}")
-_says(ev.TrainerStalled, stall_text)
 
 
 def _step_completed(event: ev.StepCompleted) -> str:
@@ -171,38 +128,15 @@ def _step_completed(event: ev.StepCompleted) -> str:
     return ", ".join([f"step {event.step} completed", *shown])
 
 
-_says(ev.StepCompleted, _step_completed)
-_says(ev.StepFailed, lambda event: f"step {event.step} failed ({_count(event.failures, 'time')}): {event.reason}")
-
-
 def _weights_ready(event: ev.WeightsReady) -> str:
     weights = event.weights
     changed = f", of which {byte_size(weights.delta_bytes)} changed" if weights.delta_bytes else ""
     return f"version {event.version} is ready, {byte_size(weights.bytes)}{changed}"
 
 
-_says(ev.WeightsReady, _weights_ready)
-_says(ev.WeightsLoaded, lambda event: f"{event.replica} serves version {event.version}")
-_says(ev.ReplicaJoined, lambda event: f"replica {event.replica} joined at {event.url}, room for {event.capacity}")
-_says(ev.ReplicaQuarantined, lambda event: f"replica {event.replica} is quarantined, {why_quarantined(event)}")
-
-
 def why_quarantined(event: ev.ReplicaQuarantined) -> str:
     what = "its answers are wrong at" if event.answers else "it cannot load"
     return f"{what} version {event.version}: {event.reason}"
-
-
-_says(ev.ReplicaLeft, lambda event: f"replica {event.replica} left{': ' + event.reason if event.reason else ''}")
-_says(ev.SessionOpened, lambda event: f"session {event.session} opened" + (f" by {event.owner}" if event.owner else ""))
-_says(ev.SessionEnded, lambda event: f"session {event.session} ended: {event.detail or event.reason}")
-_says(ev.SessionForgotten, lambda event: f"the results of session {event.session} can no longer be read")
-_says(ev.SamplingBegun, lambda event: f"session {event.session} samples")
-_says(ev.ModelOpened, lambda event: f"model {event.model} opened on {event.base}")
-_says(ev.ModelClosed, lambda event: f"model {event.model} is gone: {event.why or event.reason}")
-_says(
-    ev.ModelSuspended,
-    lambda event: f"model {event.model} waits: {event.why}" if event.why else f"model {event.model} goes on",
-)
 
 
 def _model_remaking(event: ev.ModelRemaking) -> str:
@@ -212,19 +146,9 @@ def _model_remaking(event: ev.ModelRemaking) -> str:
     return f"trainer {event.trainer_epoch} {what}"
 
 
-_says(ev.ModelRemaking, _model_remaking)
-
-
 def _operation_accepted(event: ev.OperationAccepted) -> str:
     size = f", {byte_size(event.body.size)}" if event.body is not None else ""
     return f"{event.op} {event.number} of {event.model} waits{size}"
-
-
-_says(ev.OperationAccepted, _operation_accepted)
-_says(
-    ev.OperationBegun,
-    lambda event: f"operation {event.number} of {event.model} is begun by trainer {event.trainer_epoch}",
-)
 
 
 def _operation_completed(event: ev.OperationCompleted) -> str:
@@ -235,10 +159,6 @@ def _operation_completed(event: ev.OperationCompleted) -> str:
     return ", ".join([f"{event.op} {event.number} of {event.model} {how}", *shown])
 
 
-_says(ev.OperationCompleted, _operation_completed)
-_says(ev.ModelCovered, lambda event: f"model {event.model} can go on after operation {event.number}")
-
-
 def _weights_kept(event: ev.WeightsKept) -> str:
     saved = event.saved
     if event.saved_ns:
@@ -247,30 +167,9 @@ def _weights_kept(event: ev.WeightsKept) -> str:
     return f"model {event.model} saved as {saved.name} ({saved.use}), {byte_size(saved.size_bytes)}"
 
 
-_says(ev.WeightsKept, _weights_kept)
-_says(
-    ev.WeightsRemoved,
-    lambda event: (
-        f"{event.name} ({event.use}) of model {event.model} " + ("has expired" if event.expired else "was removed")
-    ),
-)
-_says(
-    ev.TrainerRegistered,
-    lambda event: (
-        f"trainer {event.trainer[:12]} takes batches of {event.batch_size} sequences, "
-        f"from step {event.starting_step} to {event.num_steps}"
-    ),
-)
-_says(ev.BatchesBegun, lambda event: "the trainer has asked for its first batch: environments can join")
-
-
 def _environment_joined(event: ev.EnvironmentJoined) -> str:
     share = "" if event.minimum is None else f" and asks for {event.minimum:.0%} of each batch"
     return f"environment {event.environment} ({event.name}) sends groups of {event.group_size}{share}"
-
-
-_says(ev.EnvironmentJoined, _environment_joined)
-_says(ev.EnvironmentLeft, lambda event: f"environment {event.environment} has left: {event.reason}")
 
 
 def _groups_pushed(event: ev.GroupsPushed) -> str:
@@ -279,37 +178,162 @@ def _groups_pushed(event: ev.GroupsPushed) -> str:
     return f"{len(event.groups)} scored groups of {sequences} sequences and {tokens} tokens"
 
 
-_says(ev.GroupsPushed, _groups_pushed)
-_says(ev.BatchHandedOut, lambda event: f"batch {event.number} handed out, of {len(event.groups)} groups")
-_says(ev.BatchDelivered, lambda event: f"batch {event.number} delivered")
-_says(ev.GroupsReset, lambda event: "all scored groups and environments are forgotten")
-
-
 def _groups_given_up(event: ev.GroupsGivenUp) -> str:
     whose = f" of batch {event.number}" if event.number else ""
     return f"{_groups(len(event.groups))}{whose} given up: {event.why}"
-
-
-_says(ev.GroupsGivenUp, _groups_given_up)
-_says(ev.BodiesMoved, lambda event: f"the bodies of {_groups(len(event.moved))} that wait are stored once more")
 
 
 def _groups(count: int) -> str:
     return f"{count} scored {'group' if count == 1 else 'groups'}"
 
 
-_says(ev.TrajectoriesReleased, lambda event: f"scored groups before {event.below} are not needed any more")
-_says(ev.OperationsReleased, lambda event: f"operations before {event.below} are not needed any more")
-_says(
+# ---- all kinds, by their groups -----------------------------------------------------------------------------------
+
+
+class _Says(NamedTuple):
+    """Adds a kind of events of this group to the table."""
+
+    group: EventGroup
+
+    def __call__(self, kind: type[E], text: Callable[[E], str], *, trouble: bool = False) -> None:
+        KINDS[kind] = EventKind(self.group, text, trouble)
+
+
+_engine = _Says(EventGroup.ENGINE)
+_episodes = _Says(EventGroup.EPISODES)
+_calls = _Says(EventGroup.CALLS)
+_batches = _Says(EventGroup.BATCHES)
+_training = _Says(EventGroup.TRAINING)
+_weights = _Says(EventGroup.WEIGHTS)
+
+_engine(ev.EpochOpened, lambda event: f"epoch {event.epoch} opened by {event.leader}")
+_engine(
+    ev.LeadingPaused,
+    lambda event: f"nobody led for {(event.at_ns - event.since_ns) / 1e9:.1f} s, which counts for no deadline",
+)
+_engine(ev.StorageFilled, lambda event: f"no room for new work: {event.why}", trouble=True)
+_engine(
+    ev.LogCompacted,
+    lambda event: (
+        f"the log begins at event {event.below:,} now" if event.below else "the log need not be compacted any more"
+    ),
+)
+_engine(ev.CompactionFailed, lambda event: f"the log could not be compacted: {event.why}", trouble=True)
+_engine(ev.StreamWentBack, lost_text, trouble=True)
+_engine(
+    ev.MessageSetAside,
+    lambda event: f"{event.message} {event.id} of {event.about} could not be decided and was set aside: {event.why}",
+    trouble=True,
+)
+_engine(ev.StorageFreed, lambda event: f"room again: {byte_size(event.size - event.used)} of {event.what}")
+_engine(
+    ev.EngineConfigured,
+    lambda event: f"configured: {event.model}, {event.collection.method}, configuration {event.config_digest[:8]}",
+)
+_engine(ev.EngineStarted, _engine_started)
+_engine(ev.CommandAnswered, lambda event: f"command {event.command}: {event.why or 'nothing had to be done'}")
+_engine(ev.EngineProgressed, lambda event: f"boot: {event.stage}")
+_engine(ev.EngineBooted, lambda event: f"run {event.run} booted")
+_engine(ev.EngineStopped, lambda event: f"run {event.run} stopped")
+_engine(ev.EngineFailed, lambda event: f"run {event.run} failed: {event.reason}", trouble=True)
+_engine(ev.EngineSuspended, lambda event: f"run {event.run} is suspended: {event.reason}", trouble=True)
+_engine(ev.EngineResumed, lambda event: f"run {event.run} resumed")
+_engine(ev.ModelRead, lambda event: f"{event.gateway} reads the model with {format_text(event.format)}")
+_engine(
+    ev.RollingStarted,
+    lambda event: f"rolling on version {event.version}" if event.version >= 0 else "rolling, before the first version",
+)
+_engine(ev.RollingClosed, lambda event: "no new episodes: the batch is complete")
+_engine(ev.SyncingStarted, lambda event: "syncing weights")
+_engine(ev.SyncAgreed, lambda event: f"{event.client} agrees to sync")
+_episodes(ev.EpisodeClaimed, _episode_claimed)
+_calls(ev.CallsNoted, _calls_noted)
+_episodes(ev.EpisodeEnded, _episode_ended)
+_episodes(ev.EpisodeAborted, _episode_aborted, trouble=True)
+_batches(ev.GroupDropped, _group_dropped, trouble=True)
+_batches(ev.EpisodesTaken, lambda event: f"{event.client} took {_some(event.episodes)}")
+_batches(
+    ev.PoolCleared,
+    lambda event: f"pool cleared: {event.reason}, {_count(event.episodes, 'episode')}, {byte_size(event.bytes)}",
+    trouble=True,
+)
+_batches(ev.BatchReady, _batch_ready)
+_training(ev.TrainerOpened, lambda event: f"trainer {event.trainer} opened epoch {event.trainer_epoch}")
+_training(ev.TrainerStalled, stall_text, trouble=True)
+_training(ev.StepCompleted, _step_completed)
+_training(
+    ev.StepFailed,
+    lambda event: f"step {event.step} failed ({_count(event.failures, 'time')}): {event.reason}",
+    trouble=True,
+)
+_weights(ev.WeightsReady, _weights_ready)
+_weights(ev.WeightsLoaded, lambda event: f"{event.replica} serves version {event.version}")
+_weights(ev.ReplicaJoined, lambda event: f"replica {event.replica} joined at {event.url}, room for {event.capacity}")
+_weights(
+    ev.ReplicaQuarantined,
+    lambda event: f"replica {event.replica} is quarantined, {why_quarantined(event)}",
+    trouble=True,
+)
+_weights(
+    ev.ReplicaLeft,
+    lambda event: f"replica {event.replica} left{': ' + event.reason if event.reason else ''}",
+    trouble=True,
+)
+_engine(
+    ev.SessionOpened, lambda event: f"session {event.session} opened" + (f" by {event.owner}" if event.owner else "")
+)
+_engine(ev.SessionEnded, lambda event: f"session {event.session} ended: {event.detail or event.reason}")
+_engine(ev.SessionForgotten, lambda event: f"the results of session {event.session} can no longer be read")
+_engine(ev.SamplingBegun, lambda event: f"session {event.session} samples")
+_training(ev.ModelOpened, lambda event: f"model {event.model} opened on {event.base}")
+_training(ev.ModelClosed, lambda event: f"model {event.model} is gone: {event.why or event.reason}")
+_training(
+    ev.ModelSuspended,
+    lambda event: f"model {event.model} waits: {event.why}" if event.why else f"model {event.model} goes on",
+)
+_training(ev.ModelRemaking, _model_remaking)
+_training(ev.OperationAccepted, _operation_accepted)
+_training(
+    ev.OperationBegun,
+    lambda event: f"operation {event.number} of {event.model} is begun by trainer {event.trainer_epoch}",
+)
+_training(ev.OperationCompleted, _operation_completed)
+_training(ev.ModelCovered, lambda event: f"model {event.model} can go on after operation {event.number}")
+_weights(ev.WeightsKept, _weights_kept)
+_weights(
+    ev.WeightsRemoved,
+    lambda event: (
+        f"{event.name} ({event.use}) of model {event.model} " + ("has expired" if event.expired else "was removed")
+    ),
+)
+_training(
+    ev.TrainerRegistered,
+    lambda event: (
+        f"trainer {event.trainer[:12]} takes batches of {event.batch_size} sequences, "
+        f"from step {event.starting_step} to {event.num_steps}"
+    ),
+)
+_training(ev.BatchesBegun, lambda event: "the trainer has asked for its first batch: environments can join")
+_engine(ev.EnvironmentJoined, _environment_joined)
+_engine(ev.EnvironmentLeft, lambda event: f"environment {event.environment} has left: {event.reason}")
+_episodes(ev.GroupsPushed, _groups_pushed)
+_batches(ev.BatchHandedOut, lambda event: f"batch {event.number} handed out, of {len(event.groups)} groups")
+_batches(ev.BatchDelivered, lambda event: f"batch {event.number} delivered")
+_batches(ev.GroupsReset, lambda event: "all scored groups and environments are forgotten")
+_batches(ev.GroupsGivenUp, _groups_given_up, trouble=True)
+_engine(ev.BodiesMoved, lambda event: f"the bodies of {_groups(len(event.moved))} that wait are stored once more")
+_engine(ev.TrajectoriesReleased, lambda event: f"scored groups before {event.below} are not needed any more")
+_engine(ev.OperationsReleased, lambda event: f"operations before {event.below} are not needed any more")
+_weights(
     ev.EndpointAdded,
     lambda event: f"the inference server at {event.host}:{event.port} gets weights that are put in sync",
 )
-_says(ev.EndpointRemoved, lambda event: f"the inference server at {event.host}:{event.port} gets no more weights")
-_says(
+_weights(ev.EndpointRemoved, lambda event: f"the inference server at {event.host}:{event.port} gets no more weights")
+_training(
     ev.RestAsked,
     lambda event: f"the trainer of run {event.run} is to " + ("free its memory" if event.asleep else "go on"),
 )
-_says(
+_training(
     ev.RestReached,
     lambda event: (
         f"the trainer of run {event.run} " + ("sleeps" if event.asleep else "is awake, with all of its models")

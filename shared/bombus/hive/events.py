@@ -1083,9 +1083,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
 
 
-def kind_of(event: Event) -> str:
-    """Return the event's name on the wire, such as `episode.claimed`."""
-    kind = event.__struct_config__.tag
+def kind_of(tagged: msgspec.Struct | type[msgspec.Struct]) -> str:
+    """Return the name on the wire of a kind of events, messages or operations, such as `episode.claimed`."""
+    kind = tagged.__struct_config__.tag
     assert isinstance(kind, str)
     return kind
 

@@ -807,12 +807,6 @@ _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMess
 _answers: msgspec.msgpack.Decoder[AnyAnswer] = msgspec.msgpack.Decoder(AnyAnswer)
 
 
-def kind_of(message: Message) -> str:
-    kind = message.__struct_config__.tag
-    assert isinstance(kind, str)
-    return kind
-
-
 def encode_message(message: Message) -> bytes:
     return _encoder.encode(message)
 

@@ -19,7 +19,7 @@ from bombus.replay.source import Logged, Source
 from bombus.replay.tally import EpisodesSeen
 from bombus.terminal import complain, json_escaped, say
 
-KINDS = tuple(sorted(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)))
+KINDS = tuple(sorted(map(kind_of, get_args(AnyEvent))))
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from bombus.bus.large.parts import Parts
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
+from bombus.hive.events import kind_of
 from bombus.hive.records import digest
 from bombus.hive.shares import trim_fairly
 from bombus.hive.state import EngineState, Phase
@@ -144,7 +145,7 @@ class OperationDesk:
                 session=session,
                 model=model,
                 key=self._key(submission, ref.digest, may_repeat),
-                op=_kind(operation),
+                op=kind_of(operation),
                 body=ref,
                 passive=_is_passive(operation),
                 base=base,
@@ -314,12 +315,6 @@ def _on_the_log(submission: Submission) -> Operation:
 def _is_numbered(submission: Submission) -> bool:
     """Return whether a request has a number that no other request to its model has."""
     return is_tinkers(submission.model) and not isinstance(submission.operation, EndModel)
-
-
-def _kind(operation: Operation) -> str:
-    kind = operation.__struct_config__.tag
-    assert isinstance(kind, str)
-    return kind
 
 
 def _is_passive(operation: Operation) -> bool:
