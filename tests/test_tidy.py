@@ -367,6 +367,10 @@ LAZY_IMPORTS = {
     ("bombus.host.doctor_streams", "bombus.bus"): "needs nats-py",
     ("bombus.weights.lora_folders", "bombus.weights.merging"): "needs torch",
     ("bombus.weights.models", "bombus.weights.lora_folders"): "needs numpy, which gateways do without",
+    (
+        "bombus_gateway.app",
+        "bombus_gateway.openapi",
+    ): "a tenth of a gateway's start, and 1 MB, for a page that few read",
     ("bombus_inference.cli", "bombus_inference.service"): "needs torch",
     ("bombus_inference.fetching", "bombus.weights.merging"): "needs torch",
     ("bombus_inference.service", "bombus_inference.backends"): "each backend needs packages of its own",

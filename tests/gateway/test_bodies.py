@@ -16,12 +16,12 @@ from starlette.types import Message
 from bombus.bus import Bus
 from bombus.errors import Code, Refused
 from bombus_gateway import limits
-from bombus_gateway.anthropic.request import _Body, read_messages
+from bombus_gateway.anthropic.request import MessagesBody, read_messages
 from bombus_gateway.bodies import SMALL, SWARM, TRAINING, TRAJECTORIES, BodyGate, BodyLimits
 from bombus_gateway.call.workers import THREADS, Workers
 from bombus_gateway.decoding.json_body import BadParameter
-from bombus_gateway.openai.request import _ChatBody, read_chat
-from bombus_gateway.responses.request import _ResponsesBody, read_response_request
+from bombus_gateway.openai.request import ChatBody, read_chat
+from bombus_gateway.responses.request import ResponsesBody, read_response_request
 from tests.gateway.swarm_hive import PlayedHive, played_hive
 from tests.gateway.test_access import routes_of
 from tests.patience import PATIENCE_S
@@ -148,9 +148,9 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 FIELDS = [
     pytest.param(read, given, field.encode_name, id=f"{read.__name__}-{field.encode_name}")
     for read, kind, given in (
-        (read_chat, _ChatBody, {"messages": MESSAGES}),
-        (read_messages, _Body, {"messages": MESSAGES, "max_tokens": 1}),
-        (read_response_request, _ResponsesBody, {"input": "hi"}),
+        (read_chat, ChatBody, {"messages": MESSAGES}),
+        (read_messages, MessagesBody, {"messages": MESSAGES, "max_tokens": 1}),
+        (read_response_request, ResponsesBody, {"input": "hi"}),
     )
     for field in msgspec.structs.fields(kind)
 ]

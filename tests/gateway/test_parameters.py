@@ -143,15 +143,17 @@ TOKENS = {"prompt_token_ids": [1, 2]}
 SAMPLE: dict[str, Any] = {"sampling_session_id": "s", "seq_id": 1, "type": "sample", "sampling_params": {}}
 SAMPLE["prompt"] = {"chunks": [{"tokens": [1, 2, 3], "type": "encoded_text"}]}
 DOORS = {
-    "chat": Door(openai.read_chat, {"model": "m", "messages": HI}, field_names(openai._ChatBody), CHAT),
+    "chat": Door(openai.read_chat, {"model": "m", "messages": HI}, field_names(openai.ChatBody), CHAT),
     "completions": Door(
-        openai.read_completion, {"model": "m", "prompt": "a"}, field_names(openai._CompletionBody), COMPLETIONS
+        openai.read_completion, {"model": "m", "prompt": "a"}, field_names(openai.CompletionBody), COMPLETIONS
     ),
-    "messages": Door(messages.read_messages, {"model": "m", "messages": HI}, field_names(messages._Body), MESSAGES),
+    "messages": Door(
+        messages.read_messages, {"model": "m", "messages": HI}, field_names(messages.MessagesBody), MESSAGES
+    ),
     "responses": Door(
         responses.read_response_request,
         {"model": "m", "input": "hi"},
-        field_names(responses._ResponsesBody),
+        field_names(responses.ResponsesBody),
         RESPONSES,
     ),
     "generate, vLLM's": Door(

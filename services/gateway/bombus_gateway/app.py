@@ -2,18 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
 from bombus_gateway.access import PATH_KEY, EpisodeGuard, without_path_key
-from bombus_gateway.anthropic.docs import add_anthropic_paths
 from bombus_gateway.anthropic.routes import AnthropicDoor
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
@@ -21,14 +19,11 @@ from bombus_gateway.docs_page import HEADERS, docs_page
 from bombus_gateway.generate.routes import GenerateDoor
 from bombus_gateway.limits import in_short
 from bombus_gateway.open_requests import OpenRequests, places_of, share_by_key
-from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
 from bombus_gateway.plain_routes import PlainRoute, add_plain, below
 from bombus_gateway.refusals import ERROR_HEADERS
-from bombus_gateway.responses.docs import add_responses_paths
 from bombus_gateway.responses.routes import ResponsesDoor
 from bombus_gateway.scored.routes import scored_routes
-from bombus_gateway.swarm.docs import described
 from bombus_gateway.swarm.health import health_router
 from bombus_gateway.swarm.routes import joint_routes, plain, swarm_routes
 from bombus_gateway.tenants.routes import training_routes
@@ -41,17 +36,15 @@ class GatewayApp(FastAPI):
 
     A model call costs less than FastAPI's own work around it. `below` has what answers the other paths that begin with
     a prefix; the first that fits counts. Requests to `uncounted` paths take no place among the open ones: signs of
-    life, of this gateway and of clients, which are not dead because they are busy. `described` makes, for the OpenAPI
-    document, what FastAPI describes itself below a prefix.
+    life, of this gateway and of clients, which are not dead because they are busy.
     """
 
+    gateway: Gateway
     calls: Calls
     requests: OpenRequests
     uncounted: set[str]
     hot: dict[str, ASGIApp]
     below: list[tuple[str, ASGIApp]]
-    prefixes: list[str]
-    described: list[tuple[str, Callable[[], APIRouter]]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,15 +78,9 @@ class GatewayApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document. It takes 0.1 s for each engine to make, so this is for a thread."""
         if self.openapi_schema is None:
-            described = FastAPI(title=self.title, description=self.description)
-            for prefix, router in self.described:
-                described.include_router(router(), prefix=prefix)
-            document = described.openapi()
-            for prefix in self.prefixes:
-                add_openai_paths(document, prefix)
-                add_anthropic_paths(document, prefix)
-                add_responses_paths(document, prefix)
-            self.openapi_schema = document
+            from bombus_gateway.openapi import openapi_document  # with all that the page alone needs
+
+            self.openapi_schema = openapi_document(self.title, self.description, self.gateway)
         return self.openapi_schema
 
 
@@ -104,6 +91,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         description="Train language models with the agent harness that you have: change `base_url` and `api_key`.",
         openapi_url=None,  # it would be made on the event loop, and FastAPI's own page loads scripts from elsewhere
     )
+    app.gateway = gateway
     app.calls = calls = Calls(gateway)
     app.requests = OpenRequests(
         places_of(gateway.settings), gateway.settings.bodies_mb_max << 20, share_by_key(gateway)
@@ -111,8 +99,6 @@ def create_app(gateway: Gateway) -> GatewayApp:
     app.uncounted = set()
     app.hot = {}
     app.below = []
-    app.prefixes = []
-    app.described = []
     _add_error_handlers(app)
 
     async def docs(_: Request) -> HTMLResponse:
@@ -122,8 +108,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         return JSONResponse(await asyncio.to_thread(app.openapi))
 
     add_plain(app, [PlainRoute("GET", "/docs", docs), PlainRoute("GET", "/openapi.json", document)])
-    engines = gateway.settings.engines
-    for prefix, engine in [("", engines[0]), *((f"/e/{engine}", engine) for engine in engines)]:
+    for prefix, engine in gateway.doors:
         openai = OpenAIDoor(gateway, calls, engine, any_engine=not prefix)
         app.hot[f"{prefix}/v1/chat/completions"] = openai.chat
         app.hot[f"{prefix}/v1/completions"] = openai.completions
@@ -145,21 +130,14 @@ def create_app(gateway: Gateway) -> GatewayApp:
             (f"{prefix}/v1/messages/", anthropic.below),
             (f"{prefix}/v1/", openai.nothing),
         ]
-        app.prefixes.append(prefix)
         app.include_router(health_router(gateway, engine), prefix=prefix)
         signs = ("/health", "/ready", "/touch_client", "/api/v1/session_heartbeat")
         app.uncounted.update(f"{prefix}{path}" for path in signs)
         swarm = swarm_routes(gateway, engine)
-        app.described += [
-            (prefix, partial(health_router, gateway, engine)),
-            (prefix, partial(described, gateway, swarm)),
-        ]
         scored, direct = scored_routes(gateway, engine, app.routed)
         add_plain(app, below(prefix, [*plain(gateway, swarm), *training_routes(gateway, calls, engine), *scored]))
         app.hot |= {f"{prefix}{path}": route for path, route in direct.items()}
-    joint = joint_routes(gateway)
-    add_plain(app, plain(gateway, joint))
-    app.described.append(("", partial(described, gateway, joint)))
+    add_plain(app, plain(gateway, joint_routes(gateway)))
     return app
 
 

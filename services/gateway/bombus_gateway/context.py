@@ -55,6 +55,12 @@ class Gateway:
             log.warning("a command was carried out, but its event has not come back yet", extra={"command": command.id})
         return answer
 
+    @property
+    def doors(self) -> list[tuple[str, str]]:
+        """The prefixes of paths, each with the engine that it leads to. The first engine is at the root too."""
+        engines = self.settings.engines
+        return [("", engines[0]), *((f"/e/{engine}", engine) for engine in engines)]
+
     def engines_at(self, engine: str, any_engine: bool) -> tuple[str, ...]:
         """Return the engines of a door: its own, or at the root all of them."""
         return tuple(self.settings.engines) if any_engine else (engine,)

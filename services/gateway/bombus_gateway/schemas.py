@@ -1,36 +1,153 @@
-"""Parts of JSON schemas, for the routes that are described by hand because they are answered outside FastAPI."""
+"""Parts of the OpenAPI document, for the routes that are answered outside FastAPI.
 
-from collections.abc import Mapping
-from typing import Any
+The fields of requests come from the structs that decode them; what is said by hand is more than these know.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from bombus_gateway.limits import NAME_CHARACTERS
 
-STRING: dict[str, Any] = {"type": "string"}
-NUMBER: dict[str, Any] = {"type": "number"}
-INTEGER: dict[str, Any] = {"type": "integer"}
-BOOLEAN: dict[str, Any] = {"type": "boolean"}
-NULL: dict[str, Any] = {"type": "null"}
-OBJECT: dict[str, Any] = {"type": "object"}
-NAME: dict[str, Any] = {**STRING, "minLength": 1, "maxLength": NAME_CHARACTERS}
+JsonSchema = dict[str, Any]
+Described = Any  # a schema, or a type of Python that has one
 
-OVERRIDDEN: dict[str, Any] = {  # headers of an answer
-    "x-bombus-overridden": {"schema": STRING, "description": "the names of what was asked for and is not done"}
+SOME_TEXT = Annotated[str, Meta(min_length=1)]
+NAME = Annotated[str, Meta(min_length=1, max_length=NAME_CHARACTERS)]
+
+# What the dialects say alike of their parameters.
+MODEL = {"description": "any name; the key leads to the engine"}
+TEMPERATURE = {"description": "default: the job's"}
+TOP_P = {"default": 1, "description": "below 1 only in eval episodes, unless the job allows it"}
+LENGTH = {"description": "default and limit: the job's max_response_length_in_one_turn"}
+STREAM = {"default": False}
+CHOICES_OF_TOOLS = ("auto", "none", "required")  # which OpenAI has beside objects
+
+BEARER, X_API_KEY = "episode_key", "episode_x_api_key"
+_AGENTS_KEYS = {
+    BEARER: {"type": "http", "scheme": "bearer"},
+    X_API_KEY: {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
+_REFUSALS = ("400", "401", "403", "404", "405", "413", "503")
 
 
-def object_of(properties: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+def schema_of(described: Described) -> JsonSchema:
+    """Return the schema of a type, or a schema as it is, with its definitions in the places where they are named."""
+    schema: JsonSchema = described if isinstance(described, dict) else msgspec.json.schema(described)
+    definitions = schema.get("$defs", {})
+
+    def put_in(part: Any) -> Any:
+        if isinstance(part, list):
+            return [put_in(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return put_in(definitions[part["$ref"].rpartition("/")[2]])
+        return {name: put_in(each) for name, each in part.items() if name != "$defs"}
+
+    return put_in(schema) if definitions else schema
+
+
+def object_of(*optional: str, **fields: Described) -> JsonSchema:
     """Describe an object that has all of these fields but the optional ones."""
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "required": required, "properties": dict(properties)}
+    required = [name for name in fields if name not in optional]
+    properties = {name: schema_of(field) for name, field in fields.items()}
+    return {"type": "object", "required": required, "properties": properties}
 
 
-def array_of(items: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    return {"type": "array", "items": dict(items), **more}
+def array_of(items: Described, **more: Any) -> JsonSchema:
+    return {"type": "array", "items": schema_of(items), **more}
 
 
-def one_of(*values: str) -> dict[str, Any]:
+def any_of(*options: Described) -> JsonSchema:
+    return {"anyOf": [*map(schema_of, options)]}
+
+
+def one_of(*values: str) -> JsonSchema:
     return {"type": "string", "enum": [*values]}
 
 
-def or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [dict(schema), NULL]}
+def request_of(kind: type[msgspec.Struct], left_out: Sequence[str] = (), **by_hand: JsonSchema) -> JsonSchema:
+    """Describe what a struct decodes. `by_hand` has more of its fields, and all of what is decoded elsewhere."""
+    fields = [field for field in msgspec.structs.fields(kind) if field.name not in left_out]
+    described = by_hand | {field.name: _field(field) | by_hand.get(field.name, {}) for field in fields}
+    required = {field.name for field in fields if field.required}
+    return object_of(*(name for name in described if name not in required), **described)
+
+
+def _field(field: msgspec.structs.FieldInfo) -> JsonSchema:
+    """Describe a field, in which null is as good as nothing."""
+    if field.type is msgspec.Raw:
+        return {}
+    schema = schema_of(field.type)
+    default = {} if field.required or field.default is None else {"default": field.default}
+    options = [option for option in schema.get("anyOf", [schema]) if option != {"type": "null"}]
+    return (options[0] if len(options) == 1 else {"anyOf": options}) | default
+
+
+# ---- routes -------------------------------------------------------------------------------------------------------
+
+
+def named(schema: str) -> JsonSchema:
+    return {"$ref": f"#/components/schemas/{schema}"}
+
+
+def answered(description: str, schema: str, event: JsonSchema | None = None) -> JsonSchema:
+    """Describe an answer by the name of its schema. That of a model call may come in events instead."""
+    content = _json(named(schema))
+    if event is None:
+        return {"description": description, "content": content}
+    content["text/event-stream"] = {"itemSchema": event}
+    overridden = {"schema": schema_of(str), "description": "the names of what was asked for and is not done"}
+    return {"description": description, "content": content, "headers": {"x-bombus-overridden": overridden}}
+
+
+def event_of(*names: str) -> JsonSchema:
+    """Describe a server-sent event of one of these names, whose data is JSON."""
+    return object_of(event=one_of(*names), data={"type": "string", "contentMediaType": "application/json"})
+
+
+def request_body(schema: JsonSchema) -> JsonSchema:
+    return {"required": True, "content": _json(schema)}
+
+
+def _json(schema: JsonSchema) -> JsonSchema:
+    return {"application/json": {"schema": schema}}
+
+
+class DescribedDoor(NamedTuple):
+    """What routes have in common: their tag, the keys that open them, any of which will do, and their refusals."""
+
+    tag: str
+    keys: Sequence[str]
+    refusal: JsonSchema
+
+    def route(
+        self, summary: str, answer: JsonSchema | None, body: JsonSchema | None = None, place: str = ""
+    ) -> JsonSchema:
+        """Describe a route. `place` is the part of its path that names something.
+
+        `answer` is that to a request which is not refused, None where all are.
+        """
+        responses = {**({} if answer is None else {"200": answer}), **dict.fromkeys(_REFUSALS, self.refusal)}
+        found: JsonSchema = {"tags": [self.tag], "summary": summary, "responses": responses}
+        found["security"] = [{key: []} for key in self.keys]
+        if body is not None:
+            found["requestBody"] = request_body(body)
+        if place:
+            found["parameters"] = [{"name": place, "in": "path", "required": True, "schema": schema_of(SOME_TEXT)}]
+        return found
+
+
+def add_routes(
+    document: JsonSchema, prefixes: Sequence[str], routes: Mapping[str, JsonSchema], **schemas: JsonSchema
+) -> None:
+    """Add routes, which are given by their paths, to an OpenAPI document below each of the prefixes."""
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(schemas)
+    components.setdefault("securitySchemes", {}).update(_AGENTS_KEYS)
+    paths = document.setdefault("paths", {})
+    for prefix in prefixes:
+        paths.update({f"{prefix}{path}": described for path, described in routes.items()})

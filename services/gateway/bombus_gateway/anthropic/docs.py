@@ -1,148 +1,115 @@
-"""The OpenAPI description of Anthropic's routes, written by hand because they are answered outside FastAPI."""
+"""The OpenAPI description of Anthropic's routes, which are answered outside FastAPI."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated
 
+from msgspec import Meta
+
+from bombus_gateway import limits
+from bombus_gateway.anthropic.request import MessagesBody, ToolChoice
 from bombus_gateway.schemas import (
-    INTEGER,
+    BEARER,
+    LENGTH,
+    MODEL,
     NAME,
-    NUMBER,
-    OBJECT,
-    OVERRIDDEN,
-    STRING,
+    STREAM,
+    TEMPERATURE,
+    TOP_P,
+    X_API_KEY,
+    Described,
+    DescribedDoor,
+    JsonSchema,
+    add_routes,
+    answered,
+    any_of,
     array_of,
+    event_of,
     object_of,
     one_of,
-    or_null,
+    request_of,
+    schema_of,
 )
 
 
-def _block(kind: str, **fields: Any) -> dict[str, Any]:
+def _block(kind: str, **fields: Described) -> JsonSchema:
     """Describe a block of content of a type, with all of these fields."""
-    return object_of({"type": one_of(kind), **fields})
+    return object_of(type=one_of(kind), **fields)
 
 
-_TEXT = _block("text", text=STRING)
-_THINKING = _block("thinking", thinking=STRING, signature={**STRING, "description": "to be sent back"})
-_TOOL_USE = _block("tool_use", id=NAME, name=NAME, input=OBJECT)
-_TEXTS: dict[str, Any] = {"anyOf": [STRING, array_of(_TEXT)]}
+_TEXT = _block("text", text=str)
+_THINKING = _block("thinking", thinking=str, signature={"type": "string", "description": "to be sent back"})
+_TOOL_USE = _block("tool_use", id=NAME, name=NAME, input=dict)
+_TEXTS = any_of(str, array_of(_TEXT))
 _TOOL_RESULT = _block("tool_result", tool_use_id=NAME, content=_TEXTS)
-_CONTENT: dict[str, Any] = {
-    "description": "text, or blocks; those of other types are not understood",
-    "anyOf": [STRING, array_of({"anyOf": [_TEXT, _THINKING, _TOOL_USE, _TOOL_RESULT]})],
-}
-_MESSAGE = object_of({"role": one_of("user", "assistant", "system"), "content": _CONTENT})
-_TOOL: dict[str, Any] = {
-    "type": "object",
-    "required": ["name", "input_schema"],
-    "properties": {
-        "name": NAME,
-        "description": STRING,
-        "input_schema": OBJECT,
-        "defer_loading": {"type": "boolean", "description": "not shown to the model until a tool_reference names it"},
-    },
-}
-_PROMPT: dict[str, Any] = {
-    "model": {**STRING, "maxLength": 256, "description": "any name; the key leads to the engine"},
-    "messages": array_of(_MESSAGE, minItems=1),
-    "system": _TEXTS,
-    "tools": array_of(_TOOL),
-    "tool_choice": {
-        "type": "object",
-        "required": ["type"],
-        "properties": {"type": one_of("auto", "none")},
-    },
-}
-_MESSAGES: dict[str, Any] = {
-    "type": "object",
-    "required": ["model", "messages"],
-    "properties": {
-        **_PROMPT,
-        "max_tokens": {
-            **INTEGER,
-            "minimum": 1,
-            "description": "default and limit: the job's max_response_length_in_one_turn",
-        },
-        "temperature": {**NUMBER, "minimum": 0, "maximum": 2, "description": "default: the job's"},
-        "top_p": {
-            **NUMBER,
-            "exclusiveMinimum": 0,
-            "maximum": 1,
-            "default": 1,
-            "description": "below 1 only in eval episodes, unless the job allows it",
-        },
-        "top_k": {**INTEGER, "description": "only in eval episodes, unless the job allows it"},
-        "stop_sequences": array_of({**STRING, "minLength": 1, "maxLength": 256}, maxItems=16),
-        "stream": {"type": "boolean", "default": False},
-    },
-}
-_COUNT: dict[str, Any] = {"type": "object", "required": ["model", "messages"], "properties": _PROMPT}
-_USAGE = object_of(
-    {
-        "input_tokens": {**INTEGER, "description": "without those that were cached"},
-        "cache_creation_input_tokens": INTEGER,
-        "cache_read_input_tokens": INTEGER,
-        "output_tokens": INTEGER,
-    }
+_CONTENT = any_of(str, array_of(any_of(_TEXT, _THINKING, _TOOL_USE, _TOOL_RESULT)))
+_MESSAGE = object_of(
+    role=one_of("user", "assistant", "system"),
+    content={"description": "text, or blocks; those of other types are not understood", **_CONTENT},
 )
-_ANSWER = object_of(
-    {
-        "id": STRING,
-        "type": one_of("message"),
-        "role": one_of("assistant"),
-        "model": STRING,
-        "content": array_of({"anyOf": [_TEXT, _THINKING, _TOOL_USE]}),
-        "stop_reason": one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
-        "stop_sequence": or_null(STRING),
-        "usage": _USAGE,
-    }
+_TOOL = object_of(
+    "description",
+    "defer_loading",
+    name=NAME,
+    description=str,
+    input_schema=dict,
+    defer_loading={"type": "boolean", "description": "not shown to the model until a tool_reference names it"},
 )
-_COUNTED = object_of({"input_tokens": INTEGER})
-_ERROR_BODY = object_of({"type": one_of("error"), "error": object_of({"type": STRING, "message": STRING})})
-_ERROR = {
-    "description": "Anthropic's error body",
-    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/AnthropicError"}}},
-}
-_EVENT_NAMES = (
+_Stops = Annotated[
+    list[Annotated[str, Meta(min_length=1, max_length=limits.STOP_CHARACTERS)]], Meta(max_length=limits.STOPS)
+]
+_REQUEST = request_of(
+    MessagesBody,
+    ("container", "mcp_servers"),
+    model=MODEL,
+    messages=array_of(_MESSAGE, minItems=1),
+    system=_TEXTS,
+    tools=array_of(_TOOL),
+    tool_choice=request_of(ToolChoice, type=one_of("auto", "any", "tool", "none")),
+    max_tokens=LENGTH,
+    temperature=TEMPERATURE,
+    top_p=TOP_P,
+    top_k={"description": "only in eval episodes, unless the job allows it"},
+    stop_sequences=schema_of(_Stops),
+    stream=STREAM,
+)
+_OF_PROMPT = ("model", "messages", "system", "tools", "tool_choice")
+_PROMPT = _REQUEST | {"properties": {name: _REQUEST["properties"][name] for name in _OF_PROMPT}}
+_EVENT = event_of(
     *("message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta"),
     *("message_stop", "ping", "error"),
 )
-_EVENT = object_of({"event": one_of(*_EVENT_NAMES), "data": {**STRING, "contentMediaType": "application/json"}})
-_ERRORS = dict.fromkeys(("400", "401", "403", "404", "405", "413", "503"), _ERROR)
 
 
-def add_anthropic_paths(schema: dict[str, Any], prefix: str) -> None:
-    """Add Anthropic's routes under `prefix` to an OpenAPI document."""
-    paths = schema.setdefault("paths", {})
-    message = {
-        "description": "A message, or its events",
-        "content": {
-            **_json({"$ref": "#/components/schemas/AnthropicMessage"}),
-            "text/event-stream": {"itemSchema": _EVENT},
-        },
-        "headers": OVERRIDDEN,
+def add_anthropic_paths(document: JsonSchema, prefixes: Sequence[str]) -> None:
+    """Add Anthropic's routes under each prefix to an OpenAPI document."""
+    agents = DescribedDoor("anthropic", [X_API_KEY, BEARER], answered("Anthropic's error body", "AnthropicError"))
+    message = answered("A message, or its events", "AnthropicMessage", _EVENT)
+    counted = answered("The number of tokens; nothing is recorded", "AnthropicTokens")
+    routes = {
+        "/v1/messages": {"post": agents.route("Messages", message, _REQUEST)},
+        "/v1/messages/count_tokens": {"post": agents.route("The tokens of a prompt", counted, _PROMPT)},
     }
-    counted = {
-        "description": "The number of tokens; nothing is recorded",
-        "content": _json({"$ref": "#/components/schemas/AnthropicTokens"}),
-    }
-    paths[f"{prefix}/v1/messages"] = {"post": _post("Messages", _MESSAGES, message)}
-    paths[f"{prefix}/v1/messages/count_tokens"] = {"post": _post("The tokens of a prompt", _COUNT, counted)}
-    components = schema.setdefault("components", {})
-    named = {"AnthropicError": _ERROR_BODY, "AnthropicMessage": _ANSWER, "AnthropicTokens": _COUNTED}
-    components.setdefault("schemas", {}).update(named)
-    components.setdefault("securitySchemes", {})["episode_key"] = {"type": "http", "scheme": "bearer"}
-    components["securitySchemes"]["episode_x_api_key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
-
-
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
-
-
-def _post(summary: str, body: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "tags": ["anthropic"],
-        "summary": summary,
-        "security": [{"episode_x_api_key": []}, {"episode_key": []}],
-        "requestBody": {"required": True, "content": _json(body)},
-        "responses": {"200": answered, **_ERRORS},
-    }
+    usage = object_of(
+        input_tokens={"type": "integer", "description": "without those that were cached"},
+        cache_creation_input_tokens=int,
+        cache_read_input_tokens=int,
+        output_tokens=int,
+    )
+    answer = object_of(
+        id=str,
+        type=one_of("message"),
+        role=one_of("assistant"),
+        model=str,
+        content=array_of(any_of(_TEXT, _THINKING, _TOOL_USE)),
+        stop_reason=one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+        stop_sequence=str | None,
+        usage=usage,
+    )
+    add_routes(
+        document,
+        prefixes,
+        routes,
+        AnthropicError=object_of(type=one_of("error"), error=object_of(type=str, message=str)),
+        AnthropicMessage=answer,
+        AnthropicTokens=object_of(input_tokens=int),
+    )

@@ -89,7 +89,7 @@ class _Message(msgspec.Struct):
     content: _Content = None
 
 
-class _ToolChoice(msgspec.Struct):
+class ToolChoice(msgspec.Struct):
     type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -106,13 +106,13 @@ class _Tool(msgspec.Struct):
     allowed_callers: list[Any] | None = None
 
 
-class _Body(msgspec.Struct, kw_only=True):
+class MessagesBody(msgspec.Struct, kw_only=True):
     model: _Name
     messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]  # of `_Message`
     max_tokens: _Count | None = None
     system: msgspec.Raw = msgspec.Raw(b"null")  # a `_Content`
     tools: msgspec.Raw = msgspec.Raw(b"null")  # of `_Tool`, or null
-    tool_choice: _ToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -163,7 +163,7 @@ class _Turns(NamedTuple):
     referenced: frozenset[str] = frozenset()
 
 
-_body = BodyDecoder(_Body, "messages", "system", "tools")
+_body = BodyDecoder(MessagesBody, "messages", "system", "tools")
 _message = msgspec.json.Decoder(_Message)
 _system: msgspec.json.Decoder[_Content] = msgspec.json.Decoder(_Content)
 _offered = msgspec.json.Decoder(list[_Tool] | None)
@@ -213,7 +213,7 @@ def _fields_of_answer(output: dict[str, Any]) -> frozenset[str] | None:
 # ---- what is asked for --------------------------------------------------------------------------------------------
 
 
-def _beyond_messages(found: _Body, last_role: str) -> list[Unsupported]:
+def _beyond_messages(found: MessagesBody, last_role: str) -> list[Unsupported]:
     """Return what is asked for that would change the answer, in ways that nobody here can."""
     asked = (
         ("context_management", _takes_away(found.context_management), "nothing is taken out of a conversation"),
@@ -234,7 +234,7 @@ def _beyond_messages(found: _Body, last_role: str) -> list[Unsupported]:
 _ONE_CALL = "tool_choice.disable_parallel_tool_use"
 
 
-def _forced_call(choice: _ToolChoice | None, tools: Sequence[Mapping[str, Any]]) -> Asked | None:
+def _forced_call(choice: ToolChoice | None, tools: Sequence[Mapping[str, Any]]) -> Asked | None:
     """Return what a choice of tools asks for; None where the model may answer as it likes."""
     if choice is None or choice.type in ("auto", "none"):
         return None
@@ -243,7 +243,7 @@ def _forced_call(choice: _ToolChoice | None, tools: Sequence[Mapping[str, Any]])
     return demand_of_calls("tool_choice", tools, [choice.name] if choice.type == "tool" else None)
 
 
-def _forms_of_answer(found: _Body) -> Iterator[Asked]:
+def _forms_of_answer(found: MessagesBody) -> Iterator[Asked]:
     """Yield what the formats of an answer ask for, which has an older name too."""
     for field, form in (
         ("output_config.format", (found.output_config or {}).get("format")),

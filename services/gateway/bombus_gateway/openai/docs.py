@@ -1,245 +1,181 @@
-"""The OpenAPI description of the OpenAI routes, written by hand because they are answered outside FastAPI."""
+"""The OpenAPI description of the OpenAI routes, which are answered outside FastAPI."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from bombus.config.template_variables import VARIABLES_MAX
+from bombus_gateway import limits
+from bombus_gateway.openai.request import ChatBody, CompletionBody, StreamOptions
+from bombus_gateway.openai.tokenizing import DetokenizeBody, TokenizeBody
 from bombus_gateway.schemas import (
-    BOOLEAN,
-    INTEGER,
-    NULL,
-    NUMBER,
-    OBJECT,
-    OVERRIDDEN,
-    STRING,
+    BEARER,
+    CHOICES_OF_TOOLS,
+    LENGTH,
+    MODEL,
+    NAME,
+    SOME_TEXT,
+    STREAM,
+    TEMPERATURE,
+    TOP_P,
+    Described,
+    DescribedDoor,
+    JsonSchema,
+    add_routes,
+    answered,
+    any_of,
     array_of,
+    named,
     object_of,
     one_of,
-    or_null,
+    request_of,
+    schema_of,
 )
 from bombus_gateway.text.thinking import NEAREST, NO_EFFORT
 
 # ---- requests -----------------------------------------------------------------------------------------------------
 
-_TEXTS: dict[str, Any] = {
-    "description": "text, or parts of type text; others are not understood",
-    "anyOf": [STRING, array_of(object_of({"type": one_of("text"), "text": STRING}))],
-}
-_FUNCTION = object_of(
-    {"name": {**STRING, "minLength": 1, "maxLength": 256}, "description": STRING, "parameters": OBJECT},
-    "description",
-    "parameters",
+_Text256 = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
+_PARTS = array_of(object_of(type=one_of("text"), text=str))
+_TEXTS = any_of(str, _PARTS) | {"description": "text, or parts of type text; others are not understood"}
+_CALLED = object_of(name=_Text256, arguments={"type": "string", "description": "JSON"})
+_CALL = object_of(id=_Text256, type=one_of("function"), function=_CALLED)
+_ASSISTANT = object_of(
+    "reasoning_content",
+    "tool_calls",
+    role=one_of("assistant"),
+    content=any_of(str, _PARTS, None),
+    reasoning_content=str,
+    tool_calls=array_of(_CALL, maxItems=limits.CALLS_IN_MESSAGE),
 )
-_CALLED = object_of({"name": {**STRING, "maxLength": 256}, "arguments": {**STRING, "description": "JSON"}})
-_CALL = object_of({"id": {**STRING, "maxLength": 256}, "type": one_of("function"), "function": _CALLED})
-_MESSAGE: dict[str, Any] = {
-    "anyOf": [
-        object_of({"role": one_of("system", "developer", "user"), "content": _TEXTS}),
-        object_of(
-            {
-                "role": one_of("assistant"),
-                "content": {"anyOf": [*_TEXTS["anyOf"], NULL]},
-                "reasoning_content": STRING,
-                "tool_calls": array_of(_CALL, maxItems=256),
-            },
-            "reasoning_content",
-            "tool_calls",
-        ),
-        object_of({"role": one_of("tool"), "content": _TEXTS, "tool_call_id": {**STRING, "maxLength": 256}}),
-    ]
+_MESSAGE = any_of(
+    object_of(role=one_of("system", "developer", "user"), content=_TEXTS),
+    _ASSISTANT,
+    object_of(role=one_of("tool"), content=_TEXTS, tool_call_id=_Text256),
+)
+_MESSAGES = array_of(_MESSAGE, minItems=1)
+_FUNCTION = object_of("description", "parameters", name=NAME, description=str, parameters=dict)
+_TOOLS = array_of(object_of(type=one_of("function"), function=_FUNCTION))
+_Stop = Annotated[str, Meta(max_length=limits.STOP_CHARACTERS)]
+_SAMPLING: dict[str, JsonSchema] = {
+    "model": MODEL,
+    "n": {"default": 1, "maximum": limits.CHOICES},
+    "stop": any_of(_Stop, Annotated[list[_Stop | int], Meta(max_length=limits.STOPS)]),
+    "temperature": TEMPERATURE,
+    "top_p": TOP_P,
+    "max_tokens": LENGTH,
+    "stream": STREAM,
+    "stream_options": request_of(StreamOptions) | {"description": "only with stream"},
 }
-_TOOLS = array_of(object_of({"type": one_of("function"), "function": _FUNCTION}))
-_SAMPLING: dict[str, Any] = {
-    "model": {**STRING, "maxLength": 256, "description": "any name; the key leads to the engine"},
-    "n": {**INTEGER, "default": 1, "minimum": 1, "maximum": 64},
-    "max_tokens": {
-        **INTEGER,
-        "minimum": 1,
-        "description": "default and limit: the job's max_response_length_in_one_turn",
+_STREAMED = {"stream_options": {"required": ["stream"], "properties": {"stream": {"const": True}}}}
+_CHAT = request_of(
+    ChatBody,
+    ("functions", "function_call", "audio", "prediction", "web_search_options"),
+    **_SAMPLING,
+    messages=_MESSAGES,
+    tools=_TOOLS,
+    tool_choice=any_of(one_of(*CHOICES_OF_TOOLS), dict) | {"description": "only with tools"},
+    logprobs={"default": False},
+    top_logprobs={"description": "only with logprobs"},
+    max_completion_tokens=LENGTH,
+    chat_template_kwargs={
+        "description": "variables of the chat template, which win over the job's; where the job allows them",
+        "maxProperties": VARIABLES_MAX,
     },
-    "temperature": {**NUMBER, "minimum": 0, "maximum": 2, "description": "default: the job's"},
-    "top_p": {
-        **NUMBER,
-        "exclusiveMinimum": 0,
-        "maximum": 1,
-        "default": 1,
-        "description": "below 1 only in eval episodes, unless the job allows it",
+    reasoning_effort={
+        **one_of(NO_EFFORT, *NEAREST),
+        "description": "given to the chat template, by the names that it reads",
     },
-    "seed": {**INTEGER, "minimum": -(2**63), "maximum": 2**63 - 1},
-    "stop": {
-        "anyOf": [
-            {**STRING, "minLength": 1, "maxLength": 256},
-            array_of({**STRING, "minLength": 1, "maxLength": 256}, maxItems=16),
-        ]
-    },
-    "stream": {**BOOLEAN, "default": False},
-    "stream_options": {**object_of({"include_usage": BOOLEAN}, "include_usage"), "description": "only with stream"},
-}
-_STREAMED: dict[str, Any] = {"required": ["stream"], "properties": {"stream": {"const": True}}}
-_CHAT: dict[str, Any] = {
-    "type": "object",
-    "required": ["model", "messages"],
-    "properties": {
-        "messages": array_of(_MESSAGE, minItems=1),
-        "tools": _TOOLS,
-        "tool_choice": {**one_of("auto", "none"), "description": "only with tools"},
-        "logprobs": {**BOOLEAN, "default": False},
-        "top_logprobs": {**INTEGER, "minimum": 0, "maximum": 20, "description": "only with logprobs"},
-        "max_completion_tokens": {**INTEGER, "minimum": 1},
-        "chat_template_kwargs": {
-            "type": "object",
-            "description": "variables of the chat template, which win over the job's; where the job allows them",
-            "additionalProperties": {"anyOf": [BOOLEAN, NUMBER, STRING]},
-            "maxProperties": VARIABLES_MAX,
-        },
-        "reasoning_effort": {
-            **one_of(NO_EFFORT, *NEAREST),
-            "description": "given to the chat template, by the names that it reads",
-        },
-        **_SAMPLING,
-    },
+) | {
     "dependentRequired": {"tool_choice": ["tools"], "top_logprobs": ["logprobs"]},
-    "dependentSchemas": {"stream_options": _STREAMED},
+    "dependentSchemas": _STREAMED,
 }
-_COMPLETION: dict[str, Any] = {
-    "type": "object",
-    "required": ["model", "prompt"],
-    "properties": {
-        "prompt": {"anyOf": [{**STRING, "minLength": 1}, array_of({**INTEGER, "minimum": 0}, minItems=1)]},
-        "logprobs": {**INTEGER, "minimum": 0, "maximum": 20},
-        **_SAMPLING,
-    },
-    "dependentSchemas": {"stream_options": _STREAMED},
+_SomeTokens = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+_COMPLETION = request_of(
+    CompletionBody, ("best_of", "echo", "suffix"), **_SAMPLING, prompt=any_of(SOME_TEXT, _SomeTokens)
+) | {"dependentSchemas": _STREAMED}
+_TOKENIZE = request_of(TokenizeBody, messages=_MESSAGES, tools=_TOOLS, return_token_strs={"default": False}) | {
+    "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]
 }
-_TOKENIZE: dict[str, Any] = {
-    "type": "object",
-    "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
-    "properties": {
-        "prompt": STRING,
-        "messages": array_of(_MESSAGE, minItems=1),
-        "tools": _TOOLS,
-        "add_generation_prompt": {**BOOLEAN, "default": True},
-        "return_token_strs": {**BOOLEAN, "default": False},
-    },
-}
-_DETOKENIZE = object_of({"tokens": array_of({**INTEGER, "minimum": 0})})
 
 # ---- answers ------------------------------------------------------------------------------------------------------
 
-_FINISH = one_of("stop", "length", "tool_calls")
-_TOKEN = {"token": STRING, "logprob": NUMBER, "bytes": array_of(INTEGER)}
+_TOKEN: dict[str, Any] = {"token": str, "logprob": float, "bytes": list[int]}
 _CHAT_LOGPROBS = object_of(
-    {"content": array_of(object_of({**_TOKEN, "top_logprobs": array_of(object_of(_TOKEN))})), "refusal": NULL}
+    content=array_of(object_of(**_TOKEN, top_logprobs=array_of(object_of(**_TOKEN)))), refusal=None
 )
 _TEXT_LOGPROBS = object_of(
-    {
-        "tokens": array_of(STRING),
-        "token_logprobs": array_of(NUMBER),
-        "top_logprobs": or_null(array_of({"type": "object", "additionalProperties": NUMBER})),
-        "text_offset": array_of(INTEGER),
-    }
+    tokens=list[str], token_logprobs=list[float], top_logprobs=list[dict[str, float]] | None, text_offset=list[int]
 )
 _ANSWER = object_of(
-    {
-        "role": one_of("assistant"),
-        "content": or_null(STRING),
-        "refusal": NULL,
-        "tool_calls": array_of(_CALL),
-        "reasoning_content": STRING,
-    },
     "tool_calls",
     "reasoning_content",
+    role=one_of("assistant"),
+    content=str | None,
+    refusal=None,
+    tool_calls=array_of(_CALL),
+    reasoning_content=str,
 )
 _USAGE = object_of(
-    {
-        "prompt_tokens": INTEGER,
-        "completion_tokens": INTEGER,
-        "total_tokens": INTEGER,
-        "prompt_tokens_details": object_of({"cached_tokens": INTEGER}),
-        "completion_tokens_details": object_of({"reasoning_tokens": INTEGER}),
-    }
+    prompt_tokens=int,
+    completion_tokens=int,
+    total_tokens=int,
+    prompt_tokens_details=object_of(cached_tokens=int),
+    completion_tokens_details=object_of(reasoning_tokens=int),
 )
 
 
-def _completion_of(kind: str, choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the answer of a model call, with its choices."""
-    choices = array_of(object_of({"index": INTEGER, "finish_reason": _FINISH, **choice}))
-    head = {"id": STRING, "object": one_of(kind), "created": INTEGER, "model": STRING}
-    sampled_by = {**or_null(STRING), "description": "bombus-V, or bombus-V-W where policy versions V to W sampled it"}
-    return object_of({**head, "choices": choices, "usage": _USAGE, "system_fingerprint": sampled_by})
+def _completion_of(kind: str, **choice: Described) -> JsonSchema:
+    """Describe the answer of a model call, with what is in its choices."""
+    finish = one_of("stop", "length", "tool_calls")
+    return object_of(
+        id=str,
+        object=one_of(kind),
+        created=int,
+        model=str,
+        choices=array_of(object_of(index=int, finish_reason=finish, **choice)),
+        usage=_USAGE,
+        system_fingerprint={
+            **any_of(str, None),
+            "description": "bombus-V, or bombus-V-W where policy versions V to W sampled it",
+        },
+    )
 
 
-_MODEL = object_of({"id": STRING, "object": one_of("model"), "created": INTEGER, "owned_by": STRING})
-_TOKENS = object_of(
-    {
-        "count": INTEGER,
-        "max_model_len": INTEGER,
-        "tokens": array_of(INTEGER),
-        "token_strs": or_null(array_of(STRING)),
+def add_openai_paths(document: JsonSchema, prefixes: Sequence[str]) -> None:
+    """Add the OpenAI routes under each prefix to an OpenAPI document."""
+    chunk = object_of(data={"type": "string", "description": "a chunk, or [DONE]"})
+    called = partial(answered, "The answer, or its chunks as server-sent events", event=chunk)
+    agents = DescribedDoor("openai", [BEARER], answered("OpenAI's error body", "OpenAIError"))
+    models = agents._replace(keys=[BEARER, "client_key"]).route
+    refused = agents._replace(keys=[]).route("Embeddings are refused: the model makes text", None, schema_of(dict))
+    tokens, text = answered("The tokens", "TokenizedText"), answered("The text", "DetokenizedText")
+    tokenize = agents.route("The tokens of a text or chat, as in vLLM", tokens, _TOKENIZE)
+    detokenize = agents.route("The text of tokens, as in vLLM", text, request_of(DetokenizeBody))
+    one = models("A model, by any name that calls may give", answered("The model", "OpenAIModel"), place="model")
+    routes = {
+        "/v1/chat/completions": {"post": agents.route("Chat", called("ChatCompletion"), _CHAT)},
+        "/v1/completions": {"post": agents.route("Plain completion", called("TextCompletion"), _COMPLETION)},
+        "/v1/models": {"get": models("The engine's model", answered("A list", "OpenAIModels"))},
+        "/v1/models/{model}": {"get": one},
+        "/v1/embeddings": {"post": refused},
+        "/tokenize": {"post": tokenize},
+        "/detokenize": {"post": detokenize},
+        "/v1/tokenize": {"post": tokenize},
+        "/v1/detokenize": {"post": detokenize},
     }
-)
-_ERROR_BODY = object_of(
-    {"error": object_of({"message": STRING, "type": STRING, "param": or_null(STRING), "code": STRING})}
-)
-_SCHEMAS: dict[str, Any] = {
-    "OpenAIError": _ERROR_BODY,
-    "OpenAIUsage": _USAGE,
-    "ChatCompletion": _completion_of("chat.completion", {"logprobs": or_null(_CHAT_LOGPROBS), "message": _ANSWER}),
-    "TextCompletion": _completion_of("text_completion", {"logprobs": or_null(_TEXT_LOGPROBS), "text": STRING}),
-    "OpenAIModel": _MODEL,
-    "OpenAIModels": object_of(
-        {"object": one_of("list"), "data": array_of({"$ref": "#/components/schemas/OpenAIModel"})}
-    ),
-    "TokenizedText": _TOKENS,
-    "DetokenizedText": object_of({"prompt": STRING}),
-}
-_EVENTS = {"text/event-stream": {"itemSchema": object_of({"data": {**STRING, "description": "a chunk, or [DONE]"}})}}
-_BEARER: list[dict[str, list[str]]] = [{"episode_key": []}]
-_KEYS: list[dict[str, list[str]]] = [*_BEARER, {"client_key": []}]
-
-
-def add_openai_paths(schema: dict[str, Any], prefix: str) -> None:
-    """Add the OpenAI routes under `prefix` to an OpenAPI document."""
-    components = schema.setdefault("components", {})
-    components.setdefault("schemas", {}).update(_SCHEMAS)
-    components.setdefault("securitySchemes", {})["episode_key"] = {"type": "http", "scheme": "bearer"}
-    paths = schema.setdefault("paths", {})
-    paths[f"{prefix}/v1/chat/completions"] = {"post": _call("Chat", _CHAT, "ChatCompletion")}
-    paths[f"{prefix}/v1/completions"] = {"post": _call("Plain completion", _COMPLETION, "TextCompletion")}
-    paths[f"{prefix}/v1/models"] = {"get": _route("The engine's model", _KEYS, _answered("A list", "OpenAIModels"))}
-    name = {"name": "model", "in": "path", "required": True, "schema": {**STRING, "minLength": 1}}
-    model = _route("A model, by any name that calls may give", _KEYS, _answered("The model", "OpenAIModel"))
-    paths[f"{prefix}/v1/models/{{model}}"] = {"get": {**model, "parameters": [name]}}
-    paths[f"{prefix}/v1/embeddings"] = {
-        "post": {**_route("Embeddings are refused: the model makes text", [], None), "requestBody": _body(OBJECT)}
-    }
-    tokenized, text = _answered("The tokens", "TokenizedText"), _answered("The text", "DetokenizedText")
-    for below in (prefix, f"{prefix}/v1"):
-        tokenize = _route("The tokens of a text or chat, as in vLLM", _BEARER, tokenized)
-        paths[f"{below}/tokenize"] = {"post": {**tokenize, "requestBody": _body(_TOKENIZE)}}
-        detokenize = _route("The text of tokens, as in vLLM", _BEARER, text)
-        paths[f"{below}/detokenize"] = {"post": {**detokenize, "requestBody": _body(_DETOKENIZE)}}
-
-
-def _call(summary: str, body: dict[str, Any], answer: str) -> dict[str, Any]:
-    """Describe a route of model calls, whose answer comes whole or as events."""
-    answered = _answered("The answer, or its chunks as server-sent events", answer)
-    answered = {**answered, "content": {**answered["content"], **_EVENTS}, "headers": OVERRIDDEN}
-    return {**_route(summary, _BEARER, answered), "requestBody": _body(body)}
-
-
-def _route(summary: str, security: list[dict[str, list[str]]], answer: dict[str, Any] | None) -> dict[str, Any]:
-    """Describe a route; `answer` is that to a request which is not refused, None where all are."""
-    error = _answered("OpenAI's error body", "OpenAIError")
-    errors = dict.fromkeys(("400", "401", "403", "404", "405", "413", "503"), error)
-    responses = {**({"200": answer} if answer is not None else {}), **errors}
-    return {"tags": ["openai"], "summary": summary, "security": security, "responses": responses}
-
-
-def _answered(description: str, schema: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
-    return {"description": description, "content": content}
-
-
-def _body(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
+    add_routes(
+        document,
+        prefixes,
+        routes,
+        OpenAIError=object_of(error=object_of(message=str, type=str, param=str | None, code=str)),
+        OpenAIUsage=_USAGE,
+        ChatCompletion=_completion_of("chat.completion", logprobs=any_of(_CHAT_LOGPROBS, None), message=_ANSWER),
+        TextCompletion=_completion_of("text_completion", logprobs=any_of(_TEXT_LOGPROBS, None), text=str),
+        OpenAIModel=object_of(id=str, object=one_of("model"), created=int, owned_by=str),
+        OpenAIModels=object_of(object=one_of("list"), data=array_of(named("OpenAIModel"))),
+        TokenizedText=object_of(count=int, max_model_len=int, tokens=list[int], token_strs=list[str] | None),
+        DetokenizedText=object_of(prompt=str),
+    )

@@ -53,7 +53,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix: BodyPrefix = NOTHING_READ
 
 
-class _StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
@@ -106,7 +106,7 @@ class _Common(msgspec.Struct, kw_only=True):
     stop: str | list[str | int] | None = None
     stop_token_ids: list[int] | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: _Probability | None = None
     top_k: int | None = None
@@ -120,7 +120,7 @@ class _Common(msgspec.Struct, kw_only=True):
     user: Unused = None
 
 
-class _ChatBody(_Common, kw_only=True):
+class ChatBody(_Common, kw_only=True):
     messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]  # of `_Message`
     tools: msgspec.Raw = msgspec.Raw(b"null")  # objects, or null
     tool_choice: str | dict[str, Any] | None = None
@@ -146,7 +146,7 @@ class _ChatBody(_Common, kw_only=True):
     safety_identifier: Unused = None
 
 
-class _CompletionBody(_Common, kw_only=True):
+class CompletionBody(_Common, kw_only=True):
     prompt: str | list[Unused]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: int | None = None
@@ -168,10 +168,10 @@ class _ReadTools(NamedTuple):
     unsupported: tuple[Unsupported, ...]
 
 
-_chat = BodyDecoder(_ChatBody, "messages", "tools")
+_chat = BodyDecoder(ChatBody, "messages", "tools")
 _chat_message = msgspec.json.Decoder(_Message)
 _chat_tools = msgspec.json.Decoder(list[dict[str, Any]] | None)
-_completion = BodyDecoder(_CompletionBody, "prompt")
+_completion = BodyDecoder(CompletionBody, "prompt")
 
 
 def read_chat(body: bytes, before: BodyPrefix = NOTHING_READ) -> OpenAIRequest:
@@ -283,7 +283,7 @@ def _check_stream_options(found: _Common) -> None:
         raise BadParameter(Code.MALFORMED, "stream_options", "stream_options is only allowed when stream is true.")
 
 
-def _beyond_chat(found: _ChatBody) -> list[Unsupported]:
+def _beyond_chat(found: ChatBody) -> list[Unsupported]:
     """Return what is asked for that would change the answer, in ways that nobody here can."""
     asked = (
         ("functions", bool(found.functions), "it is the old form of tools; send tools"),

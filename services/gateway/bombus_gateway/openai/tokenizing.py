@@ -19,7 +19,7 @@ from bombus_gateway.decoding.json_body import BadParameter, check_depth, decode_
 from bombus_gateway.openai.request import read_chat
 
 
-class _TokenizeBody(msgspec.Struct, kw_only=True):
+class TokenizeBody(msgspec.Struct, kw_only=True):
     """Either `prompt`, or the `messages`, tools and variables of a chat, which `read_chat` reads."""
 
     prompt: str | None = None
@@ -28,13 +28,13 @@ class _TokenizeBody(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class _DetokenizeBody(msgspec.Struct):
+class DetokenizeBody(msgspec.Struct):
     tokens: list[Annotated[int, Meta(ge=0)]]
 
 
 _BodyT = TypeVar("_BodyT")
-_tokenize = msgspec.json.Decoder(_TokenizeBody)
-_detokenize = msgspec.json.Decoder(_DetokenizeBody)
+_tokenize = msgspec.json.Decoder(TokenizeBody)
+_detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 class TokenRoutes:
@@ -87,7 +87,7 @@ class TokenRoutes:
         return found, CallRequest(claims=claims, completion=nothing, digest=b"", body_bytes=size, received_ns=now_ns)
 
 
-def read_tokenize(body: bytes) -> tuple[_TokenizeBody, CompletionRequest]:
+def read_tokenize(body: bytes) -> tuple[TokenizeBody, CompletionRequest]:
     """Decode the body of `POST /tokenize`. Raises `Refused`, naming the parameter."""
     found = decode_body(_tokenize, body)
     if (found.prompt is None) == (found.messages is None):
@@ -100,7 +100,7 @@ def read_tokenize(body: bytes) -> tuple[_TokenizeBody, CompletionRequest]:
 
 
 def _tokenized(
-    admitted: Admitted, found: _TokenizeBody, completion: CompletionRequest, body_bytes: int
+    admitted: Admitted, found: TokenizeBody, completion: CompletionRequest, body_bytes: int
 ) -> tuple[list[int], list[str] | None]:
     """Return the tokens, and the text of each where the client wants it. Raises `InvalidField` PROMPT_TOO_LONG."""
     admitted.check_characters(completion)

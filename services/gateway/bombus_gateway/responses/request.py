@@ -71,7 +71,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefix: BodyPrefix = NOTHING_READ
 
 
-class _ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(msgspec.Struct, kw_only=True):
     model: _Name
     input: str | list[msgspec.Raw] | None = None  # of `InputItem`
     instructions: str | None = None
@@ -105,7 +105,7 @@ class _ResponsesBody(msgspec.Struct, kw_only=True):
     max_tool_calls: Ignored = None  # of tools that run at the server
 
 
-_body = BodyDecoder(_ResponsesBody, "input", "tools")
+_body = BodyDecoder(ResponsesBody, "input", "tools")
 _item = msgspec.json.Decoder(InputItem)
 _offered = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _ECHOED = (
@@ -181,7 +181,7 @@ def read_response_request(body: bytes, before: BodyPrefix = NOTHING_READ) -> Res
     )
 
 
-def _echoed(found: _ResponsesBody) -> dict[str, Any]:
+def _echoed(found: ResponsesBody) -> dict[str, Any]:
     return {name: value for name in _ECHOED if (value := getattr(found, name)) is not None}
 
 
@@ -195,7 +195,7 @@ def call_of(response_id: str) -> str:
 
 
 def _completion(
-    found: _ResponsesBody, reader: InputReader, tools: RequestTools, unsupported: list[Unsupported]
+    found: ResponsesBody, reader: InputReader, tools: RequestTools, unsupported: list[Unsupported]
 ) -> CompletionRequest:
     instructions: list[ChatMessage] = []
     form = (found.text or {}).get("format")
@@ -225,7 +225,7 @@ def _completion(
     )
 
 
-def _check_form(found: _ResponsesBody) -> None:
+def _check_form(found: ResponsesBody) -> None:
     """Refuse forms of a request that leave out what is to be answered."""
     refused = (
         ("background", bool(found.background), "an answer comes with its request; leave it out"),
@@ -237,7 +237,7 @@ def _check_form(found: _ResponsesBody) -> None:
             raise BadParameter(Code.UNSUPPORTED, name, f"{name} is not supported here: {why}.")
 
 
-def _beyond(found: _ResponsesBody) -> list[Unsupported]:
+def _beyond(found: ResponsesBody) -> list[Unsupported]:
     """Return what is asked for that would change the answer, in ways that nobody here can."""
     included, verbosity = found.include or (), (found.text or {}).get("verbosity")
     logprobs = bool(found.top_logprobs) or LOGPROBS in included

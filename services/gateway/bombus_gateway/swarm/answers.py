@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from bombus.errors import STATUS, Code
 from bombus.hive.events import Method
 from bombus.hive.state import Phase
+from bombus_gateway.schemas import answered
 
 
 class SuccessAnswer(BaseModel):
@@ -349,12 +350,8 @@ ANSWERS: dict[str, Any] = {
 
 # What any route of the door may answer instead, by status. Bugs, which are 500, are not described. The first one brings
 # the schema, to which the others refer: FastAPI makes a validator for each model that is named, which takes a while.
-_REFUSAL = {"$ref": f"#/components/schemas/{SwarmErrorAnswer.__name__}"}
 _FIRST, *_OTHERS = sorted({*STATUS.values()} - {500})
 REFUSALS: dict[int | str, dict[str, Any]] = {
     _FIRST: {"description": "A refusal", "model": SwarmErrorAnswer},
-    **{
-        status: {"description": "A refusal", "content": {"application/json": {"schema": _REFUSAL}}}
-        for status in _OTHERS
-    },
+    **dict.fromkeys(_OTHERS, answered("A refusal", SwarmErrorAnswer.__name__)),
 }

@@ -5,14 +5,13 @@ reads the page, and not at the start of each gateway.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel
 
 from bombus.errors import STATUS, Code
 from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
+from bombus_gateway.schemas import request_body, schema_of
 from bombus_gateway.swarm.answers import ANSWERS, REFUSALS
 from bombus_gateway.swarm.routes import SwarmRoute
 
@@ -32,23 +31,6 @@ def described(gateway: Gateway, routes: Iterable[SwarmRoute]) -> APIRouter:
             response_model=answer,
             status_code=200 if answer is not None else STATUS[Code.UNSUPPORTED],
             responses=REFUSALS,
-            openapi_extra={"requestBody": _described_body(body)} if body is not None else None,
+            openapi_extra=None if body is None else {"requestBody": request_body(schema_of(body.model_json_schema()))},
         )
     return router
-
-
-def _described_body(body: type[BaseModel]) -> dict[str, Any]:
-    """Return a request's schema. Bodies are parsed by hand, so FastAPI does not know it."""
-    schema = body.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def inlined(part: Any) -> Any:
-        if isinstance(part, list):
-            return [inlined(item) for item in part]
-        if not isinstance(part, dict):
-            return part
-        if "$ref" in part:
-            return inlined(definitions[part["$ref"].rpartition("/")[2]])
-        return {name: inlined(item) for name, item in part.items()}
-
-    return {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}
