@@ -17,12 +17,6 @@ Described = Any  # a schema, or a type of Python that has one
 SOME_TEXT = Annotated[str, Meta(min_length=1)]
 NAME = Annotated[str, Meta(min_length=1, max_length=NAME_CHARACTERS)]
 
-# What the dialects say alike of their parameters.
-MODEL = {"description": "any name; the key leads to the engine"}
-TEMPERATURE = {"description": "default: the job's"}
-TOP_P = {"default": 1, "description": "below 1 only in eval episodes, unless the job allows it"}
-LENGTH = {"description": "default and limit: the job's max_response_length_in_one_turn"}
-STREAM = {"default": False}
 CHOICES_OF_TOOLS = ("auto", "none", "required")  # which OpenAI has beside objects
 
 BEARER, X_API_KEY = "episode_key", "episode_x_api_key"

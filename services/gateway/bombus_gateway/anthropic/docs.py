@@ -9,12 +9,7 @@ from bombus_gateway import limits
 from bombus_gateway.anthropic.request import MessagesBody, ToolChoice
 from bombus_gateway.schemas import (
     BEARER,
-    LENGTH,
-    MODEL,
     NAME,
-    STREAM,
-    TEMPERATURE,
-    TOP_P,
     X_API_KEY,
     Described,
     DescribedDoor,
@@ -60,17 +55,12 @@ _Stops = Annotated[
 _REQUEST = request_of(
     MessagesBody,
     ("container", "mcp_servers"),
-    model=MODEL,
     messages=array_of(_MESSAGE, minItems=1),
     system=_TEXTS,
     tools=array_of(_TOOL),
     tool_choice=request_of(ToolChoice, type=one_of("auto", "any", "tool", "none")),
-    max_tokens=LENGTH,
-    temperature=TEMPERATURE,
-    top_p=TOP_P,
     top_k={"description": "only in eval episodes, unless the job allows it"},
     stop_sequences=schema_of(_Stops),
-    stream=STREAM,
 )
 _OF_PROMPT = ("model", "messages", "system", "tools", "tool_choice")
 _PROMPT = _REQUEST | {"properties": {name: _REQUEST["properties"][name] for name in _OF_PROMPT}}

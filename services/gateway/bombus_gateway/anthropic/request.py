@@ -35,6 +35,7 @@ from bombus_gateway.decoding.json_body import (
     stop_strings,
 )
 from bombus_gateway.decoding.json_parts import RememberedParts
+from bombus_gateway.decoding.parameters import AnswerLength, ModelName, Name, Streamed, Temperature, TopP
 from bombus_gateway.text.message import ChatMessage
 
 INVALID_JSON = "INVALID_JSON"  # the only key of a tool's input whose text is not an object of JSON
@@ -59,10 +60,6 @@ class MessagesRequest(NamedTuple):
     prefix: BodyPrefix = NOTHING_READ
 
 
-_Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
-_Count = Annotated[int, Meta(ge=1)]
-
-
 class _Block(msgspec.Struct):
     """A block of content of any type, with the fields of the types that are understood."""
 
@@ -70,13 +67,13 @@ class _Block(msgspec.Struct):
     text: str | None = None
     thinking: str | None = None
     signature: _Unused = None
-    id: _Name | None = None
-    name: _Name | None = None
+    id: Name | None = None
+    name: Name | None = None
     input: msgspec.Raw = msgspec.Raw(b"{}")
-    tool_use_id: _Name | None = None
+    tool_use_id: Name | None = None
     content: "str | list[_Block] | dict[str, Any] | None" = None
     is_error: bool | None = None
-    tool_name: _Name | None = None
+    tool_name: Name | None = None
     source: Any = None
     title: Any = None
 
@@ -107,16 +104,16 @@ class _Tool(msgspec.Struct):
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
-    model: _Name
+    model: ModelName
     messages: Annotated[list[msgspec.Raw], Meta(min_length=1)]  # of `_Message`
-    max_tokens: _Count | None = None
+    max_tokens: AnswerLength | None = None
     system: msgspec.Raw = msgspec.Raw(b"null")  # a `_Content`
     tools: msgspec.Raw = msgspec.Raw(b"null")  # of `_Tool`, or null
     tool_choice: ToolChoice | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    stream: Streamed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: int | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None

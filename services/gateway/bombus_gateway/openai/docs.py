@@ -8,18 +8,14 @@ from msgspec import Meta
 
 from bombus.config.template_variables import VARIABLES_MAX
 from bombus_gateway import limits
+from bombus_gateway.decoding.parameters import Name
 from bombus_gateway.openai.request import ChatBody, CompletionBody, StreamOptions
 from bombus_gateway.openai.tokenizing import DetokenizeBody, TokenizeBody
 from bombus_gateway.schemas import (
     BEARER,
     CHOICES_OF_TOOLS,
-    LENGTH,
-    MODEL,
     NAME,
     SOME_TEXT,
-    STREAM,
-    TEMPERATURE,
-    TOP_P,
     Described,
     DescribedDoor,
     JsonSchema,
@@ -37,11 +33,10 @@ from bombus_gateway.text.thinking import NEAREST, NO_EFFORT
 
 # ---- requests -----------------------------------------------------------------------------------------------------
 
-_Text256 = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
 _PARTS = array_of(object_of(type=one_of("text"), text=str))
 _TEXTS = any_of(str, _PARTS) | {"description": "text, or parts of type text; others are not understood"}
-_CALLED = object_of(name=_Text256, arguments={"type": "string", "description": "JSON"})
-_CALL = object_of(id=_Text256, type=one_of("function"), function=_CALLED)
+_CALLED = object_of(name=Name, arguments={"type": "string", "description": "JSON"})
+_CALL = object_of(id=Name, type=one_of("function"), function=_CALLED)
 _ASSISTANT = object_of(
     "reasoning_content",
     "tool_calls",
@@ -53,20 +48,15 @@ _ASSISTANT = object_of(
 _MESSAGE = any_of(
     object_of(role=one_of("system", "developer", "user"), content=_TEXTS),
     _ASSISTANT,
-    object_of(role=one_of("tool"), content=_TEXTS, tool_call_id=_Text256),
+    object_of(role=one_of("tool"), content=_TEXTS, tool_call_id=Name),
 )
 _MESSAGES = array_of(_MESSAGE, minItems=1)
 _FUNCTION = object_of("description", "parameters", name=NAME, description=str, parameters=dict)
 _TOOLS = array_of(object_of(type=one_of("function"), function=_FUNCTION))
 _Stop = Annotated[str, Meta(max_length=limits.STOP_CHARACTERS)]
 _SAMPLING: dict[str, JsonSchema] = {
-    "model": MODEL,
     "n": {"default": 1, "maximum": limits.CHOICES},
     "stop": any_of(_Stop, Annotated[list[_Stop | int], Meta(max_length=limits.STOPS)]),
-    "temperature": TEMPERATURE,
-    "top_p": TOP_P,
-    "max_tokens": LENGTH,
-    "stream": STREAM,
     "stream_options": request_of(StreamOptions) | {"description": "only with stream"},
 }
 _STREAMED = {"stream_options": {"required": ["stream"], "properties": {"stream": {"const": True}}}}
@@ -79,7 +69,6 @@ _CHAT = request_of(
     tool_choice=any_of(one_of(*CHOICES_OF_TOOLS), dict) | {"description": "only with tools"},
     logprobs={"default": False},
     top_logprobs={"description": "only with logprobs"},
-    max_completion_tokens=LENGTH,
     chat_template_kwargs={
         "description": "variables of the chat template, which win over the job's; where the job allows them",
         "maxProperties": VARIABLES_MAX,

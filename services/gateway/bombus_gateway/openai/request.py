@@ -36,6 +36,7 @@ from bombus_gateway.decoding.json_body import (
     wish_of_effort,
 )
 from bombus_gateway.decoding.json_parts import RememberedParts
+from bombus_gateway.decoding.parameters import AnswerLength, ModelName, Name, Streamed, Temperature, TopP
 from bombus_gateway.text.message import ChatMessage
 
 Unused = Any  # a known name whose value is only checked, or does not matter
@@ -58,16 +59,13 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-_Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
-
-
 class _Function(msgspec.Struct):
-    name: _Name
+    name: Name
     arguments: str | None = None
 
 
 class _Custom(msgspec.Struct):
-    name: _Name
+    name: Name
     input: str | None = None
 
 
@@ -76,7 +74,7 @@ class _ToolCall(msgspec.Struct):
 
     function: _Function | None = None
     custom: _Custom | None = None
-    id: _Name | None = None
+    id: Name | None = None
     type: Unused = None
     index: Unused = None
 
@@ -84,9 +82,9 @@ class _ToolCall(msgspec.Struct):
 class _Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
-    name: _Name | None = None
+    name: Name | None = None
     tool_calls: Annotated[list[_ToolCall], Meta(max_length=limits.CALLS_IN_MESSAGE)] | None = None
-    tool_call_id: _Name | None = None
+    tool_call_id: Name | None = None
     refusal: str | None = None
     annotations: Unused = None
     audio: Unused = None
@@ -95,23 +93,21 @@ class _Message(msgspec.Struct):
     reasoning: Any = None  # OpenRouter's is an object in some versions
 
 
-_Probability = Annotated[float, Meta(ge=0, le=1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_Count = Annotated[int, Meta(ge=1)]
 
 
 class _Common(msgspec.Struct, kw_only=True):
-    model: _Name
+    model: ModelName
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stop: str | list[str | int] | None = None
     stop_token_ids: list[int] | None = None
-    stream: bool | None = None
+    stream: Streamed | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: _Probability | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: int | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    max_tokens: _Count | None = None
+    max_tokens: AnswerLength | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     repetition_penalty: float | None = None
@@ -126,7 +122,7 @@ class ChatBody(_Common, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    max_completion_tokens: _Count | None = None
+    max_completion_tokens: AnswerLength | None = None
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     functions: list[Unused] | None = None
     function_call: Unused = None

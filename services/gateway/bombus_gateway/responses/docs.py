@@ -7,13 +7,8 @@ from bombus_gateway.responses.request import RESPONSE_ID, ResponsesBody
 from bombus_gateway.schemas import (
     BEARER,
     CHOICES_OF_TOOLS,
-    LENGTH,
-    MODEL,
     NAME,
     SOME_TEXT,
-    STREAM,
-    TEMPERATURE,
-    TOP_P,
     DescribedDoor,
     JsonSchema,
     add_routes,
@@ -54,7 +49,6 @@ _NAMESPACE = object_of(type=one_of("namespace"), name=NAME, tools=array_of(any_o
 _REQUEST = request_of(
     ResponsesBody,
     ("background", "conversation", "prompt"),
-    model=MODEL,
     input={
         **any_of(SOME_TEXT, array_of(_INPUT_ITEM, minItems=1)),
         "description": "a text, or items; only after previous_response_id it may be missing",
@@ -69,10 +63,6 @@ _REQUEST = request_of(
         "description": "functions, custom tools, and namespaces of these",
     },
     tool_choice=any_of(one_of(*CHOICES_OF_TOOLS), dict),
-    max_output_tokens=LENGTH,
-    temperature=TEMPERATURE,
-    top_p=TOP_P,
-    stream=STREAM,
 )
 
 # ---- answers ------------------------------------------------------------------------------------------------------

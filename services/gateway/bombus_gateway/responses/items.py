@@ -6,19 +6,18 @@ two others are one message, unless their ids name different calls.
 
 import copy
 import re
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import msgspec
-from msgspec import Meta
 
 from bombus.errors import Code
 from bombus_gateway import limits
 from bombus_gateway.call.request import Unsupported
 from bombus_gateway.decoding.json_body import BadParameter, arguments_of_text, checked_arguments
+from bombus_gateway.decoding.parameters import Name
 from bombus_gateway.responses.tools import name_for_model
 from bombus_gateway.text.message import ChatMessage
 
-_Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
 _ROLES = {"user": "user", "system": "developer", "developer": "developer", "assistant": "assistant"}
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _CALLS = ("function_call", "custom_tool_call")
@@ -32,9 +31,9 @@ class InputItem(msgspec.Struct):
     role: str | None = None
     content: Any = None
     id: Any = None
-    call_id: _Name | None = None
-    name: _Name | None = None
-    namespace: _Name | None = None
+    call_id: Name | None = None
+    name: Name | None = None
+    namespace: Name | None = None
     arguments: Any = None
     input: Any = None
     output: Any = None

@@ -6,10 +6,9 @@ What nobody here can do or knows is listed as `unsupported`: the job says whethe
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Meta
 
 from bombus.errors import Code
 from bombus_gateway import limits
@@ -30,6 +29,7 @@ from bombus_gateway.decoding.json_body import (
     wish_of_effort,
 )
 from bombus_gateway.decoding.json_parts import RememberedParts
+from bombus_gateway.decoding.parameters import AnswerLength, ModelName, Streamed, Temperature, TopP
 from bombus_gateway.responses.items import InputItem, InputReader
 from bombus_gateway.responses.tools import RequestTools, ToolForm, read_tools
 from bombus_gateway.text.message import ChatMessage
@@ -51,7 +51,6 @@ _OF_ITEMS = frozenset(
 )
 
 Ignored = Any  # a known name whose value does not change what is sampled
-_Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
 _response_id = re.compile(RESPONSE_ID + "([0-9a-f]{32})")
 
 
@@ -72,18 +71,18 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
-    model: _Name
+    model: ModelName
     input: str | list[msgspec.Raw] | None = None  # of `InputItem`
     instructions: str | None = None
     tools: msgspec.Raw = msgspec.Raw(b"null")  # objects, or null
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    stream: bool | None = None
+    stream: Streamed | None = None
     stream_options: Ignored = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_logprobs: int | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_output_tokens: AnswerLength | None = None
     previous_response_id: str | None = None
     include: list[str] | None = None
     text: dict[str, Any] | None = None
