@@ -10,7 +10,7 @@ import pytest
 
 from bombus.curriculum.curriculum import Curriculum
 from bombus.curriculum.plan import plan_of
-from bombus.curriculum.samplers import CurriculumSampler, TaskSampler, UniformSampler, result_of_group
+from bombus.curriculum.samplers import CurriculumSampler, UniformSampler, result_of_group
 from bombus.sdk.types import Task, WorkflowOutput
 
 TASKS = [
@@ -23,7 +23,7 @@ def sampler(seed: int = 0, path: Path | None = None) -> CurriculumSampler:
     return CurriculumSampler(Curriculum(plan_of(TASKS), path), TASKS, seed=seed)
 
 
-def played(one: TaskSampler, count: int, skill: int = 2) -> list[str]:
+def played(one: UniformSampler | CurriculumSampler, count: int, skill: int = 2) -> list[str]:
     """Return the ids of the next tasks, each of which is won where its number is below `skill`."""
     ids = []
     for task in itertools.islice(one, count):

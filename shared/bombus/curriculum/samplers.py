@@ -4,22 +4,9 @@ import math
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from bombus.curriculum.curriculum import Curriculum
 from bombus.sdk.types import Task, WorkflowOutput
-
-
-class TaskSampler(Protocol):
-    """Gives one task after another, and is told how their groups went."""
-
-    def __iter__(self) -> Iterator[Task]: ...
-
-    def __next__(self) -> Task: ...
-
-    def record(self, task: Task, outputs: Sequence[WorkflowOutput | None], *, group: str = "") -> None:
-        """Take note of what `run_group` has returned for a task, once for the whole group."""
-        ...
 
 
 class UniformSampler:

@@ -85,22 +85,17 @@ class WorkflowOutputBody(ContractBody):
     log_metrics: Metrics = {}
 
 
-class EndEpisode(ContractBody):
+class NamedEpisode(ContractBody):
+    """An episode, by the `episode_uuid` that its claim returned to this client."""
+
     client_uuid: Identifier
     episode_uuid: Identifier
+
+
+class EndEpisode(NamedEpisode):
     task_id: TaskId = ""
     workflow_output: WorkflowOutputBody
     declare_client_active: bool = True
-
-
-class AbortEpisode(ContractBody):
-    client_uuid: Identifier
-    episode_uuid: Identifier
-
-
-class CanContinueEpisode(ContractBody):
-    client_uuid: Identifier
-    episode_uuid: Identifier
 
 
 class AgreeSyncWeight(ContractBody):
@@ -125,7 +120,20 @@ class CompareTrainConfig(OwnBody):
     yaml_as_string: str
 
 
-class ClaimEpisodes(OwnBody):
+class OwnClaim(OwnBody):
+    client_uuid: Identifier
+    claim_id: Identifier
+    count: Annotated[int, Field(ge=1, le=limits.EPISODES)] = 1
+    episode_type: EpisodeKindBody = "train"
+    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
+    wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S)] = 20.0
+    # So far, under this claim_id: the longest wait is served first.
+    waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
+    task_id: TaskId = ""
+    touches: bool = False
+
+
+class ClaimEpisodes(OwnClaim):
     """Claims `count` episodes, all or none. A claim that is repeated under its `claim_id` gets the same episodes.
 
     In a run of training operations `sampler` is the path of the saved model that their calls sample from, or `base`.
@@ -133,36 +141,16 @@ class ClaimEpisodes(OwnBody):
     silent for as long as the reply says.
     """
 
-    client_uuid: Identifier
-    claim_id: Identifier
-    count: Annotated[int, Field(ge=1, le=limits.EPISODES)] = 1
-    episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
-    wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S)] = 20.0
-    # So far, under this claim_id: the longest wait is served first.
-    waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
-    task_id: TaskId = ""
     sampler: Annotated[str, Field(max_length=limits.SAMPLER_CHARACTERS)] = ""
-    touches: bool = False
 
 
-class ClaimJointEpisodes(OwnBody):
+class ClaimJointEpisodes(OwnClaim):
     """Claims `count` joint episodes, all or none: each is one episode on every one of these engines.
 
     For `touches` see `ClaimEpisodes`.
     """
 
-    client_uuid: Identifier
-    claim_id: Identifier
     engines: Annotated[list[Identifier], Field(min_length=2, max_length=limits.JOINT_ENGINES)]
-    count: Annotated[int, Field(ge=1, le=limits.EPISODES)] = 1
-    episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
-    wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S)] = 20.0
-    # So far, under this claim_id: the longest wait is served first.
-    waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
-    task_id: TaskId = ""
-    touches: bool = False
 
 
 class OwnWorkflowOutputBody(OwnBody, WorkflowOutputBody):
@@ -195,32 +183,22 @@ class EndJointEpisodes(OwnBody):
     ]
 
 
-class AbortEpisodes(OwnBody):
-    """Aborts episodes. `infra`: no model is to blame, so they do not count in the statistics of their groups."""
+class NamedEpisodes(OwnBody):
+    """Episodes, by the ids that their claims returned to this client."""
 
     client_uuid: Identifier
     episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
+
+
+class AbortEpisodes(NamedEpisodes):
+    """Aborts episodes. `infra`: no model is to blame, so they do not count in the statistics of their groups."""
+
     infra: bool = False
     detail: Annotated[str, Field(max_length=1000)] = ""
 
 
-class TouchEpisodes(OwnBody):
-    client_uuid: Identifier
-    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
-
-
 class TouchClient(OwnBody):
     client_uuid: Identifier
-
-
-class ReadEndedEpisodes(OwnBody):
-    client_uuid: Identifier
-    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
-
-
-class TakeEndedEpisodes(OwnBody):
-    client_uuid: Identifier
-    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
 
 
 # ---- reading them --------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class EndedEpisodes:
 
         Those that are `gone` were taken, aborted or dropped, and of those that are `lost` the log has not all.
         """
-        _, body = await self._context.read(request, bodies.ReadEndedEpisodes)
+        _, body = await self._context.read(request, bodies.NamedEpisodes)
         names = {claimed_id: self._context.gateway.keys.episode_of(claimed_id) for claimed_id in body.episode_uuids}
         self._check_run()
         async with self._reading:
@@ -43,7 +43,7 @@ class EndedEpisodes:
 
     async def take(self, request: Request) -> Response:
         """Let ended episodes go. Those that are gone are skipped."""
-        raw, body = await self._context.read(request, bodies.TakeEndedEpisodes)
+        raw, body = await self._context.read(request, bodies.NamedEpisodes)
         command = inbox.Take(
             id=self._context.command_id(request, "take", body.client_uuid, raw),
             engine=self._context.engine,

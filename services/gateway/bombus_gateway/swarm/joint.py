@@ -93,7 +93,7 @@ class JointRoutes:
 
         The reply says which ones are over, and what the calls of the others have taken so far.
         """
-        _, body = await self._context.read(request, bodies.TouchEpisodes)
+        _, body = await self._context.read(request, bodies.NamedEpisodes)
         by_engine: dict[str, list[str]] = {}
         for claimed_id in body.episode_uuids:
             by_engine.setdefault(engine_of(without_secret(claimed_id)), []).append(claimed_id)

@@ -73,10 +73,8 @@ def swarm_routes(gateway: Gateway, engine: str) -> list[SwarmRoute]:
         SwarmRoute(Access.CONTROL, "POST", "/resume_engine", engine_routes.resume_engine),
         SwarmRoute(Access.CLIENT, "POST", "/claim_episode", claims.claim_episode, bodies.ClaimEpisode),
         SwarmRoute(Access.CLIENT, "POST", "/end_episode", episodes.end_episode, bodies.EndEpisode),
-        SwarmRoute(Access.CLIENT, "POST", "/abort_episode", episodes.abort_episode, bodies.AbortEpisode),
-        SwarmRoute(
-            Access.CLIENT, "POST", "/can_continue_episode", episodes.can_continue_episode, bodies.CanContinueEpisode
-        ),
+        SwarmRoute(Access.CLIENT, "POST", "/abort_episode", episodes.abort_episode, bodies.NamedEpisode),
+        SwarmRoute(Access.CLIENT, "POST", "/can_continue_episode", episodes.can_continue_episode, bodies.NamedEpisode),
         SwarmRoute(Access.CLIENT, "POST", "/get_episode_buffer", episodes.get_episode_buffer),
         SwarmRoute(
             Access.CLIENT, "GET", "/get_current_batch_rollout_pool_information", engine_routes.get_pool_information
@@ -93,10 +91,10 @@ def swarm_routes(gateway: Gateway, engine: str) -> list[SwarmRoute]:
         SwarmRoute(Access.CLIENT, "POST", "/claim_episodes", claims.claim_episodes, bodies.ClaimEpisodes),
         SwarmRoute(Access.CLIENT, "POST", "/end_episodes", episodes.end_episodes, bodies.EndEpisodes),
         SwarmRoute(Access.CLIENT, "POST", "/abort_episodes", episodes.abort_episodes, bodies.AbortEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/touch_episodes", episodes.touch_episodes, bodies.TouchEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/touch_episodes", episodes.touch_episodes, bodies.NamedEpisodes),
         SwarmRoute(Access.CLIENT, "POST", "/touch_client", episodes.touch_client, bodies.TouchClient),
-        SwarmRoute(Access.CLIENT, "POST", "/read_ended_episodes", ended.read, bodies.ReadEndedEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/take_ended_episodes", ended.take, bodies.TakeEndedEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/read_ended_episodes", ended.read, bodies.NamedEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/take_ended_episodes", ended.take, bodies.NamedEpisodes),
     ]
 
 
@@ -108,7 +106,7 @@ def joint_routes(gateway: Gateway) -> list[SwarmRoute]:
         SwarmRoute(Access.CLIENT, "POST", "/claim_joint_episodes", joint.claim, bodies.ClaimJointEpisodes),
         SwarmRoute(Access.CLIENT, "POST", "/end_joint_episodes", joint.end, bodies.EndJointEpisodes),
         SwarmRoute(Access.CLIENT, "POST", "/abort_joint_episodes", joint.abort, bodies.AbortEpisodes),
-        SwarmRoute(Access.CLIENT, "POST", "/touch_joint_episodes", joint.touch, bodies.TouchEpisodes),
+        SwarmRoute(Access.CLIENT, "POST", "/touch_joint_episodes", joint.touch, bodies.NamedEpisodes),
     ]
 
 
@@ -152,7 +150,7 @@ class EpisodeRoutes:
 
     async def abort_episode(self, request: Request) -> Response:
         """Abort an episode. One that is over already stays as it is."""
-        raw, body = await self._context.read(request, bodies.AbortEpisode)
+        raw, body = await self._context.read(request, bodies.NamedEpisode)
         command = inbox.Abort(
             id=self._context.command_id(request, "abort", body.client_uuid, raw),
             engine=self._context.engine,
@@ -178,7 +176,7 @@ class EpisodeRoutes:
 
     async def can_continue_episode(self, request: Request) -> Response:
         """Return whether the episode is still held by this client, so that it is worth going on."""
-        _, body = await self._context.read(request, bodies.CanContinueEpisode)
+        _, body = await self._context.read(request, bodies.NamedEpisode)
         held = await self._context.held(body.client_uuid, [body.episode_uuid])
         return JsonResponse({"can_continue": bool(held)})
 
@@ -187,7 +185,7 @@ class EpisodeRoutes:
 
         The reply says which ones are over, and what the calls of the others have taken so far.
         """
-        _, body = await self._context.read(request, bodies.TouchEpisodes)
+        _, body = await self._context.read(request, bodies.NamedEpisodes)
         held = await self._context.held(body.client_uuid, body.episode_uuids)
         for episode in held.values():
             self._context.gateway.heartbeats.touch(self._context.engine, episode)

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from bombus.errors import Code, Refused
-from bombus.hive.events import AdapterShape
+from bombus.hive.events import AdapterShape, WeightsKept
 from bombus.hive.tenants.owners import may_read, may_use, seen_model, seen_session
 from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants, TenantSession, kept_id
 from bombus.operations import AdapterPart, AdapterSpec, CheckpointKind
@@ -135,13 +135,8 @@ def run_entry(tenants: Tenants, model: TenantModel) -> dict[str, object]:
     }
 
 
-def weights_entry(kept: KeptWeights) -> dict[str, object]:
-    adapter = kept.noted.adapter
-    return {"base_model": kept.noted.base, "optimizer_config": {"type": "adamw"}, **lora_fields(adapter)}
-
-
-def model_entry(model: TenantModel) -> dict[str, object]:
-    return {"base_model": model.base, "optimizer_config": {"type": "adamw"}, **lora_fields(model.adapter)}
+def weights_entry(of: WeightsKept | TenantModel) -> dict[str, object]:
+    return {"base_model": of.base, "optimizer_config": {"type": "adamw"}, **lora_fields(of.adapter)}
 
 
 def has_adapter(model: TenantModel, wanted: AdapterSpec | None) -> bool:

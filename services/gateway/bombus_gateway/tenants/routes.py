@@ -37,7 +37,6 @@ from bombus_gateway.tenants.listings import (
     found_model,
     has_adapter,
     lora_fields,
-    model_entry,
     own_checkpoint,
     page,
     run_entry,
@@ -411,9 +410,9 @@ class TrainingRoutes:
         given = decode_body(_asked, body)
         if given.model_id and not names_in(body) & {"tinker_path", "xorl_path"}:
             model = await self._described(given.model_id, self._holder(request))
-            return in_json(self._bases.with_names(model_entry(model)))
+            return in_json(self._bases.with_names(weights_entry(model)))
         kept = await self._checkpoint(read_weights_info(body), self._holder(request))
-        return in_json(self._bases.with_names(weights_entry(kept)))
+        return in_json(self._bases.with_names(weights_entry(kept.noted)))
 
     async def training_runs(self, request: Request) -> Response:
         tenants = self._seen(request)

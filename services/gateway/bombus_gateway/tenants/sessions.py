@@ -19,7 +19,7 @@ from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.listings import found_session
 from bombus_gateway.tenants.news import found, hear_news
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers, session_of
-from bombus_gateway.training.submission import DEFAULT_MODEL
+from bombus_gateway.training.submission import DEFAULT_MODEL, ModelAddress
 
 XORL_IDLE_S = 7200.0  # xorl's clients show no life between their requests
 DETAIL_CHARACTERS = 500
@@ -42,14 +42,9 @@ class _Finish(msgspec.Struct):
     detail: str | None = None
 
 
-class _Named(msgspec.Struct):
-    session_id: str | None = None
-    model_id: str | None = None
-
-
 _new_sessions = msgspec.json.Decoder(_NewSession)
 _finishes = msgspec.json.Decoder(_Finish)
-_named = msgspec.json.Decoder(_Named)
+_named = msgspec.json.Decoder(ModelAddress)
 
 
 class Sessions:

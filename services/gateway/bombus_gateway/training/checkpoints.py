@@ -66,6 +66,14 @@ def read_load(dialect: TrainingDialect, body: bytes) -> Submission:
     return Submission(model=model, seq=seq, operation=attempted(lambda: _load(body, model)))
 
 
+def checked_ttl(ttl_seconds: float | None) -> float:
+    """Return for how long a checkpoint is kept, 0 for ever. Raises `Refused` MALFORMED."""
+    if ttl_seconds is not None and not 0 < ttl_seconds <= TTL_S_MAX:
+        why = f"ttl_seconds is {ttl_seconds}, and has to be above 0 and at most {TTL_S_MAX}; null is for ever."
+        raise Refused(Code.MALFORMED, why)
+    return ttl_seconds or 0.0
+
+
 def read_weights_info(body: bytes) -> CheckpointPath:
     """Return the checkpoint that a `weights_info` asks about. Raises `Refused` where it is not a path."""
     given = decode_body(_infos, body)
@@ -102,10 +110,7 @@ def _save(dialect: TrainingDialect, kind: CheckpointKind, body: bytes, unnamed: 
         raise Refused(
             Code.UNSUPPORTED, "save_optimizer cannot be false here: save_weights_for_sampler saves weights alone."
         )
-    ttl_s = 0.0 if given.ttl_seconds is None else given.ttl_seconds
-    if not 0.0 <= ttl_s <= TTL_S_MAX or (ttl_s == 0.0 and given.ttl_seconds is not None):
-        why = f"ttl_seconds is {given.ttl_seconds}, and has to be above 0 and at most {TTL_S_MAX}; null is for ever."
-        raise Refused(Code.MALFORMED, why)
+    ttl_s = checked_ttl(given.ttl_seconds)
     name = given.path or given.name or unnamed
     if name:
         checked_name(name, "checkpoint")

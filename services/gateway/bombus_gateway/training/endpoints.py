@@ -38,17 +38,15 @@ class SyncRequest(msgspec.Struct, frozen=True):
     label: str = ""
 
 
-class _New(msgspec.Struct):
-    host: str
-    port: _Port
-    world_size: _Size = 1
-    pool: str = DEFAULT_POOL
-    sync_weights: bool = False
-
-
 class _Old(msgspec.Struct):
     host: str
     port: _Port
+
+
+class _New(_Old):
+    world_size: _Size = 1
+    pool: str = DEFAULT_POOL
+    sync_weights: bool = False
 
 
 class _Sync(msgspec.Struct):
@@ -67,13 +65,13 @@ def read_new_endpoint(body: bytes) -> NewEndpoint:
     """Raises `Refused`."""
     given = decode_body(_news, body)
     _check_pools([given.pool])
-    return NewEndpoint(_address(given.host, given.port), given.world_size, given.sync_weights)
+    return NewEndpoint(_address(given), given.world_size, given.sync_weights)
 
 
 def read_endpoint(body: bytes) -> Endpoint:
     """Raises `Refused`."""
     given = decode_body(_olds, body)
-    return _address(given.host, given.port)
+    return _address(given)
 
 
 def read_sync(body: bytes) -> SyncRequest:
@@ -88,10 +86,10 @@ def read_sync(body: bytes) -> SyncRequest:
     return SyncRequest(checked_id(given.model_id, "model_id") if given.model_id else "", label)
 
 
-def _address(host: str, port: int) -> Endpoint:
-    if not 0 < len(host) <= limits.NAME_CHARACTERS:
+def _address(given: _Old) -> Endpoint:
+    if not 0 < len(given.host) <= limits.NAME_CHARACTERS:
         raise Refused(Code.MALFORMED, f"host has 1 to {limits.NAME_CHARACTERS} characters.")
-    return Endpoint(host.lower(), port)
+    return Endpoint(given.host.lower(), given.port)
 
 
 def _check_pools(pools: list[str]) -> None:

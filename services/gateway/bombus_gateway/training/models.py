@@ -12,8 +12,8 @@ from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers, tinker_model
 from bombus_gateway.training.paths import checked_name, read_path
 from bombus_gateway.training.submission import (
-    DEFAULT_MODEL,
     NOT_GIVEN,
+    ModelAddress,
     Seed,
     SeqId,
     Submission,
@@ -74,21 +74,14 @@ class _TinkerAddress(msgspec.Struct):
     user_metadata: msgspec.Raw = NOT_GIVEN
 
 
-class _XorlAddress(msgspec.Struct):
-    model_id: str | None = None
-    session_id: str | None = None
-
-
-class _End(msgspec.Struct):
-    model_id: str | None = None
-    session_id: str | None = None
+class _End(ModelAddress):
     save_checkpoint: bool = True
     reset_weights: bool = False
 
 
 _creates = msgspec.json.Decoder(_Create)
 _tinker_addresses = msgspec.json.Decoder(_TinkerAddress)
-_xorl_addresses = msgspec.json.Decoder(_XorlAddress)
+_xorl_addresses = msgspec.json.Decoder(ModelAddress)
 _ends = msgspec.json.Decoder(_End)
 _metadata = msgspec.json.Decoder(dict[str, str])
 
@@ -98,7 +91,7 @@ def read_create_model(dialect: TrainingDialect, body: bytes, defaults: AdapterDe
     if dialect == TrainingDialect.TINKER:
         return _of_tinker(body, lambda model: _create(dialect, body, defaults, model))
     given = decode_body(_xorl_addresses, body)
-    model = _new_xorl_model(given.model_id or given.session_id or DEFAULT_MODEL)
+    model = _new_xorl_model(given.model)
     return Submission(model=model, seq=0, operation=attempted(lambda: _create(dialect, body, defaults, model)))
 
 
@@ -110,7 +103,7 @@ def read_create_by_load(body: bytes) -> Submission:
 def read_end_model(body: bytes, save_as: str = "") -> Submission:
     """Read xorl's `kill_session` where a name is given to save the model under, and its `unload_model` without one."""
     given = decode_body(_ends, body)
-    model = checked_id(given.model_id or given.session_id or DEFAULT_MODEL, "model_id")
+    model = checked_id(given.model, "model_id")
     saved = save_as if given.save_checkpoint else ""
     end = EndModel(save_as=saved, reset_weights=given.reset_weights, ttl_s=ENDED_S if saved else 0.0)
     return Submission(model=model, seq=0, operation=end)

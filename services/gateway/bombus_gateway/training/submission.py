@@ -44,9 +44,18 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     inflight: bool = False
 
 
-class _Address(msgspec.Struct):
+class ModelAddress(msgspec.Struct):
+    """Which model a body is for. xorl's clients may call it a session, and may leave out both."""
+
     model_id: str | None = None
     session_id: str | None = None
+
+    @property
+    def model(self) -> str:
+        return self.model_id or self.session_id or DEFAULT_MODEL
+
+
+class _Address(ModelAddress):
     seq_id: SeqId | None = None
 
 
@@ -56,11 +65,11 @@ _addresses = msgspec.json.Decoder(_Address)
 def addressed(dialect: TrainingDialect, body: bytes) -> tuple[str, int]:
     """Return the model that a body of JSON is for, and its number. Raises `Refused` MALFORMED.
 
-    Tinker's client always gives both. xorl's clients call the model a session, and may leave out both.
+    Tinker's client always gives both.
     """
     given = decode_body(_addresses, body)
     if dialect == TrainingDialect.XORL:
-        return checked_id(given.model_id or given.session_id or DEFAULT_MODEL, "model_id"), given.seq_id or 0
+        return checked_id(given.model, "model_id"), given.seq_id or 0
     if given.seq_id is None or given.seq_id < 1:
         raise Refused(Code.MALFORMED, f"seq_id is {given.seq_id}, and the numbers of requests begin at 1.")
     return checked_id(given.model_id or "", "model_id"), given.seq_id

@@ -26,7 +26,7 @@ from bombus_gateway.tenants.listings import found_checkpoint, iso_time, own_chec
 from bombus_gateway.tenants.news import found
 from bombus_gateway.tenants.rest.downloads import ARCHIVE, LINK_S, Archive, Downloads, files_of
 from bombus_gateway.tenants.rest.searching import found_sessions, read_search
-from bombus_gateway.training.checkpoints import TTL_S_MAX
+from bombus_gateway.training.checkpoints import checked_ttl
 from bombus_gateway.training.paths import CheckpointPath, read_path
 
 CHECKPOINT = "/training_runs/{model}/checkpoints/{kind}/{name}"
@@ -87,10 +87,7 @@ class RestRoutes:
 
     async def set_ttl(self, request: Request) -> Response:
         """Let a checkpoint live for so long from now on, or for ever."""
-        given = decode_body(_ttls, await self._gateway.bodies.small(request)).ttl_seconds
-        if given is not None and not 0 < given <= TTL_S_MAX:
-            why = f"ttl_seconds is {given}, and has to be above 0 and at most {TTL_S_MAX}; null is for ever."
-            raise Refused(Code.MALFORMED, why)
+        ttl_s = checked_ttl(decode_body(_ttls, await self._gateway.bodies.small(request)).ttl_seconds)
         noted = (await self._own(request)).noted
         retain = inbox.RetainWeights(
             id=uuid.uuid4().hex,
@@ -98,7 +95,7 @@ class RestRoutes:
             model=noted.model,
             use=noted.saved.use,
             name=noted.saved.name,
-            ttl_s=given or 0.0,
+            ttl_s=ttl_s,
         )
         await self._gateway.carry_out(retain)
         return Response(status_code=204)
@@ -126,25 +123,23 @@ class RestRoutes:
 
     async def urls(self, request: Request) -> Response:
         """Answer with a link to each file of a checkpoint, which needs no key."""
-        kept = await self._kept(request)
-        files = await asyncio.to_thread(files_of, kept)
-        expires_ns = time.time_ns() + int(LINK_S * 1e9)
-        link = self._url(request, self._downloads.link(kept, expires_ns))
-        return in_json({"urls": {name: f"{link}/{name}" for name in files}, "expires": iso_time(expires_ns)})
+        files, link, expires = await self._linked(request)
+        return in_json({"urls": {name: f"{link}/{name}" for name in files}, "expires": expires})
 
     async def archive(self, request: Request) -> Response:
         """Lead to a link with the whole checkpoint as a tar."""
-        kept = await self._kept(request)
-        await asyncio.to_thread(files_of, kept)
-        expires_ns = time.time_ns() + int(LINK_S * 1e9)
-        link = self._url(request, self._downloads.link(kept, expires_ns))
-        return RedirectResponse(f"{link}/{ARCHIVE}", 302, {"expires": iso_time(expires_ns)})
+        _, link, expires = await self._linked(request)
+        return RedirectResponse(f"{link}/{ARCHIVE}", 302, {"expires": expires})
 
-    def _url(self, request: Request, link: str) -> str:
-        """Return the URL of a link, at the address that the client has used."""
+    async def _linked(self, request: Request) -> tuple[dict[str, Path], str, str]:
+        """Return a checkpoint's files, a link to them at the address that the client has used, and when it expires."""
+        kept = await self._kept(request)
+        files = await asyncio.to_thread(files_of, kept)
+        expires_ns = time.time_ns() + int(LINK_S * 1e9)
         before = request.url.path.partition("/api/v1/")[0]
         origin = self._gateway.settings.public_url.rstrip("/") or f"{request.url.scheme}://{request.url.netloc}"
-        return f"{origin}{before}/api/v1/downloads/{link}"
+        link = f"{origin}{before}/api/v1/downloads/{self._downloads.link(kept, expires_ns)}"
+        return files, link, iso_time(expires_ns)
 
     async def download(self, request: Request) -> Response:
         """Send a file of a checkpoint, or all of it."""
