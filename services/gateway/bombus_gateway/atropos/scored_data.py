@@ -17,10 +17,9 @@ from bombus.hive.records import BODY_BYTES_MAX
 from bombus.hive.trajectories.records import PackedCandidates, PackedFloats, ScoredGroup, encode_group, pack_ints
 from bombus_gateway import limits
 from bombus_gateway.atropos.json_body import decode_at, within
-from bombus_gateway.atropos.plain import count_lists, read_plain
+from bombus_gateway.atropos.plain import INT32_MAX, INT32_MIN, count_lists, read_plain
 from bombus_gateway.atropos.refusals import UnfitBody
 
-INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 BY_ROW_BYTES = 1 << 20  # of a group whose rows are decoded one by one
 _TextT = TypeVar("_TextT")
 _RowT = TypeVar("_RowT")

@@ -13,11 +13,10 @@ from bombus.text.tokenizer import Tokenizer
 from bombus_gateway import limits
 from bombus_gateway.atropos.json_body import decode_at
 from bombus_gateway.atropos.refusals import UnfitBody
+from bombus_gateway.training.data.tensors import INT32_MAX
 from bombus_gateway.training.samples import Alternatives, SampledTokens, checked_finish
-from bombus_gateway.training.sampling import TOKENS_MAX, SampleRequest, bounded, checked_top_p, counted, stops_of
-from bombus_gateway.training.submission import Seed
+from bombus_gateway.training.sampling import TOKENS_MAX, DrawingParams, SampleRequest, counted, stops_of
 
-INT32_MAX = (1 << 31) - 1
 _PROMPT = "prompt"
 _SGLANG = frozenset(("text", "input_ids", "sampling_params"))
 
@@ -59,24 +58,12 @@ class _Prompt(msgspec.Struct, forbid_unknown_fields=True):
     prompt: str | None = None
 
 
-class _Generate(msgspec.Struct, forbid_unknown_fields=True):
+class _Generate(DrawingParams, forbid_unknown_fields=True, kw_only=True):
     """What is not here would change what is sampled, and is refused by its name."""
 
     prompt: str | _Prompt
     stream: bool = False
-    n: int = 1
     max_tokens: int | None = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     min_tokens: int = 0
@@ -205,16 +192,5 @@ def _prompt_of(given: str | _Prompt) -> tuple[bytes, str]:
 
 
 def _sampling(given: _Generate) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=0 if given.max_tokens is None else counted("max_tokens", given.max_tokens, 1, TOKENS_MAX),
-        temperature=bounded("temperature", given.temperature, 0.0, 100.0),
-        top_p=checked_top_p(given.top_p),
-        top_k=max(counted("top_k", given.top_k, -1, INT32_MAX), 0),
-        min_p=bounded("min_p", given.min_p, 0.0, 1.0),
-        presence_penalty=bounded("presence_penalty", given.presence_penalty, -2.0, 2.0),
-        frequency_penalty=bounded("frequency_penalty", given.frequency_penalty, -2.0, 2.0),
-        repetition_penalty=bounded("repetition_penalty", given.repetition_penalty, 0.01, 2.0),
-        seed=given.seed,
-        stop_token_ids=stops_of(given.stop_token_ids)[1],
-        top_logprobs=counted("logprobs", given.logprobs or 0, 0, limits.TOP_LOGPROBS),
-    )
+    found = given.checked(0 if given.max_tokens is None else counted("max_tokens", given.max_tokens, 1, TOKENS_MAX))
+    return msgspec.structs.replace(found, top_logprobs=counted("logprobs", given.logprobs or 0, 0, limits.TOP_LOGPROBS))

@@ -24,12 +24,10 @@ from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
 from bombus_gateway.call.door import ParsedRequest
 from bombus_gateway.call.prefixes import NOTHING_READ, BodyPrefix
 from bombus_gateway.call.request import CompletionRequest, SamplingWish, Unsupported
-from bombus_gateway.decoding.json_body import check_depth, decode_body
+from bombus_gateway.decoding.json_body import check_depth, decode_body, raw_fields
 from bombus_gateway.training.generate import GenerateRequest, read_generate, write_generated
 from bombus_gateway.training.samples import SampledTokens
 from bombus_gateway.training.sampling import SampleRequest
-
-_fields: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class GenerateDialect:
@@ -39,7 +37,7 @@ class GenerateDialect:
 
     def read(self, body: bytes, headers: HeaderMap, before: BodyPrefix = NOTHING_READ) -> ParsedRequest:
         check_depth(body)
-        fields = decode_body(_fields, body)
+        fields = decode_body(raw_fields, body)
         if is_vllm(fields):
             asked = read_vllm(body)
             if asked.prompt_logprobs:

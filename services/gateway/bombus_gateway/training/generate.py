@@ -11,13 +11,12 @@ from bombus.hive.records import SamplingParams
 from bombus_gateway import limits
 from bombus_gateway.decoding.json_body import decode_body, field_names, refuse_unknown
 from bombus_gateway.training.data.json_numbers import numbers_in
-from bombus_gateway.training.data.tensors import INT32_MAX, NumberRoom, as_tokens, whole
+from bombus_gateway.training.data.tensors import NumberRoom, as_tokens, whole
 from bombus_gateway.training.samples import SampledTokens, checked_finish
 from bombus_gateway.training.sampling import (
     TOKENS_MAX,
+    DrawingParams,
     SampleRequest,
-    bounded,
-    checked_top_p,
     counted,
     stops_of,
 )
@@ -36,23 +35,11 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     logprobs: bool = False
 
 
-class _GenerateParams(msgspec.Struct, forbid_unknown_fields=True):
+class _GenerateParams(DrawingParams, forbid_unknown_fields=True, kw_only=True):
     """What is not here would change what is sampled, and is refused by its name."""
 
     max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    seed: Seed | None = None
     sampling_seed: Seed | None = None
-    n: int = 1
     return_routed_experts: bool = False
 
 
@@ -139,18 +126,8 @@ def _answer(sample: SampledTokens, text: str, prompt_tokens: int, logprobs: bool
 
 
 def _sampling(params: _GenerateParams) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=counted("max_new_tokens", params.max_new_tokens, 1, TOKENS_MAX),
-        temperature=bounded("temperature", params.temperature, 0.0, 100.0),
-        top_p=checked_top_p(params.top_p),
-        top_k=max(counted("top_k", params.top_k, -1, INT32_MAX), 0),
-        min_p=bounded("min_p", params.min_p, 0.0, 1.0),
-        presence_penalty=bounded("presence_penalty", params.presence_penalty, -2.0, 2.0),
-        frequency_penalty=bounded("frequency_penalty", params.frequency_penalty, -2.0, 2.0),
-        repetition_penalty=bounded("repetition_penalty", params.repetition_penalty, 0.01, 2.0),
-        seed=params.seed if params.sampling_seed is None else params.sampling_seed,
-        stop_token_ids=stops_of(params.stop_token_ids)[1],
-    )
+    found = params.checked(counted("max_new_tokens", params.max_new_tokens, 1, TOKENS_MAX))
+    return found if params.sampling_seed is None else msgspec.structs.replace(found, seed=params.sampling_seed)
 
 
 def _prompt(given: msgspec.Raw) -> bytes:

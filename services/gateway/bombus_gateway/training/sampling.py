@@ -62,6 +62,38 @@ class SamplingSession(msgspec.Struct, frozen=True):
     checkpoint: CheckpointPath | None = None
 
 
+class DrawingParams(msgspec.Struct, kw_only=True):
+    """How tokens are drawn, as `/generate` has it in SGLang's form and in vLLM's."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+
+    def checked(self, max_tokens: int) -> SamplingParams:
+        """Return the parameters of a sample of so many tokens. Raises `Refused`."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=bounded("temperature", self.temperature, 0.0, 100.0),
+            top_p=checked_top_p(self.top_p),
+            top_k=max(counted("top_k", self.top_k, -1, INT32_MAX), 0),
+            min_p=bounded("min_p", self.min_p, 0.0, 1.0),
+            presence_penalty=bounded("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            frequency_penalty=bounded("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            repetition_penalty=bounded("repetition_penalty", self.repetition_penalty, 0.01, 2.0),
+            seed=self.seed,
+            stop_token_ids=stops_of(self.stop_token_ids)[1],
+        )
+
+
 class _Params(msgspec.Struct):
     max_tokens: int | None = None
     seed: Seed | None = None
