@@ -4,10 +4,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from starlette.requests import Request
+
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive.inbox import AnyAnswer, Message
+from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.bodies import BodyGate
 from bombus_gateway.call.workers import Workers
 from bombus_gateway.heartbeats import Heartbeats
@@ -30,17 +33,29 @@ class Gateway:
     heartbeats: Heartbeats = field(init=False)
     workers: Workers = field(init=False)
     bodies: BodyGate = field(init=False)
+    clients: Guard = field(init=False)
+    control: Guard = field(init=False)
     ready: bool = False
 
     def __post_init__(self) -> None:
         self.heartbeats = Heartbeats(self.bus, lambda: self.ready)
         self.workers = Workers()
+        keys, public_url = self.settings.keys, self.settings.public_url
+        self.clients, self.control = (Guard(access, keys, public_url) for access in (Access.CLIENT, Access.CONTROL))
         self.bodies = BodyGate(self.workers, self.settings.body_mb_max << 20)
 
     async def check_ready(self, _: object = None) -> None:
         """Raise `BusUnavailable` until the log as it was at the start is folded (R18): a check of plain routes."""
         if not self.ready:
             raise BusUnavailable("this gateway is still reading the log")
+
+    def key_of(self, request: Request) -> KeyHolder:
+        """Return whose key a request has shown, which a guard let pass."""
+        return self.clients.holder(request.scope["headers"])
+
+    def holder_of(self, request: Request) -> str:
+        """Return the name of the key that a request has shown, "" where it has none: it may use everything then."""
+        return self.key_of(request).name
 
     async def carry_out(self, command: Message, limit_s: float | None = None, traceparent: str = "") -> AnyAnswer:
         """Carry out a command. After it, this gateway's own reads show its effect.

@@ -9,7 +9,7 @@ from starlette.types import Message, Receive
 from bombus.errors import Code, Refused
 from bombus.hive.shares import has_share
 from bombus.host.http_server import connections_max
-from bombus_gateway.access import Access, Guard, RawHeaders, episode_key
+from bombus_gateway.access import RawHeaders, episode_key
 from bombus_gateway.context import Gateway
 from bombus_gateway.settings import GatewaySettings
 
@@ -108,12 +108,7 @@ class OpenRequests:
 
 def share_by_key(gateway: Gateway) -> Callable[[RawHeaders], str]:
     """Return what says for whose share a request counts: of the key that it shows, or that claimed its episode."""
-    guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
-
-    def share_of(headers: RawHeaders) -> str:
-        return guard.holder(headers).share or _owner_of_episode(gateway, headers)
-
-    return share_of
+    return lambda headers: gateway.clients.holder(headers).share or _owner_of_episode(gateway, headers)
 
 
 def _owner_of_episode(gateway: Gateway, headers: RawHeaders) -> str:

@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import Code, Refused
-from bombus_gateway.access import Access, EpisodeGuard, Guard, HeaderMap, episode_key
+from bombus_gateway.access import EpisodeGuard, HeaderMap, episode_key
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.door import ParsedRequest, call_route
 from bombus_gateway.call.http import Responder, not_found, route
@@ -63,7 +63,6 @@ class OpenAIDoor:
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:
         self._gateway = gateway
         self._engines = gateway.engines_at(engine, any_engine)
-        self._clients = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self._agents = EpisodeGuard(gateway.keys, engine, any_engine)
         self._check_model = partial(gateway.check_model_name, self._engines)
         chat = OpenAIDialect(b"chat", read_chat, self._check_model)
@@ -96,7 +95,7 @@ class OpenAIDoor:
 
     def _engines_of(self, headers: HeaderMap) -> Sequence[str]:
         """Return the engines that a key may ask about: an agent, which has its episode's key, asks about its own."""
-        if self._clients.refusal(headers.items()) is not None:
+        if self._gateway.clients.refusal(headers.items()) is not None:
             return (self._agents.verify(episode_key(headers), time.time_ns()).engine,)
         return self._engines
 

@@ -21,7 +21,7 @@ from bombus.hive.trajectories.queue import no_environment
 from bombus.hive.trajectories.records import ScoredGroup, decode_group
 from bombus.hive.trajectories.standing import standing
 from bombus.hive.trajectories.state import HandedOut
-from bombus_gateway.access import Access, Guard, KeyHolder
+from bombus_gateway.access import Access, Guard
 from bombus_gateway.atropos import answers
 from bombus_gateway.atropos.answers import JoinAnswer, PushAnswer, StatusAnswer
 from bombus_gateway.atropos.batches import NO_BATCH, write_batch, write_latest
@@ -167,10 +167,6 @@ class ScoredRoutes:
     def __init__(self, gateway: Gateway, shelf: GroupShelf) -> None:
         self._gateway = gateway
         self._shelf = shelf
-        self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
-
-    def _key(self, request: Request) -> KeyHolder:
-        return self._guard.holder(request.scope["headers"])
 
     async def welcome(self, request: Request) -> Response:
         """Say what this is: clients of several APIs look for their own words in it."""
@@ -196,7 +192,7 @@ class ScoredRoutes:
                 num_steps=given.num_steps,
                 wandb_group=given.wandb_group,
                 wandb_project=given.wandb_project,
-                owner=self._key(request).share,
+                owner=self._gateway.key_of(request).share,
             )
         )
         return _answered(request, answers.write_registered(uuid))
@@ -226,7 +222,7 @@ class ScoredRoutes:
         trainer.
         """
         trainer = self._shelf.trajectories.trainer
-        if trainer is not None and not may_use(trainer.owner, self._key(request).name):
+        if trainer is not None and not may_use(trainer.owner, self._gateway.holder_of(request)):
             return _answered(request, answers.NOT_REGISTERED)
         after = read_after(request.query_params.get("after"))
         accepted = request.headers.get("accept-encoding", "")
@@ -267,7 +263,7 @@ class ScoredRoutes:
 
     async def latest_example(self, request: Request) -> Response:
         try:
-            latest = await self._shelf.latest(self._key(request).name)
+            latest = await self._shelf.latest(self._gateway.holder_of(request))
         except LogCorrupted as error:
             why = f"The group that was pushed last cannot be read: {error}. The next push takes its place."
             raise Refused(Code.INTERNAL, why) from None
@@ -282,7 +278,7 @@ class ScoredRoutes:
 
     async def register_environment(self, request: Request) -> Response:
         """Let an environment join, or tell it to wait until the trainer asks for its first batch."""
-        given, key = read_environment(await self._gateway.bodies.small(request)), self._key(request)
+        given, key = read_environment(await self._gateway.bodies.small(request)), self._gateway.key_of(request)
         answer = await self._gateway.carry_out(
             inbox.JoinEnvironment(
                 id=f"join-{secrets.token_hex(16)}",
@@ -313,7 +309,7 @@ class ScoredRoutes:
 
     async def disconnect_environment(self, request: Request) -> Response:
         environment = read_environment_id(await self._gateway.bodies.small(request))
-        if not self._shelf.may_act_for(environment, self._key(request).name):
+        if not self._shelf.may_act_for(environment, self._gateway.holder_of(request)):
             return _answered(request, answers.write_disconnect_failed(no_environment(environment)))
         leave = inbox.LeaveEnvironment(
             id=f"leave-{secrets.token_hex(16)}", engine=self._shelf.engine, environment=environment
@@ -330,7 +326,7 @@ class ScoredRoutes:
         number = read_environment_id(await self._gateway.bodies.small(request), request.query_params.get("env_id"))
         state = self._shelf.trajectories
         environment = state.queue.environments.get(number)
-        if environment is None or not may_use(environment.owner, self._key(request).name):
+        if environment is None or not may_use(environment.owner, self._gateway.holder_of(request)):
             raise Refused(Code.UNKNOWN_ENVIRONMENT, no_environment(number))
         self._shelf.touch(number)
         told = standing(state.queue, environment)
@@ -357,7 +353,7 @@ class ScoredRoutes:
         return _answered(request, answers.write_pushed_list([_pushed(each) for each in held]))
 
     async def _push(self, groups: Sequence[ScoredGroup], request: Request) -> tuple[int | None, ...]:
-        return await self._shelf.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""), self._key(request))
+        return await self._shelf.push(groups, request.headers.get(IDEMPOTENCY_KEY, ""), self._gateway.key_of(request))
 
 
 def _pushed(held: int | None) -> PushAnswer:

@@ -18,7 +18,6 @@ from bombus.hive.records import digest
 from bombus.hive.steps import idle_limit_s
 from bombus.sdk.throttle import should_throttle
 from bombus.sdk.types import PoolInformation
-from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.admission import check_storage
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import throttle_policy
@@ -55,16 +54,15 @@ class SlicedClaims:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        settings = context.gateway.settings
-        self._guard = Guard(Access.CLIENT, settings.keys, settings.public_url)
+        self._gateway = context.gateway
 
     def idle_limit_s(self, request: Request, wanted_s: float) -> float:
         """Return the idle limit of a claim: what its client wants, no longer than its key may have."""
-        return min(wanted_s, self._guard.holder(request.scope["headers"]).idle_max_s or wanted_s)
+        return min(wanted_s, self._gateway.key_of(request).idle_max_s or wanted_s)
 
     def claim_id(self, request: Request, chosen: str) -> str:
         """Return the claim's id on the log. Clients of two keys never have the same one, whatever they choose."""
-        owner = self._guard.holder(request.scope["headers"]).name
+        owner = self._gateway.holder_of(request)
         return f"c-{digest((f'{owner}//{chosen}' if owner else chosen).encode()).hex()}"
 
     async def claim(
@@ -77,7 +75,7 @@ class SlicedClaims:
         check_storage(self._context.gateway.follower.hive)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        holder = self._guard.holder(request.scope["headers"])
+        holder = self._gateway.key_of(request)
         claim = msgspec.structs.replace(
             claim,
             first_asked_ns=time.time_ns() - int(waited_s * 1e9),

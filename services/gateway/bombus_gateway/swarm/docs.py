@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from fastapi import APIRouter, Depends
 
 from bombus.errors import STATUS, Code
-from bombus_gateway.access import Access, Guard
+from bombus_gateway.access import Access
 from bombus_gateway.context import Gateway
 from bombus_gateway.schemas import request_body, schema_of
 from bombus_gateway.swarm.answers import ANSWERS, REFUSALS
@@ -18,8 +18,7 @@ from bombus_gateway.swarm.routes import SwarmRoute
 
 def described(gateway: Gateway, routes: Iterable[SwarmRoute]) -> APIRouter:
     """Return routes as FastAPI describes them."""
-    settings = gateway.settings
-    guards = {access: Depends(Guard(access, settings.keys, settings.public_url)) for access in Access}
+    guards = {Access.CLIENT: Depends(gateway.clients), Access.CONTROL: Depends(gateway.control)}
     router = APIRouter(tags=["swarm"])
     for access, method, path, handler, body in routes:
         answer = ANSWERS[path]

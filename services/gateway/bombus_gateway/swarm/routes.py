@@ -15,7 +15,7 @@ from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.events import HIVE
 from bombus.hive.inbox import EpisodeResult
-from bombus_gateway.access import Access, Guard
+from bombus_gateway.access import Access
 from bombus_gateway.bodies import SIGN
 from bombus_gateway.context import Gateway
 from bombus_gateway.plain_routes import Handler, PlainRoute, checked
@@ -43,8 +43,7 @@ class SwarmRoute(NamedTuple):
 
 def plain(gateway: Gateway, routes: Iterable[SwarmRoute]) -> list[PlainRoute]:
     """Return routes with the check of who may use them, and that the log is read."""
-    settings = gateway.settings
-    guards = {access: Guard(access, settings.keys, settings.public_url) for access in Access}
+    guards = {Access.CLIENT: gateway.clients, Access.CONTROL: gateway.control}
     found: list[PlainRoute] = []
     for access, method, path, handler, _ in routes:
         found += checked([PlainRoute(method, path, handler)], guards[access], gateway.check_ready)
@@ -115,8 +114,6 @@ class EpisodeRoutes:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        settings = context.gateway.settings
-        self._admin = Guard(Access.CONTROL, settings.keys, settings.public_url)
 
     async def end_episode(self, request: Request) -> Response:
         """End an episode with its reward. The same end again is a success; a different one is a 409."""
@@ -224,8 +221,8 @@ class EpisodeRoutes:
         """
         if claimed_id:
             return self._context.gateway.keys.episode_of(claimed_id)
-        keys = self._context.gateway.settings.keys
-        if keys.admin and self._admin.refusal(request.scope["headers"]) is None:
+        gateway = self._context.gateway
+        if gateway.settings.keys.admin and gateway.control.refusal(request.scope["headers"]) is None:
             return ""
         raise Refused(
             Code.NO_CALLS,

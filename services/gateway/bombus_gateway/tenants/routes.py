@@ -20,7 +20,6 @@ from bombus.hive.state import Phase
 from bombus.hive.tenants.owners import is_anothers_name, seen_by, seen_session
 from bombus.hive.tenants.state import KeptWeights, TenantModel, Tenants
 from bombus.operations import Category, CheckpointKind, CreateModel, Failed, LoadWeights, ModelEnded
-from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.bodies import SIGN, TRAINING
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
@@ -80,9 +79,8 @@ def training_routes(gateway: Gateway, calls: Calls, engine: str) -> list[PlainRo
     bases = Bases(gateway.settings.bases)
     desk = OperationDesk(gateway, engine)
     sessions = Sessions(gateway, desk, bases)
-    sampling = SamplingRoutes(calls, engine, bases, sessions)
+    sampling = SamplingRoutes(gateway, calls, engine, bases, sessions)
     routes = TrainingRoutes(gateway, desk, sessions, sampling.futures, bases)
-    keys, public_url = gateway.settings.keys, gateway.settings.public_url
     table = [
         PlainRoute("POST", "/client/config", routes.client_config),
         PlainRoute("POST", "/client/dynamic_config", routes.dynamic_config),
@@ -121,8 +119,8 @@ def training_routes(gateway: Gateway, calls: Calls, engine: str) -> list[PlainRo
     ]
     clients = [PlainRoute("POST", "/generate", sampling.generate), *routes.endpoints.routes(), *below("/api/v1", table)]
     return [
-        *checked(clients, Guard(Access.CLIENT, keys, public_url), gateway.check_ready),
-        *checked(routes.endpoints.controlling(), Guard(Access.CONTROL, keys, public_url), gateway.check_ready),
+        *checked(clients, gateway.clients, gateway.check_ready),
+        *checked(routes.endpoints.controlling(), gateway.control, gateway.check_ready),
         *checked(routes.rest.links(), gateway.check_ready),
     ]
 
@@ -138,7 +136,6 @@ class TrainingRoutes:
         self._samples = samples
         self._registered = RegisteredModel(desk, sessions)
         self.endpoints = EndpointRoutes(gateway, desk, self._registered)
-        self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self.rest = RestRoutes(gateway, self._desk)
 
     # ---- the client and its session -------------------------------------------------------------------------------
@@ -178,13 +175,13 @@ class TrainingRoutes:
         if dialect_of("create_session", "", names_in(body)) == TrainingDialect.XORL:
             return await self._create_for_session(request, body)
         key = request.headers.get("x-idempotency-key", "")
-        session = await self._sessions.open(body, self._key(request), key)
+        session = await self._sessions.open(body, self._gateway.key_of(request), key)
         return in_json({"type": "create_session", "session_id": session})
 
     async def _create_for_session(self, request: Request, body: bytes) -> Response:
         """Create the model that xorl's clients call a session, and answer when it is there."""
         submission = read_create_model(TrainingDialect.XORL, body, adapter_defaults(self._desk.state))
-        known = await self._sessions.model(submission.model, self._holder(request))
+        known = await self._sessions.model(submission.model, self._gateway.holder_of(request))
         about = {"type": "create_session", "session_id": submission.model, "model_id": submission.model}
         if known is not None and known.closed is None:
             return in_json({**about, "success": True, "message": f"The session of {submission.model} is open."})
@@ -197,14 +194,14 @@ class TrainingRoutes:
         return in_json({**about, "success": not isinstance(outcome, Waits), "message": message, "request_id": name})
 
     async def session_heartbeat(self, request: Request) -> Response:
-        body, holder = await self._gateway.bodies.read(request, SIGN, bytes), self._holder(request)
+        body, holder = await self._gateway.bodies.read(request, SIGN, bytes), self._gateway.holder_of(request)
         if not self._registered.unborn(beating_name(body), holder):
             await self._sessions.beat(body, holder)
         return in_json({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
         session, body = request.path_params["session"], await self._gateway.bodies.small(request)
-        await self._sessions.finish(session, body, self._holder(request))
+        await self._sessions.finish(session, body, self._gateway.holder_of(request))
         return in_json({})
 
     async def list_sessions(self, request: Request) -> Response:
@@ -212,7 +209,7 @@ class TrainingRoutes:
         return in_json({"sessions": sessions})
 
     async def show_session(self, request: Request) -> Response:
-        known = await self._sessions.found(request.path_params["session"], self._holder(request))
+        known = await self._sessions.found(request.path_params["session"], self._gateway.holder_of(request))
         return in_json(session_entry(self._desk.tenants, known))
 
     # ---- operations -----------------------------------------------------------------------------------------------
@@ -221,7 +218,7 @@ class TrainingRoutes:
         body = await self._gateway.bodies.small(request)
         dialect = dialect_of("create_model", "", names_in(body))
         submission = read_create_model(dialect, body, adapter_defaults(self._desk.state))
-        holder = self._holder(request)
+        holder = self._gateway.holder_of(request)
         there = self._registered.existing(submission.model, holder)
         if there is None and dialect == TrainingDialect.XORL:
             there = await self._equal(submission, holder)
@@ -287,7 +284,7 @@ class TrainingRoutes:
     async def kill_session(self, request: Request) -> Response:
         """End a model of xorl's client, and answer when it has ended."""
         body = await self._gateway.bodies.small(request)
-        asked, holder = read_end_model(body).model, self._holder(request)
+        asked, holder = read_end_model(body).model, self._gateway.holder_of(request)
         model = await self._sessions.model(asked, holder)
         if model is None and self._registered.unborn(asked, holder):
             return in_json({"success": True, "message": f"{asked} is at its base: nothing has come to it yet."})
@@ -305,7 +302,7 @@ class TrainingRoutes:
         activity = {model.name: model.last_ns / 1e9 for model in tenants.open_models}
         adapters = [model.name for model in tenants.open_models if model.adapter is not None]
         answer = {
-            "registered_models": self._registered.names(self._holder(request)),
+            "registered_models": self._registered.names(self._gateway.holder_of(request)),
             "active_sessions": models,
             "session_activity": activity,
             "idle_timeout_seconds": XORL_IDLE_S,
@@ -314,7 +311,7 @@ class TrainingRoutes:
         return in_json(answer)
 
     async def retrieve_future(self, request: Request) -> Response:
-        asked, holder = read_retrieve(await self._gateway.bodies.small(request)), self._holder(request)
+        asked, holder = read_retrieve(await self._gateway.bodies.small(request)), self._gateway.holder_of(request)
         self._sessions.waits_for(asked.id, holder)
         if self._samples.knows(asked.id, holder):
             return answered(await self._samples.result(asked, HOLD_S))
@@ -325,7 +322,7 @@ class TrainingRoutes:
 
     async def _accepted(self, request: Request, submission: Submission, dialect: TrainingDialect) -> str:
         """Put a new model on the log, and return the id of its future. Its base is the engine's of that name."""
-        operation, base, owner = submission.operation, "", self._holder(request)
+        operation, base, owner = submission.operation, "", self._gateway.holder_of(request)
         if isinstance(operation, CreateModel):
             try:
                 await self._sessions.check_new(submission.model, owner)
@@ -344,7 +341,7 @@ class TrainingRoutes:
             model = await self._sessions.model(submission.model, owner)
             session = "" if model is None or model.closed is not None else model.session
             if not session and not isinstance(operation, Failed):
-                session = await self._sessions.open_for_model(self._key(request))
+                session = await self._sessions.open_for_model(self._gateway.key_of(request))
         return await self._desk.submit(session, submission, base, owner)
 
     async def _found(self, find: Callable[[], _T]) -> _T:
@@ -362,7 +359,7 @@ class TrainingRoutes:
         return await self._found(lambda: found_checkpoint(self._desk.tenants, path, holder))
 
     async def _submitted(self, request: Request, submission: Submission) -> Response:
-        owner = self._holder(request)
+        owner = self._gateway.holder_of(request)
         await self._registered.create_for(submission, owner)
         session = await self._sessions.of_model(submission.model, owner)
         if isinstance(submission.operation, LoadWeights) and owner:
@@ -387,7 +384,7 @@ class TrainingRoutes:
 
     async def get_info(self, request: Request) -> Response:
         given = decode_body(_asked, await self._gateway.bodies.small(request))
-        model = await self._described(given.model_id or DEFAULT_MODEL, self._holder(request))
+        model = await self._described(given.model_id or DEFAULT_MODEL, self._gateway.holder_of(request))
         name = self._bases.name_of(model.base)
         answer = {
             "type": "get_info",
@@ -409,9 +406,9 @@ class TrainingRoutes:
         body = await self._gateway.bodies.small(request)
         given = decode_body(_asked, body)
         if given.model_id and not names_in(body) & {"tinker_path", "xorl_path"}:
-            model = await self._described(given.model_id, self._holder(request))
+            model = await self._described(given.model_id, self._gateway.holder_of(request))
             return in_json(self._bases.with_names(weights_entry(model)))
-        kept = await self._checkpoint(read_weights_info(body), self._holder(request))
+        kept = await self._checkpoint(read_weights_info(body), self._gateway.holder_of(request))
         return in_json(self._bases.with_names(weights_entry(kept.noted)))
 
     async def training_runs(self, request: Request) -> Response:
@@ -421,7 +418,7 @@ class TrainingRoutes:
         return in_json({"training_runs": entries, "cursor": cursor})
 
     async def training_run(self, request: Request) -> Response:
-        model = await self._model(request.path_params["model"], self._holder(request))
+        model = await self._model(request.path_params["model"], self._gateway.holder_of(request))
         return in_json(self._bases.with_names(run_entry(self._desk.tenants, model)))
 
     async def run_checkpoints(self, request: Request) -> Response:
@@ -437,14 +434,14 @@ class TrainingRoutes:
 
     async def delete_named(self, request: Request) -> Response:
         params = request.path_params
-        await self._remove(f"{params['kind']}/{params['name']}", params["model"], self._holder(request))
+        await self._remove(f"{params['kind']}/{params['name']}", params["model"], self._gateway.holder_of(request))
         return Response(status_code=204)
 
     async def delete_checkpoint(self, request: Request) -> Response:
         given = decode_body(_asked, await self._gateway.bodies.small(request))
         try:
             model = given.model_id or DEFAULT_MODEL
-            uri = await self._remove(given.checkpoint_id or "", model, self._holder(request))
+            uri = await self._remove(given.checkpoint_id or "", model, self._gateway.holder_of(request))
         except Refused as refusal:
             return in_json({"success": False, "error": refusal.why})
         return in_json({"success": True, "deleted_path": uri})
@@ -462,15 +459,8 @@ class TrainingRoutes:
         await self._gateway.carry_out(remove)
         return path.uri(TrainingDialect.XORL)
 
-    def _holder(self, request: Request) -> str:
-        """Return the name of the key that a request has shown, "" where it has none: it may use everything then."""
-        return self._key(request).name
-
-    def _key(self, request: Request) -> KeyHolder:
-        return self._guard.holder(request.scope["headers"])
-
     def _seen(self, request: Request) -> Tenants:
-        return seen_by(self._desk.tenants, self._holder(request))
+        return seen_by(self._desk.tenants, self._gateway.holder_of(request))
 
 
 def _ended_name(model: TenantModel) -> str:

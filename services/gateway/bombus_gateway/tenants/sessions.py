@@ -11,7 +11,7 @@ from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.owners import is_anothers_name, seen_model, seen_session
 from bombus.hive.tenants.state import TenantModel, TenantSession
-from bombus_gateway.access import Access, Guard, KeyHolder, RawHeaders
+from bombus_gateway.access import KeyHolder, RawHeaders
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.tenants.bases import Bases, base_names, is_replaceable, plain_job
@@ -54,7 +54,6 @@ class Sessions:
         self._gateway = gateway
         self._desk = desk
         self._bases = bases
-        self._control = Guard(Access.CONTROL, gateway.settings.keys, gateway.settings.public_url)
 
     async def open(self, body: bytes, holder: KeyHolder, request_key: str) -> str:
         """Open a session of Tinker's client. One that repeats its request, by its key, gets the same session."""
@@ -159,7 +158,7 @@ class Sessions:
 
     def may_configure(self, headers: RawHeaders) -> bool:
         """Return whether a client who has sent these headers may give an engine a job."""
-        return self._control.refusal(headers) is None
+        return self._gateway.control.refusal(headers) is None
 
     async def base(self, wanted: str, headers: RawHeaders) -> str:
         """Return what the engine calls the base that a client, who has sent these headers, names.

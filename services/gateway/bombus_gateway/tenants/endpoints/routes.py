@@ -15,7 +15,6 @@ from bombus.hive.events import EndpointAdded
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.owners import seen_by
 from bombus.hive.tenants.state import endpoint_id
-from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.plain_routes import PlainRoute
 from bombus_gateway.tenants.bodies import in_json
@@ -42,7 +41,6 @@ class EndpointRoutes:
         self._rest_s = rest_s
         self._desk = desk
         self._sync = WeightSync(gateway, desk)
-        self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
 
     def routes(self) -> list[PlainRoute]:
         """Return the routes at the root, and what is below `/api/v1` too."""
@@ -58,13 +56,10 @@ class EndpointRoutes:
         """Return the routes that stop the work of all clients."""
         return [PlainRoute("POST", "/sleep", self.sleep), PlainRoute("POST", "/wake_up", self.wake_up)]
 
-    def _holder(self, request: Request) -> str:
-        return self._guard.holder(request.scope["headers"]).name
-
     # ---- endpoints ------------------------------------------------------------------------------------------------
 
     async def add(self, request: Request) -> Response:
-        return await _told(self._add(await self._gateway.bodies.small(request), self._holder(request)))
+        return await _told(self._add(await self._gateway.bodies.small(request), self._gateway.holder_of(request)))
 
     async def _add(self, body: bytes, holder: str) -> dict[str, object]:
         asked = read_new_endpoint(body)
@@ -102,7 +97,7 @@ class EndpointRoutes:
         return report.success, report.message
 
     async def remove(self, request: Request) -> Response:
-        return await _told(self._remove(await self._gateway.bodies.small(request), self._holder(request)))
+        return await _told(self._remove(await self._gateway.bodies.small(request), self._gateway.holder_of(request)))
 
     async def _remove(self, body: bytes, holder: str) -> dict[str, object]:
         at = read_endpoint(body)
@@ -115,7 +110,7 @@ class EndpointRoutes:
 
     async def list(self, request: Request) -> Response:
         """Answer with all endpoints that the client may use. Those that do not answer now stay, as not `healthy`."""
-        added = [*seen_by(self._desk.tenants, self._holder(request)).endpoints.values()]
+        added = [*seen_by(self._desk.tenants, self._gateway.holder_of(request)).endpoints.values()]
         entries = await asyncio.gather(*(self._looked_up(each) for each in added))
         return in_json({"endpoints": entries, "count": len(entries)})
 
@@ -124,7 +119,7 @@ class EndpointRoutes:
         return _entry(at, added.world_size, await looked_at(self._gateway, at))
 
     async def sync(self, request: Request) -> Response:
-        body, holder = await self._gateway.bodies.small(request), self._holder(request)
+        body, holder = await self._gateway.bodies.small(request), self._gateway.holder_of(request)
 
         async def synced() -> object:
             asked = read_sync(body)

@@ -16,7 +16,6 @@ from bombus.hive import inbox
 from bombus.hive.state import EngineState
 from bombus.hive.tenants.owners import seen_by
 from bombus.hive.tenants.state import KeptWeights
-from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
 from bombus_gateway.plain_routes import PlainRoute
@@ -46,7 +45,6 @@ class RestRoutes:
         self._gateway = gateway
         self._desk = desk
         self._downloads = Downloads(gateway.keys, desk.engine)
-        self._guard = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
 
     def routes(self) -> list[PlainRoute]:
         """Return the routes below `/api/v1` that need a client's key."""
@@ -75,12 +73,12 @@ class RestRoutes:
 
     async def _kept(self, request: Request) -> KeptWeights:
         """Return the checkpoint that a request may read."""
-        path, holder = _path(request), self._guard.holder(request.scope["headers"]).name
+        path, holder = _path(request), self._gateway.holder_of(request)
         return await found(self._gateway.follower, lambda: found_checkpoint(self._state.tenants, path, holder))
 
     async def _own(self, request: Request) -> KeptWeights:
         """Return the checkpoint that a request may change."""
-        path, holder = _path(request), self._guard.holder(request.scope["headers"]).name
+        path, holder = _path(request), self._gateway.holder_of(request)
         return await found(self._gateway.follower, lambda: own_checkpoint(self._state.tenants, path, holder))
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
@@ -167,7 +165,7 @@ class RestRoutes:
 
     async def search_sessions(self, request: Request) -> Response:
         search = read_search(await self._gateway.bodies.small(request))
-        caller = self._guard.holder(request.scope["headers"]).name
+        caller = self._gateway.holder_of(request)
         return in_json(found_sessions(seen_by(self._state.tenants, caller), search, caller))
 
     async def projects(self, request: Request) -> Response:

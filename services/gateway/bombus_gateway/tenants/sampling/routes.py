@@ -12,7 +12,7 @@ from bombus.hive.records import digest, unpack_tokens
 from bombus.hive.tenants.owners import seen_session
 from bombus.hive.tenants.state import Tenants
 from bombus.text.tokenizer import Tokenizer
-from bombus_gateway.access import Access, Guard, KeyHolder
+from bombus_gateway.access import KeyHolder
 from bombus_gateway.atropos.vllm_generate import (
     ScoredPrompt,
     VllmRequest,
@@ -23,6 +23,7 @@ from bombus_gateway.atropos.vllm_generate import (
 )
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.workers import CLIENTS
+from bombus_gateway.context import Gateway
 from bombus_gateway.plain_routes import PlainRoute
 from bombus_gateway.refusals import RETRY_AFTER
 from bombus_gateway.tenants.bases import Bases
@@ -49,11 +50,11 @@ _AskedT = TypeVar("_AskedT", GenerateRequest, VllmRequest)
 class SamplingRoutes:
     """Sampling on one engine."""
 
-    def __init__(self, calls: Calls, engine: str, bases: Bases, sessions: Sessions) -> None:
+    def __init__(self, gateway: Gateway, calls: Calls, engine: str, bases: Bases, sessions: Sessions) -> None:
         self._calls = calls
         self._bases = bases
         self._sessions = sessions
-        self._guard = Guard(Access.CLIENT, calls.settings.keys, calls.settings.public_url)
+        self._gateway = gateway
         self._drawing = SampleDrawing(calls, engine)
         self.futures = SampleFutures(self._drawing, calls.capacity)
 
@@ -68,7 +69,7 @@ class SamplingRoutes:
     async def create_sampling_session(self, request: Request) -> Response:
         body = await self._calls.bodies.small(request)
         dialect = dialect_of("create_sampling_session", "", names_in(body))
-        asked, holder = read_sampling_session(dialect, body), self._holder(request)
+        asked, holder = read_sampling_session(dialect, body), self._gateway.holder_of(request)
         wanted = msgspec.structs.replace(asked, base=self._bases.path_of(asked.base))
         if dialect == TrainingDialect.TINKER:
             session = await self._found(lambda: _open_session(self._drawing.engine.tenants, asked.id, holder))
@@ -81,13 +82,13 @@ class SamplingRoutes:
         return in_json({"success": True, "model_path": asked.id, "lora_name": lora})
 
     async def sampler(self, request: Request) -> Response:
-        name, holder = request.path_params["sampler"], self._holder(request)
+        name, holder = request.path_params["sampler"], self._gateway.holder_of(request)
         sampler = await self._found(lambda: found_sampler(self._drawing.engine, name, holder))
         path = None if sampler.checkpoint is None else sampler.checkpoint.uri(TrainingDialect.TINKER)
         return in_json({"sampler_id": name, "base_model": self._bases.name_of(sampler.base), "model_path": path})
 
     async def asample(self, request: Request) -> Response:
-        bodies, workers, holder = self._calls.bodies, self._calls.workers, self._key(request)
+        bodies, workers, holder = self._calls.bodies, self._calls.workers, self._gateway.key_of(request)
         session, body = await bodies.read(request, bodies.samples, lambda body: (read_sample_session(body), body))
         await self._found(lambda: self.futures.check(session, holder.name))
         submission, body_digest = await workers.run(CLIENTS, len(body), partial(_read_sample, body))
@@ -103,7 +104,7 @@ class SamplingRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Answer xorl's sampling client, directly, and whoever asks in vLLM's form for the base."""
-        bodies, holder = self._calls.bodies, self._key(request)
+        bodies, holder = self._calls.bodies, self._gateway.key_of(request)
         given = await bodies.read(request, bodies.samples, _read_either)
         if isinstance(given, VllmRequest):
             return await self._generate_as_vllm(given, holder)
@@ -116,12 +117,6 @@ class SamplingRoutes:
         write = partial(write_generated, drawn.samples, drawn.texts, count, given.logprobs)
         answer = await self._drawing.written(drawn, lambda: msgspec.json.encode(write()))
         return Response(answer, media_type="application/json")
-
-    def _holder(self, request: Request) -> str:
-        return self._key(request).name
-
-    def _key(self, request: Request) -> KeyHolder:
-        return self._guard.holder(request.scope["headers"])
 
     async def _found(self, find: Callable[[], _T]) -> _T:
         return await found(self._calls.follower, find)
