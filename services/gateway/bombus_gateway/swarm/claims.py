@@ -19,9 +19,10 @@ from bombus.hive.steps import idle_limit_s
 from bombus.sdk.throttle import should_throttle
 from bombus.sdk.types import PoolInformation
 from bombus_gateway.call.admission import check_storage
+from bombus_gateway.plain_routes import JsonResponse
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import throttle_policy
-from bombus_gateway.swarm.context import EngineContext, JsonResponse
+from bombus_gateway.swarm.context import EngineContext
 from bombus_gateway.training.paths import read_path
 
 CLAIM_OVER = "The episodes of this claim are over already. Use a fresh id for each claim."

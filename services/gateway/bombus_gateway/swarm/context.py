@@ -4,11 +4,9 @@ import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from math import inf
-from typing import Any
 
 import msgspec
 from fastapi import Request
-from fastapi.responses import JSONResponse
 
 from bombus.bus import TRACEPARENT
 from bombus.errors import Code, Refused
@@ -22,11 +20,6 @@ from bombus_gateway.context import Gateway
 from bombus_gateway.swarm.bodies import B, parse
 
 EPISODE_NEWS_S = 1.0  # for the event of an episode that another gateway has just handed out
-
-
-class JsonResponse(JSONResponse):
-    def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
 
 
 class EngineContext:

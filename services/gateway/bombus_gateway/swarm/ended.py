@@ -12,8 +12,9 @@ from bombus.datums.reading import BusCallReader, ancestors
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Completed
+from bombus_gateway.plain_routes import JsonResponse
 from bombus_gateway.swarm import bodies
-from bombus_gateway.swarm.context import EngineContext, JsonResponse
+from bombus_gateway.swarm.context import EngineContext
 from bombus_gateway.training.dialects import TrainingDialect, is_tinkers
 from bombus_gateway.training.paths import path_of_operation
 

@@ -12,8 +12,9 @@ from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.state import Phase
+from bombus_gateway.plain_routes import JsonResponse
 from bombus_gateway.swarm import bodies, views
-from bombus_gateway.swarm.context import EngineContext, JsonResponse
+from bombus_gateway.swarm.context import EngineContext
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,11 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import EpisodeResult, JointGranted
 from bombus.hive.state import EngineState, Phase, engine_of
 from bombus.hive.steps import idle_limit_s
+from bombus_gateway.plain_routes import JsonResponse
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import result_of
 from bombus_gateway.swarm.claims import CLAIM_OVER, Confirmed, SlicedClaims
-from bombus_gateway.swarm.context import EngineContext, JsonResponse
+from bombus_gateway.swarm.context import EngineContext
 
 
 class JointRoutes:

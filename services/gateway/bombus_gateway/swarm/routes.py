@@ -18,11 +18,11 @@ from bombus.hive.inbox import EpisodeResult
 from bombus_gateway.access import Access
 from bombus_gateway.bodies import SIGN
 from bombus_gateway.context import Gateway
-from bombus_gateway.plain_routes import Handler, PlainRoute, checked
+from bombus_gateway.plain_routes import Handler, JsonResponse, PlainRoute, checked
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import result_of
 from bombus_gateway.swarm.claims import ClaimRoutes
-from bombus_gateway.swarm.context import EngineContext, JsonResponse
+from bombus_gateway.swarm.context import EngineContext
 from bombus_gateway.swarm.ended import EndedEpisodes
 from bombus_gateway.swarm.engine import EngineRoutes
 from bombus_gateway.swarm.joint import JointRoutes

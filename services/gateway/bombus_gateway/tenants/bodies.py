@@ -16,7 +16,3 @@ def names_in(body: bytes) -> frozenset[str]:
 
 def answered(answer: FutureAnswer) -> Response:
     return Response(answer.body, answer.status, media_type=answer.content_type)
-
-
-def in_json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -24,9 +24,9 @@ from bombus_gateway.bodies import SIGN, TRAINING
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
-from bombus_gateway.plain_routes import PlainRoute, below, checked
+from bombus_gateway.plain_routes import JsonResponse, PlainRoute, below, checked
 from bombus_gateway.tenants.bases import Bases, base_names
-from bombus_gateway.tenants.bodies import answered, in_json, names_in
+from bombus_gateway.tenants.bodies import answered, names_in
 from bombus_gateway.tenants.desk import HOLD_S, OperationDesk, Waits
 from bombus_gateway.tenants.endpoints.routes import EndpointRoutes
 from bombus_gateway.tenants.full_weights import RegisteredModel, adapter_defaults, rate_defaults
@@ -141,26 +141,26 @@ class TrainingRoutes:
     # ---- the client and its session -------------------------------------------------------------------------------
 
     async def client_config(self, request: Request) -> Response:
-        return in_json(CLIENT_CONFIG)
+        return JsonResponse(CLIENT_CONFIG)
 
     async def dynamic_config(self, request: Request) -> Response:
-        return in_json(DYNAMIC_CONFIG)
+        return JsonResponse(DYNAMIC_CONFIG)
 
     async def telemetry(self, request: Request) -> Response:
         """Take what a client says of itself, and keep nothing of it."""
         await self._gateway.bodies.read(request, TRAINING, len)
-        return in_json({"status": "accepted"})
+        return JsonResponse({"status": "accepted"})
 
     async def healthz(self, request: Request) -> Response:
         engine = self._desk.state
         counts = {"active_requests": engine.tenants.waiting, "total_requests": engine.tenants.accepted}
-        return in_json({"status": "ok", "engine_running": engine.phase != Phase.OFFLINE, **counts})
+        return JsonResponse({"status": "ok", "engine_running": engine.phase != Phase.OFFLINE, **counts})
 
     async def capabilities(self, request: Request) -> Response:
         may_configure = self._sessions.may_configure(request.scope["headers"])
         names = self._bases.names_of(self._desk.state, may_configure)
         known = {"max_context_length": self._context(), "trainable": True, "sampleable": bool(self._desk.state.usable)}
-        return in_json({"supported_models": [{"model_name": name, **known} for name in names]})
+        return JsonResponse({"supported_models": [{"model_name": name, **known} for name in names]})
 
     def _context(self) -> int | None:
         """Return the longest sequence, as the job or the replicas limit it; None where there is neither."""
@@ -176,7 +176,7 @@ class TrainingRoutes:
             return await self._create_for_session(request, body)
         key = request.headers.get("x-idempotency-key", "")
         session = await self._sessions.open(body, self._gateway.key_of(request), key)
-        return in_json({"type": "create_session", "session_id": session})
+        return JsonResponse({"type": "create_session", "session_id": session})
 
     async def _create_for_session(self, request: Request, body: bytes) -> Response:
         """Create the model that xorl's clients call a session, and answer when it is there."""
@@ -184,33 +184,35 @@ class TrainingRoutes:
         known = await self._sessions.model(submission.model, self._gateway.holder_of(request))
         about = {"type": "create_session", "session_id": submission.model, "model_id": submission.model}
         if known is not None and known.closed is None:
-            return in_json({**about, "success": True, "message": f"The session of {submission.model} is open."})
+            return JsonResponse({**about, "success": True, "message": f"The session of {submission.model} is open."})
         name = await self._accepted(request, submission, TrainingDialect.XORL)
         outcome = await self._desk.outcome(name, LAST_S)
         if isinstance(outcome, Failed):
             is_users = outcome.category == Category.USER
             raise Refused(Code.BAD_CONFIG if is_users else Code.INTERNAL, outcome.error)
         message = outcome.reason if isinstance(outcome, Waits) else f"The session of {submission.model} is open."
-        return in_json({**about, "success": not isinstance(outcome, Waits), "message": message, "request_id": name})
+        return JsonResponse(
+            {**about, "success": not isinstance(outcome, Waits), "message": message, "request_id": name}
+        )
 
     async def session_heartbeat(self, request: Request) -> Response:
         body, holder = await self._gateway.bodies.read(request, SIGN, bytes), self._gateway.holder_of(request)
         if not self._registered.unborn(beating_name(body), holder):
             await self._sessions.beat(body, holder)
-        return in_json({"type": "session_heartbeat"})
+        return JsonResponse({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
         session, body = request.path_params["session"], await self._gateway.bodies.small(request)
         await self._sessions.finish(session, body, self._gateway.holder_of(request))
-        return in_json({})
+        return JsonResponse({})
 
     async def list_sessions(self, request: Request) -> Response:
         sessions, _ = page(self._seen(request).sessions, request.query_params)
-        return in_json({"sessions": sessions})
+        return JsonResponse({"sessions": sessions})
 
     async def show_session(self, request: Request) -> Response:
         known = await self._sessions.found(request.path_params["session"], self._gateway.holder_of(request))
-        return in_json(session_entry(self._desk.tenants, known))
+        return JsonResponse(session_entry(self._desk.tenants, known))
 
     # ---- operations -----------------------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class TrainingRoutes:
         made = next((each for each in there.operations.values() if each.number == there.begun), None)
         if made is not None and (made.waits or made.result is not None):
             return answered(accepted(f"{there.name}:{made.key}", there.name))
-        return in_json({"model_id": there.name, "status": "created", "type": "create_model"})
+        return JsonResponse({"model_id": there.name, "status": "created", "type": "create_model"})
 
     async def _equal(self, submission: Submission, holder: str) -> TenantModel | None:
         """Return the model that xorl's client creates where it is there, and is as the client wants it."""
@@ -287,14 +289,14 @@ class TrainingRoutes:
         asked, holder = read_end_model(body).model, self._gateway.holder_of(request)
         model = await self._sessions.model(asked, holder)
         if model is None and self._registered.unborn(asked, holder):
-            return in_json({"success": True, "message": f"{asked} is at its base: nothing has come to it yet."})
+            return JsonResponse({"success": True, "message": f"{asked} is at its base: nothing has come to it yet."})
         submission = read_end_model(body, "" if model is None else _ended_name(model))
         name = await self._desk.submit("" if model is None else model.session, submission, owner=holder)
         outcome = await self._desk.outcome(name, LAST_S)
         if isinstance(outcome, ModelEnded | Failed):
-            return in_json(kill_session_answer(TrainingDialect.XORL, submission.model, outcome))
+            return JsonResponse(kill_session_answer(TrainingDialect.XORL, submission.model, outcome))
         why = outcome.reason if isinstance(outcome, Waits) else "Nothing is known of it any more."
-        return in_json({"success": False, "message": f"{submission.model} has not ended yet. {why}"})
+        return JsonResponse({"success": False, "message": f"{submission.model} has not ended yet. {why}"})
 
     async def session_info(self, request: Request) -> Response:
         tenants = self._seen(request)
@@ -308,7 +310,7 @@ class TrainingRoutes:
             "idle_timeout_seconds": XORL_IDLE_S,
             "loaded_adapters": adapters,
         }
-        return in_json(answer)
+        return JsonResponse(answer)
 
     async def retrieve_future(self, request: Request) -> Response:
         asked, holder = read_retrieve(await self._gateway.bodies.small(request)), self._gateway.holder_of(request)
@@ -393,7 +395,7 @@ class TrainingRoutes:
             "optimizer_config": {"type": "adamw"},
             "model_data": {"model_name": name, "tokenizer_id": self._tokenizer(model.base)},
         }
-        return in_json(answer | lora_fields(model.adapter))
+        return JsonResponse(answer | lora_fields(model.adapter))
 
     def _tokenizer(self, base: str) -> str:
         """Return where a client finds the tokenizer: in a folder where this machine has it, or else by its name."""
@@ -407,30 +409,30 @@ class TrainingRoutes:
         given = decode_body(_asked, body)
         if given.model_id and not names_in(body) & {"tinker_path", "xorl_path"}:
             model = await self._described(given.model_id, self._gateway.holder_of(request))
-            return in_json(self._bases.with_names(weights_entry(model)))
+            return JsonResponse(self._bases.with_names(weights_entry(model)))
         kept = await self._checkpoint(read_weights_info(body), self._gateway.holder_of(request))
-        return in_json(self._bases.with_names(weights_entry(kept.noted)))
+        return JsonResponse(self._bases.with_names(weights_entry(kept.noted)))
 
     async def training_runs(self, request: Request) -> Response:
         tenants = self._seen(request)
         runs, cursor = page(tenants.models.values(), request.query_params)
         entries = [self._bases.with_names(run_entry(tenants, model)) for model in runs]
-        return in_json({"training_runs": entries, "cursor": cursor})
+        return JsonResponse({"training_runs": entries, "cursor": cursor})
 
     async def training_run(self, request: Request) -> Response:
         model = await self._model(request.path_params["model"], self._gateway.holder_of(request))
-        return in_json(self._bases.with_names(run_entry(self._desk.tenants, model)))
+        return JsonResponse(self._bases.with_names(run_entry(self._desk.tenants, model)))
 
     async def run_checkpoints(self, request: Request) -> Response:
-        return in_json({"checkpoints": checkpoints_of(self._seen(request), request.path_params["model"])})
+        return JsonResponse({"checkpoints": checkpoints_of(self._seen(request), request.path_params["model"])})
 
     async def all_checkpoints(self, request: Request) -> Response:
         every, cursor = page(checkpoints_of(self._seen(request)), request.query_params)
-        return in_json({"checkpoints": every, "cursor": cursor})
+        return JsonResponse({"checkpoints": every, "cursor": cursor})
 
     async def list_checkpoints(self, request: Request) -> Response:
         given = decode_body(_asked, await self._gateway.bodies.small(request))
-        return in_json({"checkpoints": checkpoints_of(self._seen(request), given.model_id or DEFAULT_MODEL)})
+        return JsonResponse({"checkpoints": checkpoints_of(self._seen(request), given.model_id or DEFAULT_MODEL)})
 
     async def delete_named(self, request: Request) -> Response:
         params = request.path_params
@@ -443,8 +445,8 @@ class TrainingRoutes:
             model = given.model_id or DEFAULT_MODEL
             uri = await self._remove(given.checkpoint_id or "", model, self._gateway.holder_of(request))
         except Refused as refusal:
-            return in_json({"success": False, "error": refusal.why})
-        return in_json({"success": True, "deleted_path": uri})
+            return JsonResponse({"success": False, "error": refusal.why})
+        return JsonResponse({"success": True, "deleted_path": uri})
 
     async def _remove(self, name: str, model: str, holder: str) -> str:
         path = read_path(name, model)

@@ -16,8 +16,7 @@ from bombus.hive.state import EngineState
 from bombus.hive.tenants.owners import seen_by
 from bombus.hive.tenants.state import endpoint_id
 from bombus_gateway.context import Gateway
-from bombus_gateway.plain_routes import PlainRoute
-from bombus_gateway.tenants.bodies import in_json
+from bombus_gateway.plain_routes import JsonResponse, PlainRoute
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.endpoints.servers import Target, check_allowed, looked_at
 from bombus_gateway.tenants.endpoints.syncing import WeightSync
@@ -112,7 +111,7 @@ class EndpointRoutes:
         """Answer with all endpoints that the client may use. Those that do not answer now stay, as not `healthy`."""
         added = [*seen_by(self._desk.tenants, self._gateway.holder_of(request)).endpoints.values()]
         entries = await asyncio.gather(*(self._looked_up(each) for each in added))
-        return in_json({"endpoints": entries, "count": len(entries)})
+        return JsonResponse({"endpoints": entries, "count": len(entries)})
 
     async def _looked_up(self, added: EndpointAdded) -> dict[str, object]:
         at = Endpoint(added.host, added.port)
@@ -175,9 +174,9 @@ def _over(state: Callable[[], EngineState], run: int, asleep: bool) -> Callable[
 async def _told(answering: Awaitable[object]) -> Response:
     """Answer with JSON. A refusal is one of the answers: clients look for `success`."""
     try:
-        return in_json(await answering)
+        return JsonResponse(await answering)
     except Refused as refusal:
-        return in_json({"success": False, "message": refusal.why, "result": refusal.why, "code": refusal.code})
+        return JsonResponse({"success": False, "message": refusal.why, "result": refusal.why, "code": refusal.code})
 
 
 def _entry(at: Endpoint, world_size: int, target: Target) -> dict[str, object]:

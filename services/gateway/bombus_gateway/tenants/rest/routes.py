@@ -18,8 +18,7 @@ from bombus.hive.tenants.owners import seen_by
 from bombus.hive.tenants.state import KeptWeights
 from bombus_gateway.context import Gateway
 from bombus_gateway.decoding.json_body import decode_body
-from bombus_gateway.plain_routes import PlainRoute
-from bombus_gateway.tenants.bodies import in_json
+from bombus_gateway.plain_routes import JsonResponse, PlainRoute
 from bombus_gateway.tenants.desk import OperationDesk
 from bombus_gateway.tenants.listings import found_checkpoint, iso_time, own_checkpoint, path_of
 from bombus_gateway.tenants.news import found
@@ -122,7 +121,7 @@ class RestRoutes:
     async def urls(self, request: Request) -> Response:
         """Answer with a link to each file of a checkpoint, which needs no key."""
         files, link, expires = await self._linked(request)
-        return in_json({"urls": {name: f"{link}/{name}" for name in files}, "expires": expires})
+        return JsonResponse({"urls": {name: f"{link}/{name}" for name in files}, "expires": expires})
 
     async def archive(self, request: Request) -> Response:
         """Lead to a link with the whole checkpoint as a tar."""
@@ -166,14 +165,14 @@ class RestRoutes:
     async def search_sessions(self, request: Request) -> Response:
         search = read_search(await self._gateway.bodies.small(request))
         caller = self._gateway.holder_of(request)
-        return in_json(found_sessions(seen_by(self._state.tenants, caller), search, caller))
+        return JsonResponse(found_sessions(seen_by(self._state.tenants, caller), search, caller))
 
     async def projects(self, request: Request) -> Response:
         raise Refused(Code.UNSUPPORTED, "A hive has no projects: give a session its project_id when it is created.")
 
     async def trace_export(self, request: Request) -> Response:
         why = "traces are not exported here: the log of the hive has what happened"
-        return in_json({"status": "failed", "error": why})
+        return JsonResponse({"status": "failed", "error": why})
 
     async def copy_weights(self, request: Request) -> Response:
         raise Refused(

@@ -24,10 +24,10 @@ from bombus_gateway.atropos.vllm_generate import (
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.workers import CLIENTS
 from bombus_gateway.context import Gateway
-from bombus_gateway.plain_routes import PlainRoute
+from bombus_gateway.plain_routes import JsonResponse, PlainRoute
 from bombus_gateway.refusals import RETRY_AFTER
 from bombus_gateway.tenants.bases import Bases
-from bombus_gateway.tenants.bodies import in_json, names_in
+from bombus_gateway.tenants.bodies import names_in
 from bombus_gateway.tenants.news import found
 from bombus_gateway.tenants.sampling.drawing import DrawnSamples, SampleDrawing
 from bombus_gateway.tenants.sampling.futures import SampleFutures
@@ -77,15 +77,15 @@ class SamplingRoutes:
             await self._sessions.begin_sampling(session, base, request.scope["headers"])
         name, sampler = await self._found(lambda: begun_sampler(self._drawing.engine, wanted, holder))
         if dialect == TrainingDialect.TINKER:
-            return in_json({"type": "create_sampling_session", "sampling_session_id": name})
+            return JsonResponse({"type": "create_sampling_session", "sampling_session_id": name})
         lora = "" if sampler.checkpoint is None else sampler.checkpoint.name
-        return in_json({"success": True, "model_path": asked.id, "lora_name": lora})
+        return JsonResponse({"success": True, "model_path": asked.id, "lora_name": lora})
 
     async def sampler(self, request: Request) -> Response:
         name, holder = request.path_params["sampler"], self._gateway.holder_of(request)
         sampler = await self._found(lambda: found_sampler(self._drawing.engine, name, holder))
         path = None if sampler.checkpoint is None else sampler.checkpoint.uri(TrainingDialect.TINKER)
-        return in_json({"sampler_id": name, "base_model": self._bases.name_of(sampler.base), "model_path": path})
+        return JsonResponse({"sampler_id": name, "base_model": self._bases.name_of(sampler.base), "model_path": path})
 
     async def asample(self, request: Request) -> Response:
         bodies, workers, holder = self._calls.bodies, self._calls.workers, self._gateway.key_of(request)
@@ -97,10 +97,10 @@ class SamplingRoutes:
         except Refused as refusal:
             if refusal.code != Code.OVERLOADED:
                 raise
-            answer = in_json({"detail": refusal.why, "code": refusal.code}, 429)  # the client sends it again
+            answer = JsonResponse({"detail": refusal.why, "code": refusal.code}, 429)  # the client sends it again
             answer.headers.update(RETRY_AFTER)
             return answer
-        return in_json(sample_accepted(submission) | {"request_id": name})
+        return JsonResponse(sample_accepted(submission) | {"request_id": name})
 
     async def generate(self, request: Request) -> Response:
         """Answer xorl's sampling client, directly, and whoever asks in vLLM's form for the base."""
