@@ -29,7 +29,7 @@ import psutil
 
 from bench.atropos_wire import ATROPOS, SEQUENCES, TRAINER, scored_group
 from bench.processes import cpu_s
-from bombus.demo.hive import free_port
+from bombus.host.process import free_port
 
 BATCH = 256  # sequences
 TAKEN_MAX = 50  # batches of each queue

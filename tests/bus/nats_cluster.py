@@ -52,7 +52,8 @@ class Node(EmbeddedServer):
     """One server of a cluster. `routes` are the cluster ports of all servers, its own first."""
 
     def __init__(self, data_dir: Path, port: int, monitor_port: int, routes: Sequence[int]) -> None:
-        super().__init__(data_dir, port, store_bytes_max=16 << 30, monitor_port=monitor_port)
+        super().__init__(data_dir, port, store_bytes_max=16 << 30)
+        self._monitor_port = monitor_port
         self._routes = routes
         self._health = f"http://{HOST}:{monitor_port}/healthz"
 
@@ -73,7 +74,8 @@ class Node(EmbeddedServer):
             "listen": f"{HOST}:{self._routes[0]}",
             "routes": [f"nats://{HOST}:{port}" for port in self._routes[1:]],
         }
-        return f"{super()._config()}cluster: {json.dumps(cluster)}\n"
+        monitor = f"{HOST}:{self._monitor_port}"
+        return f"{super()._config()}http: {json.dumps(monitor)}\ncluster: {json.dumps(cluster)}\n"
 
 
 class Cluster:

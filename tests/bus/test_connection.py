@@ -9,9 +9,9 @@ import pytest
 from bombus.bus import TRACEPARENT, BlobMissing, Blobs, Bus, EmbeddedServer, Reader
 from bombus.bus.server import find_server
 from bombus.config.streams import StreamLimits
-from bombus.demo.hive import free_port
 from bombus.errors import BusUnavailable, LogCorrupted, Refused
 from bombus.hive import inbox
+from bombus.host.process import free_port
 from tests.conftest import SMALL_STREAMS, freeze, kill, thaw
 from tests.patience import PATIENCE_S, until
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from bombus.demo.hive import free_port
-from bombus.host.process import PARENT_VARIABLE
+from bombus.host.process import PARENT_VARIABLE, free_port
 from tests.chaos.engines import cluster
 
 READY_S = 240.0

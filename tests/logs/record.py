@@ -25,8 +25,8 @@ from openai import OpenAI
 from bombus import Credentials, Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
-from bombus.demo.hive import free_port
 from bombus.hive.events import AnyEvent, EpochOpened
+from bombus.host.process import free_port
 from bombus.replay.archive import FileSource
 from tests.logs.facts import FOLDER, facts_of
 

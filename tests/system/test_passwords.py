@@ -17,9 +17,9 @@ from bombus.bus.server import find_server
 from bombus.bus_address import bus_arguments, bus_environment, has_login, without_login
 from bombus.config.cluster import Cluster
 from bombus.config.parts import InferencePart
-from bombus.demo.hive import free_port
 from bombus.errors import Refused
 from bombus.host.layout import Layout, services
+from bombus.host.process import free_port
 from bombus_inference.settings import OpenAISettings
 
 PASSWORD = "a-password-for-tests"

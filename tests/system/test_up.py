@@ -23,8 +23,8 @@ from openai import AuthenticationError, OpenAI, PermissionDeniedError
 from bombus import Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus, Reader
 from bombus.bus_address import without_login
-from bombus.demo.hive import free_port
 from bombus.hive import events as ev
+from bombus.host.process import free_port
 from tests.effort import long_only
 from tests.patience import wait_until
 

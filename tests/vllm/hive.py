@@ -13,8 +13,7 @@ import httpx
 import psutil
 
 from bombus.bus import EmbeddedServer
-from bombus.demo.hive import free_port
-from bombus.host.process import PARENT_VARIABLE
+from bombus.host.process import PARENT_VARIABLE, free_port
 
 READY_S = 60.0
 STOP_S = 60.0

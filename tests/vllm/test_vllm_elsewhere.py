@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bombus.demo.hive import free_port
 from bombus.errors import EngineFault
 from bombus.host.environments import environment_python
+from bombus.host.process import free_port
 from bombus.weights.models import build_tiny, load_model
 from bombus_inference.backends.openai.backend import OpenAIBackend
 from bombus_inference.backends.protocol import Policy

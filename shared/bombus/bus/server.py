@@ -24,6 +24,7 @@ HOST = "127.0.0.1"
 USER = "bombus"
 PASSWORD = re.compile(r"[A-Za-z0-9_-]{16,128}")  # for a URL, and for a configuration
 MAX_PENDING_BYTES = 64 << 20
+MEMORY_LIMIT = "512MiB"  # above which Go collects harder
 _POLL_S = 0.02
 # A stream that could not write stays broken until the server is restarted, even when it could write again.
 ROOM_BYTES = 16 << 20  # that have to fit before: twice the largest message
@@ -60,16 +61,12 @@ class EmbeddedServer:
         port: int = 0,
         *,
         store_bytes_max: int | None = None,
-        memory_limit: str = "512MiB",
-        monitor_port: int | None = None,
     ) -> None:
         self.data_dir = data_dir.resolve()
         self.port = port
         self.log_path = self.data_dir / "nats-server.log"
         self._name = f"bombus-{secrets.token_hex(8)}"
         self._store_bytes_max = store_bytes_max
-        self._memory_limit = memory_limit
-        self._monitor_port = monitor_port
         self._password = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._exited = threading.Event()
@@ -181,7 +178,7 @@ class EmbeddedServer:
                     stdout=subprocess.PIPE,  # what it says is read here also when the disk takes no log
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C goes to the services first; the server is stopped after
-                    env=os.environ | {"GOMEMLIMIT": self._memory_limit},
+                    env=os.environ | {"GOMEMLIMIT": MEMORY_LIMIT},
                     pass_fds=(lock.fileno(),),
                 )
             except OSError as error:
@@ -205,11 +202,10 @@ class EmbeddedServer:
 
     def _config(self) -> str:
         store = f"  max_file_store: {self._store_bytes_max}\n" if self._store_bytes_max is not None else ""
-        monitor = f'http: "{HOST}:{self._monitor_port}"\n' if self._monitor_port is not None else ""
         return f"""# Written by bombus at each start.
 host: "{HOST}"
 port: {self.port or -1}
-{monitor}server_name: {self._name}
+server_name: {self._name}
 authorization {{ user: {USER}, password: "{self._password}" }}
 ports_file_dir: {json.dumps(str(self.data_dir))}
 max_payload: {PAYLOAD_BYTES}

@@ -3,14 +3,13 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bombus.errors import BombusError
-from bombus.host.process import kill
+from bombus.host.process import free_port, kill
 from bombus.private import private_folder
 
 READY_S = 180.0
@@ -19,12 +18,6 @@ STOP_S = 60.0
 
 class HiveFailed(BombusError):
     """Raised when the hive does not start; the message has the end of its log."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

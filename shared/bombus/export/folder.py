@@ -1,12 +1,12 @@
 """The folder that an export makes: filled as a draft, and renamed once it is complete."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bombus.durable import make_durable
 from bombus.export.card import CARD, WRITTEN_BY
 from bombus.replay.running import BadUsage
 
@@ -42,7 +42,7 @@ def drafted(out: Path, force: bool = False) -> Iterator[Path]:
         draft.chmod(0o755)
         yield draft
         for file in draft.iterdir():
-            _make_durable(file)
+            make_durable(file)
         _check_place(out, force)
         _put_in_place(draft, out)
     finally:
@@ -57,11 +57,3 @@ def _put_in_place(draft: Path, out: Path) -> None:
     out.rename(old)
     draft.rename(out)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _make_durable(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

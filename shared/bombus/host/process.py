@@ -156,3 +156,10 @@ def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
         bound.close()
         raise Refused(Code.BAD_CONFIG, f"cannot listen at {host}:{port}: {error}; choose another --port") from error
     return bound
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at, now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

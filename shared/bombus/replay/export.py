@@ -12,6 +12,7 @@ from typing import Literal
 from bombus.bus import BlobMissing, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.snapshots import Snapshot
+from bombus.durable import make_durable
 from bombus.hive import events as ev
 from bombus.hive.fold.evolve import evolve
 from bombus.hive.records import BodyRef, CallRef, decode_record, digest
@@ -55,19 +56,10 @@ async def export(
         if path.exists():
             raise FileExistsError(f"{path} exists, and is not replaced")
         draft.replace(path)
-        _sync_folder(path.parent)
+        make_durable(path.parent)
     finally:
         draft.unlink(missing_ok=True)
     return trailer
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names of its files durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _Writer:

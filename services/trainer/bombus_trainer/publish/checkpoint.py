@@ -16,11 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bombus.durable import make_durable
 from bombus.errors import EngineFault
 from bombus.faults import Point, reached
 from bombus.hive.decoding import decoded
 from bombus.weights.deltas import file_sha256
-from bombus_trainer.publish.directories import draft_directory, fsync_directory, make_durable_directory
+from bombus_trainer.publish.directories import draft_directory, make_durable_directory
 from bombus_trainer.publish.tensorfile import Shape, write_tensors
 from bombus_trainer.recovery.progress import advanced
 
@@ -125,12 +126,12 @@ def _save(root: Path, facts: Facts, fill: Callable[[Path], _Manifest]) -> Saved:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
-        fsync_directory(draft)
+        make_durable(draft)
         reached(Point.TRAINER_CHECKPOINT_WRITTEN)
         if directory.exists():  # left from another log: on one log no attempt comes twice
             shutil.rmtree(directory)
         draft.rename(directory)
-        fsync_directory(root)
+        make_durable(root)
         reached(Point.TRAINER_CHECKPOINT_RENAMED)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -182,7 +183,7 @@ def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
             seals[name] = Seal(size, file_sha256(file))
             advanced()
     for directory in (each for each in folder.rglob("*") if each.is_dir()):
-        fsync_directory(directory)
+        make_durable(directory)
     return seals
 
 

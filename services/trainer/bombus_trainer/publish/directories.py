@@ -5,12 +5,13 @@ The name of each contains the trainer epoch that it was written in (`step-000000
 was suspended, and continues without knowing that it was superseded, would delete its successor's checkpoint.
 """
 
-import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+
+from bombus.durable import make_durable
 
 _OURS = re.compile(r"^(?:step-\d+|version-\d+|base|\.draft)-epoch-(\d+)(?:-|$)")
 
@@ -47,18 +48,9 @@ def make_durable_directory(path: Path) -> None:
     make_durable_directory(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
     path.chmod(access_of(path.parent))
-    fsync_directory(path.parent)
+    make_durable(path.parent)
 
 
 def access_of(path: Path) -> int:
     """Return the permissions of a directory."""
     return path.stat().st_mode & 0o777
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable: a rename is only as safe as the directory that records it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from bombus.durable import make_durable
 from bombus.errors import EngineFault, Refused
 from bombus.hive.events import ModelCovered
-from bombus_trainer.publish.directories import fsync_directory
 from bombus_trainer.tenants.checkpoints import FACTS
 from bombus_trainer.tenants.executor import OperationExecutor
 
@@ -100,7 +100,7 @@ def remove_earlier(folder: Path, run: int, trainer_epoch: int) -> None:
         of = (int(ours[1]), trainer_epoch if ours[2] is None else int(ours[2]))
         if of < (run, trainer_epoch):
             shutil.rmtree(path, ignore_errors=True)
-    fsync_directory(folder)
+    make_durable(folder)
 
 
 def _digest(cover: Path) -> str:

@@ -14,18 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bombus.durable import make_durable
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.decoding import decoded
 from bombus.operations import AdapterSpec, CheckpointKind, CheckpointSaved
 from bombus.weights.deltas import file_sha256
 from bombus_trainer.publish.checkpoint import Seal, seal_files
-from bombus_trainer.publish.directories import (
-    access_of,
-    draft_directory,
-    epoch_of,
-    fsync_directory,
-    make_durable_directory,
-)
+from bombus_trainer.publish.directories import access_of, draft_directory, epoch_of, make_durable_directory
 from bombus_trainer.tenants.tenant import GradientEpoch
 
 FACTS, OPTIMIZER, GRADIENT = "facts.json", "optimizer.safetensors", "gradient.safetensors"
@@ -164,7 +159,7 @@ class CheckpointFolder:
             return
         going = draft_directory(folder.parent, self._epoch)
         folder.rename(going)
-        fsync_directory(folder.parent)
+        make_durable(folder.parent)
         shutil.rmtree(going, ignore_errors=True)
 
     def names(self, model: str, kind: CheckpointKind) -> list[str]:
@@ -192,7 +187,7 @@ class CheckpointFolder:
             facts = describe(dict(sorted(seals.items())))
             _write_durably(draft / FACTS, msgspec.json.encode(facts))
             draft.chmod(access_of(folder.parent))
-            fsync_directory(draft)
+            make_durable(draft)
             self._put(draft, folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -212,7 +207,7 @@ class CheckpointFolder:
         if folder.exists():
             folder.rename(aside)
         draft.rename(folder)
-        fsync_directory(folder.parent)
+        make_durable(folder.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _settle(self, folder: Path) -> None:
@@ -224,7 +219,7 @@ class CheckpointFolder:
             shutil.rmtree(aside, ignore_errors=True)
         else:
             aside.rename(folder)
-            fsync_directory(folder.parent)
+            make_durable(folder.parent)
 
     def _path(self, name: CheckpointName) -> Path:
         return self._root / name.model / name.kind / name.name

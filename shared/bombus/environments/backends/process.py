@@ -14,7 +14,7 @@ from bombus.environments.backends.listening import listens
 from bombus.environments.kinds import EnvironmentLost
 from bombus.errors import in_one_line
 from bombus.host.certificates import certificates
-from bombus.host.process import die_with_this_process, kill
+from bombus.host.process import die_with_this_process, free_port, kill
 
 START_S = 30.0
 POLL_S = 0.02
@@ -119,13 +119,6 @@ def ministack(number: int, base_port: int, python: str = sys.executable) -> Simu
         port=base_port + number if base_port else 0,
         port_variable="GATEWAY_PORT",
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def is_free(port: int) -> bool:
