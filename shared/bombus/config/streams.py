@@ -42,6 +42,7 @@ def _size_flag(stream: str, new: str) -> Flag:
 
 
 Size = Annotated[int, BeforeValidator(_from_text), Field(ge=STREAM_BYTES_MIN, le=1 << 50)]
+Limit = Annotated[Size | None, Field(description=_TAKES)]
 
 
 class StreamLimits(Part):
@@ -64,22 +65,12 @@ class StreamLimits(Part):
             default="as they are; 1 for new streams",
         ),
     ] = Field(default=None, description="1, 3 or 5")
-    inbox_bytes_max: Annotated[Size | None, _size_flag("the stream of messages to the coordinator", "256MiB")] = Field(
-        default=None, description=_TAKES
-    )
-    events_bytes_max: Annotated[Size | None, _size_flag("the log", "1GiB")] = Field(default=None, description=_TAKES)
-    calls_bytes_max: Annotated[Size | None, _size_flag("the stream of recorded calls", "4GiB")] = Field(
-        default=None, description=_TAKES
-    )
-    ops_bytes_max: Annotated[Size | None, _size_flag("the stream of training operations", "1GiB")] = Field(
-        default=None, description=_TAKES
-    )
-    trajectories_bytes_max: Annotated[Size | None, _size_flag("the stream of scored groups", "2GiB")] = Field(
-        default=None, description=_TAKES
-    )
-    blobs_bytes_max: Annotated[Size | None, _size_flag("the stream of large objects", "2GiB")] = Field(
-        default=None, description=_TAKES
-    )
+    inbox_bytes_max: Annotated[Limit, _size_flag("the stream of messages to the coordinator", "256MiB")] = None
+    events_bytes_max: Annotated[Limit, _size_flag("the log", "1GiB")] = None
+    calls_bytes_max: Annotated[Limit, _size_flag("the stream of recorded calls", "4GiB")] = None
+    ops_bytes_max: Annotated[Limit, _size_flag("the stream of training operations", "1GiB")] = None
+    trajectories_bytes_max: Annotated[Limit, _size_flag("the stream of scored groups", "2GiB")] = None
+    blobs_bytes_max: Annotated[Limit, _size_flag("the stream of large objects", "2GiB")] = None
 
     @field_validator("replicas")
     @classmethod
