@@ -2,66 +2,28 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from bombus.config.flags import Flag, NoFlag, name_of
-from bombus.config.parts import (
-    BASES_MAX,
-    MODELS_MAX,
-    MODELS_MAX_MAX,
-    BaseName,
-    HostName,
-    InferenceHost,
-    check_bases,
-)
-from bombus.hive.subjects import check_name
+from bombus.config.parts import EngineName, GatewayOptions, HiveName
 from bombus.host.hive_keys import HiveKeys
 
 DAY_S = 86_400.0
 
 
-class GatewaySettings(BaseModel):
+class GatewaySettings(GatewayOptions):
     """Each of `engines` is served under `/e/<engine>/`, the first one at the root too."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    hive: Annotated[str, Flag(declared_elsewhere=True)] = "main"
+    hive: Annotated[HiveName, Flag(declared_elsewhere=True)] = "main"
     bus_url: Annotated[str, Flag(name="--nats", declared_elsewhere=True)] = "nats://127.0.0.1:4222"
     keys: Annotated[HiveKeys, NoFlag()] = HiveKeys()
 
-    host: str = Field(default="127.0.0.1", description="where it listens")
-    port: int = Field(default=10086, ge=0, le=65535, description="0: any that is free")
     reuse_port: bool = Field(default=False, description="share the port with other gateways of this host")
     engines: Annotated[
-        tuple[str, ...], Flag(name="--engine", metavar="NAME", default="main", read=name_of("engine"))
+        tuple[EngineName, ...], Flag(name="--engine", metavar="NAME", default="main", read=name_of("engine"))
     ] = Field(default=("main",), description="may be given several times: one door each, the first at the root too")
     public_url: Annotated[str, Flag(metavar="URL", default="what a client's request says")] = Field(
         default="", description="scheme://host:port as clients see it, behind a proxy"
-    )
-    host_names: Annotated[tuple[HostName, ...], Flag(name="--host-name", metavar="NAME")] = Field(
-        default=(),
-        description="may be given several times: a name by which clients reach it; without a client key, requests for "
-        "names other than localhost, its address, and that of --public-url are refused",
-    )
-    inference_hosts: Annotated[
-        tuple[InferenceHost, ...], Flag(name="--inference-host", metavar="HOST[:PORT]", default="none")
-    ] = Field(
-        default=(),
-        description="may be given several times: where clients of training operations may have inference servers that "
-        "get their weights",
-    )
-    bases: Annotated[tuple[BaseName, ...], Flag(name="--base", metavar="NAME=PATH")] = Field(
-        default=(),
-        max_length=BASES_MAX,
-        description="NAME=PATH, what training clients mean by a name, such as meta-llama/Llama-3.2-1B=smollm2; may be "
-        "given several times",
-    )
-    models_max: Annotated[int, Flag(name="--models-max", metavar="N")] = Field(
-        default=MODELS_MAX,
-        ge=1,
-        le=MODELS_MAX_MAX,
-        description="models of training clients on one engine at once; once so many are there, each key still gets its "
-        "share, and memory may allow fewer",
     )
     strict_model_names: bool = Field(
         default=False, description="refuse calls for a model that is neither the job's nor the engine's name"
@@ -112,21 +74,9 @@ class GatewaySettings(BaseModel):
         default=0.9, gt=0, le=1, description="how full the log of calls may be before calls are answered 503"
     )
 
-    @field_validator("hive")
-    @classmethod
-    def _hive_is_a_name(cls, hive: str) -> str:
-        return check_name(hive, "hive")
-
-    @field_validator("bases")
-    @classmethod
-    def _bases_have_names_of_their_own(cls, bases: tuple[str, ...]) -> tuple[str, ...]:
-        return check_bases(bases)
-
     @field_validator("engines")
     @classmethod
-    def _engines_are_names(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
+    def _engines_are_named_once(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
         if not engines or len(set(engines)) != len(engines):
             raise ValueError("name at least one engine, and each once")
-        for engine in engines:
-            check_name(engine, "engine")
         return engines

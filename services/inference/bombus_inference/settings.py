@@ -4,11 +4,20 @@ import argparse
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bombus.config.flags import Flag, check_range
-from bombus.config.parts import HostName
-from bombus.hive.subjects import check_name
+from bombus.config.parts import (
+    Device,
+    Eager,
+    EngineName,
+    HiveName,
+    HostName,
+    MaxLoraRank,
+    MaxLoras,
+    MaxRunning,
+    Threads,
+)
 
 KV_CACHE_BYTES = 2 << 30
 KV_CACHE_MB_MAX = 1 << 22
@@ -54,9 +63,7 @@ class ComputeSettings(BaseModel):
         Literal["float32", "bfloat16", "float16"] | None,
         Flag(default="the job's; for auto float32 on a CPU, the model's own on a GPU"),
     ] = Field(default=None, description="of weights, keys and values")
-    device: Annotated[str, Flag(declared_elsewhere=True)] = Field(
-        default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N"
-    )
+    device: Annotated[Device, Flag(declared_elsewhere=True)] = "cpu"
     kv_cache_bytes: Annotated[int | None, Flag(name="--kv-cache-mb", metavar="MB", read=_mebibytes, default="0")] = (
         Field(
             default=None,
@@ -78,9 +85,7 @@ class ComputeSettings(BaseModel):
         le=1 << 23,
         description="the longest sequence, prompt and answer; 0: the job's, as far as the cache goes",
     )
-    max_running: Annotated[int, Flag(metavar="N")] = Field(
-        default=128, ge=1, le=4096, description="sequences decoded at once"
-    )
+    max_running: MaxRunning = Field(default=128, description="sequences decoded at once")
     max_waiting: Annotated[int, Flag(metavar="N")] = Field(
         default=4096, ge=1, le=1 << 20, description="sequences that may wait to run; more are refused"
     )
@@ -96,9 +101,7 @@ class ComputeSettings(BaseModel):
         description="room for LoRA adapters that are served beside the engine's own policy, in MiB; 0: none. With the "
         "torch backend it is memory, and those that are computed with take it twice; vLLM has copies of their files",
     )
-    threads: Annotated[int, Flag(declared_elsewhere=True)] = Field(
-        default=0, ge=0, le=1024, description="torch's threads; 0: one for each core"
-    )
+    threads: Annotated[Threads, Flag(declared_elsewhere=True)] = 0
 
     @property
     def precision(self) -> str:
@@ -125,19 +128,15 @@ class VllmSettings(BaseModel):
     tensor_parallel: Annotated[int, Flag(metavar="N")] = Field(
         default=1, ge=1, le=1024, description="GPUs that share the model"
     )
-    eager: Annotated[bool, Flag(name="--vllm-eager")] = Field(
-        default=False, description="no compilation: starts sooner, decodes a fifth slower"
-    )
+    eager: Eager = Field(default=False, description="no compilation: starts sooner, decodes a fifth slower")
     gpu_memory_utilization: Annotated[float | None, Flag(metavar="SHARE", default="vLLM's own")] = Field(
         default=None, gt=0, le=1, description="of each GPU's memory, more than 0 and at most 1"
     )
-    max_loras: Annotated[int, Flag(name="--vllm-max-loras", metavar="N")] = Field(
-        default=4, ge=1, le=1024, description="adapters of a run of operations in one batch; each takes GPU memory"
+    max_loras: MaxLoras = Field(
+        default=4, description="adapters of a run of operations in one batch; each takes GPU memory"
     )
-    max_lora_rank: Annotated[int, Flag(name="--vllm-max-lora-rank", metavar="RANK")] = Field(
+    max_lora_rank: MaxLoraRank = Field(
         default=64,
-        ge=1,
-        le=512,  # vLLM's own
         description="the highest rank of adapters of a run of operations; the memory for them is that of this rank",
     )
     start_s: Annotated[float, Flag(name="--vllm-start-timeout", metavar="SECONDS")] = Field(
@@ -198,8 +197,8 @@ class InferenceSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    hive: Annotated[str, Flag(declared_elsewhere=True)] = "main"
-    engine: Annotated[str, Flag(declared_elsewhere=True)] = "main"
+    hive: Annotated[HiveName, Flag(declared_elsewhere=True)] = "main"
+    engine: Annotated[EngineName, Flag(declared_elsewhere=True)] = "main"
     bus_url: Annotated[str, Flag(name="--nats", declared_elsewhere=True)] = "nats://127.0.0.1:4222"
     backend: Literal["torch", "vllm", "openai"] = Field(
         default="torch", description="torch in this process, vLLM as a child of it, or an external server"
@@ -231,11 +230,6 @@ class InferenceSettings(BaseModel):
         title="--backend openai",
         description="a vLLM or SGLang that somebody else runs, and that sees the trainer's folder",
     )
-
-    @field_validator("hive", "engine")
-    @classmethod
-    def _is_a_name(cls, name: str, info: ValidationInfo) -> str:
-        return check_name(name, info.field_name or "")
 
     @model_validator(mode="after")
     def _openai_has_a_url(self) -> "InferenceSettings":

@@ -17,18 +17,17 @@ from bombus.bus.follow import Follower
 from bombus.bus_address import VARIABLE, has_login
 from bombus.cli import URL_FILE
 from bombus.commands.deployment import (
-    add_trainer_arguments,
+    TRAINER_FLAGS,
     check_counts,
     check_engine,
     document,
-    flag_of,
-    given,
     put_over,
     tell_ignored,
 )
 from bombus.config.cluster import reconcile, validated_cluster
 from bombus.config.documents import Tree
-from bombus.config.flags import Parser, check_range, name_of
+from bombus.config.flags import Flag, Parser, check_range, name_of
+from bombus.config.overrides import Overrides, add_overrides, flag_of, typed_overrides
 from bombus.config.parts import PROCESSES_MAX, TrainerPart
 from bombus.config.placement import check_placement
 from bombus.errors import BusUnavailable, Code, Refused
@@ -42,15 +41,40 @@ AUTO, CONNECT = "auto", "connect"
 NODES_MAX = 4096
 TIMEOUT_S_MAX = 86_400
 POLL_S = 0.2
-# The flag that wins over a field of a part of the cluster file.
-FLAGS = {
-    ("gateway", "host"): "--api-host",
-    ("gateway", "port"): "--api-port",
-    ("trainer", "threads"): "--threads",
-    ("trainer", "bin_tokens"): "--bin-tokens",
-    ("", "data_dir"): "--data-dir",
-    ("", "nats"): "--nats",
+RANK_FLAGS: Overrides = {
+    "trainer.processes": Flag(
+        name="--nproc-per-node",
+        metavar="N",
+        help="ranks on each machine",
+        default="the cluster file's processes, or those of the job, or 1",
+    )
 }
+MACHINE_FLAGS: Overrides = {
+    "gateway.host": Flag(
+        name="--api-host", metavar="HOST", help="where the gateway listens", default="the cluster file's, or 127.0.0.1"
+    ),
+    "gateway.port": Flag(
+        name="--api-port",
+        metavar="PORT",
+        help="the gateway's port; 0: any that is free, which is printed",
+        default="the cluster file's, or 10086",
+    ),
+    "trainer.device": Flag(
+        choices=("cpu", "cuda"), help="the ranks' device", default="the cluster file's trainer's, or cpu"
+    ),
+    "trainer.threads": Flag(
+        metavar="N",
+        help="threads of torch on the CPU; 0: torchrun's choice",
+        default="the cluster file's trainer's, or 0",
+    ),
+    **TRAINER_FLAGS,
+}
+HIVE_FLAGS: Overrides = {
+    "hive": Flag(metavar="NAME", help="the hive's name", default="the cluster file's, or main", read=name_of("hive")),
+    "nats": Flag(metavar="URL", help="an external NATS server", default="our own, for this machine"),
+    "data_dir": Flag(metavar="DIR", help="a folder that all machines share"),
+}
+FLAGS = {**RANK_FLAGS, **MACHINE_FLAGS, **HIVE_FLAGS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,12 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start with")
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="how many machines (default: %(default)s)")
-    parser.add_argument(
-        "--nproc-per-node",
-        type=int,
-        metavar="N",
-        help="ranks on each machine (default: the cluster file's processes, or those of the job, or 1)",
-    )
+    add_overrides(parser, RANK_FLAGS)
     parser.add_argument(
         "--master-addr", default="127.0.0.1", metavar="HOST", help="address of node 0 (default: %(default)s)"
     )
@@ -92,25 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="info",
         help="the least that is logged, to stderr (default: %(default)s)",
     )
-    parser.add_argument(
-        "--api-host", metavar="HOST", help="where the gateway listens (default: the cluster file's, or 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--api-port",
-        type=int,
-        metavar="PORT",
-        help="the gateway's port; 0: any that is free, which is printed (default: the cluster file's, or 10086)",
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="the ranks' device (default: the cluster file's trainer's, or cpu)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="threads of torch on the CPU; 0: torchrun's choice (default: the cluster file's trainer's, or 0)",
-    )
-    add_trainer_arguments(parser)
+    add_overrides(parser, MACHINE_FLAGS)
     parser.add_argument(
         "--debug-root",
         type=Path,
@@ -120,11 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", type=name_of("engine"), default="main", help="the engine that is trained (default: %(default)s)"
     )
-    parser.add_argument(
-        "--hive", type=name_of("hive"), metavar="NAME", help="the hive's name (default: the cluster file's, or main)"
-    )
-    parser.add_argument("--nats", metavar="URL", help="an external NATS server (default: our own, for this machine)")
-    parser.add_argument("--data-dir", metavar="DIR", help="a folder that all machines share (default: .bombus)")
+    add_overrides(parser, HIVE_FLAGS)
     add_key_arguments(parser)
 
 
@@ -181,14 +178,13 @@ def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
 
 def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     """Return the document with the values of the flags, which are about the trainer and the gateway."""
-    typed = given(arguments, device="device", threads="threads", processes="nproc_per_node")
-    typed |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
+    typed = typed_overrides(arguments, FLAGS)
     engine = plain["engines"][arguments.engine]
-    trainer = put_over({"backend": "verl", **(engine.get("trainer") or {})}, typed)
+    trainer = put_over({"backend": "verl", **(engine.get("trainer") or {})}, typed["trainer"])
     return {
         **plain,
-        **given(arguments, hive="hive", nats="nats", data_dir="data_dir"),
-        "gateway": {**plain.get("gateway", {}), **given(arguments, host="api_host", port="api_port")},
+        **typed[""],
+        "gateway": {**plain.get("gateway", {}), **typed["gateway"]},
         "engines": {**plain["engines"], arguments.engine: {**engine, "trainer": trainer}},
     }
 

@@ -9,9 +9,8 @@ from pydantic import Field, field_validator
 
 from bombus.cli import add_hive_arguments
 from bombus.config.flags import Flag, NoFlag, add_settings_arguments, name_of, settings_from
-from bombus.config.parts import TrainerMachineOptions
+from bombus.config.parts import Device, EngineName, TrainerMachineOptions
 from bombus.errors import Code, Refused
-from bombus.hive.subjects import check_name
 
 OBJECTS_FULL_EVERY = 16
 
@@ -25,7 +24,7 @@ class TrainerOptions(TrainerMachineOptions):
     `ranks` is how many processes train together, which torchrun decides.
     """
 
-    engine: Annotated[str, Flag(metavar="NAME", help="the engine it works for", read=name_of("engine"))] = "main"
+    engine: Annotated[EngineName, Flag(metavar="NAME", help="the engine it works for", read=name_of("engine"))] = "main"
     folder: Annotated[
         Path, Flag(metavar="DIR", help="checkpoints and weights; replicas see it under the same path")
     ] = Field(default=Path(".bombus/engines"), validate_default=True)
@@ -36,7 +35,7 @@ class TrainerOptions(TrainerMachineOptions):
             help="jobs may write their debug rollout data anywhere below (default: only below the folder of their run)",
         ),
     ] = None
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    device: Device = "cpu"
     operation_timeout_s: Annotated[
         float,
         Flag(
@@ -73,11 +72,6 @@ class TrainerOptions(TrainerMachineOptions):
         save nothing.
         """
         return self.weights_full_every or (1 if self.weights_by == "folder" else OBJECTS_FULL_EVERY)
-
-    @field_validator("engine")
-    @classmethod
-    def _engine_is_a_name(cls, engine: str) -> str:
-        return check_name(engine, "engine")
 
     @field_validator("folder")
     @classmethod

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bombus.config.algorithms import Aggregation, Correction, Estimator, Loss, named
 from bombus.config.job import RunConfig
+from bombus.config.parts import Device
 from bombus.config.trainer import TrainerConfig
 from bombus.operations import AdapterSpec
 
@@ -22,7 +23,7 @@ class TrainerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     job: RunConfig = RunConfig()
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    device: Device = "cpu"
     bin_tokens: int = Field(default=CPU_BIN_TOKENS, ge=16, le=1 << 24)
     logits_bytes_max: int = Field(default=128 << 20, ge=1 << 16, le=1 << 36, description="the largest slice of logits")
 

@@ -3,19 +3,71 @@ override it."""
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile, validated_cluster
 from bombus.config.documents import Tree, no_effect, parse_job, read_job_file
-from bombus.config.flags import add_settings_arguments, check_range, flags_of, name_of
-from bombus.config.parts import MODELS_MAX, PROCESSES_MAX
+from bombus.config.flags import Flag, check_range, name_of
+from bombus.config.overrides import STREAM_FLAGS, Overrides, add_overrides, flag_of, typed_overrides
+from bombus.config.parts import PROCESSES_MAX
 from bombus.config.placement import check_placement
-from bombus.config.streams import StreamLimits
 from bombus.errors import Code, Refused
 from bombus.terminal import complain
 
 DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # for an engine that no file describes
+
+# What the operator of a trainer's machine decides about it.
+TRAINER_FLAGS: Overrides = {
+    "trainer.bin_tokens": Flag(
+        metavar="N",
+        help="the most tokens in a trainer's micro-batch; 0: on a GPU what the job says, on a CPU at most 4096",
+    ),
+    "trainer.allow_download": Flag(
+        help="let trainers fetch models from a hub", default="only where the cluster file says so"
+    ),
+}
+HIVE_FLAGS: Overrides = {
+    "gateway.host": Flag(help="where the gateway listens"),
+    "gateway.host_names": Flag(
+        help="a name by which clients reach the gateway, once or several times; without a client key, others than "
+        "localhost and its address are refused",
+    ),
+    "gateway.inference_hosts": Flag(
+        help="where clients of training operations may have inference servers that get their weights, once or several "
+        "times",
+        default="nowhere",
+    ),
+    "gateway.bases": Flag(
+        help="what training clients mean by the name of a model, once or several times, such as "
+        "meta-llama/Llama-3.2-1B=smollm2",
+    ),
+    "gateway.models_max": Flag(help="models of training clients on one engine at once, where memory allows"),
+    "gateway.port": Flag(also="--swarm-port", help="the gateway's port; 0: any that is free, which is printed"),
+    "data_dir": Flag(metavar="DIR", help="for the log, checkpoints and weights", default=".bombus, in this folder"),
+    "nats": Flag(metavar="URL", help="an external NATS server", default="our own is started"),
+    "hive": Flag(metavar="NAME", help="the hive's name", default="$BOMBUS_HIVE, or main", read=name_of("hive")),
+}
+DEVICE = Flag(help="the device of trainers and replicas: cpu, cuda or cuda:N")
+THREADS = Flag(metavar="N", help="torch's threads on the CPU; 0: one for each core")
+PROCESS_FLAGS: Overrides = {
+    "gateway.count": Flag(name="--gateways", metavar="N", help="how many gateways, sharing the port"),
+    "coordinator.count": Flag(name="--coordinators", metavar="N", help="how many coordinators, of which one leads"),
+    "inference.count": Flag(name="--replicas", metavar="N", help="how many inference replicas for each engine"),
+    "trainer.backend": Flag(name="--trainer-backend", help="what trains each engine"),
+    "trainer.processes": Flag(
+        name="--trainer-processes", metavar="N", help="how many trainer processes for each engine, with verl"
+    ),
+    "trainer.device": DEVICE,
+    "inference.device": DEVICE,
+    "trainer.threads": THREADS,
+    "inference.threads": THREADS,
+    **TRAINER_FLAGS,
+    "coordinator.compact": Flag(default="they are"),
+    "coordinator.archive": Flag(),
+    **STREAM_FLAGS,
+}
+FLAGS = {**HIVE_FLAGS, **PROCESS_FLAGS}
 
 
 def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,48 +75,7 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start each engine with"
     )
-    parser.add_argument("--host", metavar="HOST", help="where the gateway listens (default: 127.0.0.1)")
-    parser.add_argument(
-        "--host-name",
-        action="append",
-        metavar="NAME",
-        help="a name by which clients reach the gateway, once or several times; without a client key, others than "
-        "localhost and its address are refused",
-    )
-    parser.add_argument(
-        "--inference-host",
-        action="append",
-        metavar="HOST[:PORT]",
-        help="where clients of training operations may have inference servers that get their weights, once or several "
-        "times (default: nowhere)",
-    )
-    parser.add_argument(
-        "--base",
-        action="append",
-        metavar="NAME=PATH",
-        help="what training clients mean by the name of a model, once or several times, such as "
-        "meta-llama/Llama-3.2-1B=smollm2",
-    )
-    parser.add_argument(
-        "--models-max",
-        type=int,
-        metavar="N",
-        help=f"models of training clients on one engine at once, where memory allows (default: {MODELS_MAX})",
-    )
-    parser.add_argument(
-        "--port",
-        "--swarm-port",
-        type=int,
-        metavar="PORT",
-        help="the gateway's port; 0: any that is free, which is printed (default: 10086)",
-    )
-    parser.add_argument(
-        "--data-dir", metavar="DIR", help="for the log, checkpoints and weights (default: .bombus, in this folder)"
-    )
-    parser.add_argument("--nats", metavar="URL", help="an external NATS server (default: our own is started)")
-    parser.add_argument(
-        "--hive", type=name_of("hive"), metavar="NAME", help="the hive's name (default: $BOMBUS_HIVE, or main)"
-    )
+    add_overrides(parser, HIVE_FLAGS)
     parser.add_argument(
         "--engine",
         action="append",
@@ -72,51 +83,7 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="an engine's name, once or several times; with a cluster file: only these of its engines (default: main)",
     )
-    parser.add_argument("--gateways", type=int, metavar="N", help="how many gateways, sharing the port (default: 1)")
-    parser.add_argument(
-        "--coordinators", type=int, metavar="N", help="how many coordinators, of which one leads (default: 1)"
-    )
-    parser.add_argument(
-        "--replicas", type=int, metavar="N", help="how many inference replicas for each engine (default: 1)"
-    )
-    parser.add_argument("--trainer-backend", choices=("torch", "verl"), help="what trains each engine (default: torch)")
-    parser.add_argument(
-        "--trainer-processes",
-        type=int,
-        metavar="N",
-        help="how many trainer processes for each engine, with verl (default: 1)",
-    )
-    parser.add_argument("--device", help="the device of trainers and replicas: cpu, cuda or cuda:N (default: cpu)")
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="torch's threads on the CPU; 0: one for each core (default: 0)"
-    )
-    add_trainer_arguments(parser)
-    parser.add_argument(
-        "--compact",
-        action=argparse.BooleanOptionalAction,
-        help="whether the oldest events are removed once the log is over 60 %% full (default: they are)",
-    )
-    parser.add_argument(
-        "--archive", metavar="DIR", help="a folder to which events are written before they are removed (default: none)"
-    )
-    add_settings_arguments(parser, StreamLimits)
-
-
-def add_trainer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the settings of a trainer that depend on its machine. Those that are not given are None."""
-    parser.add_argument(
-        "--bin-tokens",
-        type=int,
-        metavar="N",
-        help="the most tokens in a trainer's micro-batch; 0: on a GPU what the job says, on a CPU at most 4096 "
-        "(default: 0)",
-    )
-    parser.add_argument(
-        "--allow-download",
-        action="store_true",
-        default=None,
-        help="let trainers fetch models from a hub (default: only where the cluster file says so)",
-    )
+    add_overrides(parser, PROCESS_FLAGS)
 
 
 def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
@@ -128,40 +95,6 @@ def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
     cluster, jobs = reconcile(validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS)), jobs)
     check_placement(cluster)
     return cluster, jobs
-
-
-# A part of a cluster file and its field, and the flag that overrides it.
-FLAGS = {
-    ("gateway", "host"): "--host",
-    ("gateway", "port"): "--port",
-    ("gateway", "host_names"): "--host-name",
-    ("gateway", "inference_hosts"): "--inference-host",
-    ("gateway", "bases"): "--base",
-    ("gateway", "models_max"): "--models-max",
-    ("trainer", "device"): "--device",
-    ("trainer", "threads"): "--threads",
-    ("trainer", "bin_tokens"): "--bin-tokens",
-    ("inference", "device"): "--device",
-    ("inference", "threads"): "--threads",
-    ("coordinator", "archive"): "--archive",
-    ("", "data_dir"): "--data-dir",
-    ("", "nats"): "--nats",
-    **{("streams", field): flag for field, flag in flags_of(StreamLimits).items()},
-}
-# The fields of `streams`, and the attributes of the parsed arguments that override them.
-STREAM_ATTRIBUTES = {field: flag.removeprefix("--").replace("-", "_") for field, flag in flags_of(StreamLimits).items()}
-
-
-def flag_of(arguments: argparse.Namespace, flags: Mapping[tuple[str, str], str]) -> Callable[[str], str]:
-    """Return a function from a place in the document to the flag that gave its value, "" if the file gave it."""
-
-    def flag(place: str) -> str:
-        part, _, field = place.rpartition(".")
-        found = flags.get((part.rpartition(".")[2].partition("[")[0], field), "")
-        is_given = found and getattr(arguments, found.removeprefix("--").replace("-", "_")) is not None
-        return found if is_given else ""
-
-    return flag
 
 
 def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[Tree, Jobs]:
@@ -177,12 +110,6 @@ def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[T
         return cluster.model_dump(mode="json", exclude_unset=True), jobs
     jobs = {name: parse_job(tree) for name in names} if config is not None else {}
     return {"engines": dict.fromkeys(names, engine)}, jobs
-
-
-def given(arguments: argparse.Namespace, **flags: str) -> Tree:
-    """Return the values of the flags that were given, under these keys."""
-    found = {key: getattr(arguments, flag) for key, flag in flags.items()}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def put_over(part: Tree, flags: Tree) -> Tree:
@@ -220,34 +147,27 @@ def _choose_engines(engines: Tree, wanted: list[str] | None) -> None:
 
 def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     """Return the document with the flags put over it."""
-    torch = given(arguments, device="device", threads="threads")
-    trainer = torch | given(arguments, backend="trainer_backend", processes="trainer_processes")
-    trainer |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
-    gateway = given(arguments, host="host", port="port", count="gateways", host_names="host_name", bases="base")
-    gateway |= given(arguments, inference_hosts="inference_host", models_max="models_max")
+    typed = typed_overrides(arguments, FLAGS)
     engines = plain["engines"].items()
     return {
         **plain,
-        "hive": arguments.hive or plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main"),
-        **given(arguments, nats="nats", data_dir="data_dir"),
-        "gateway": {**plain.get("gateway", {}), **gateway},
-        "coordinator": {
-            **plain.get("coordinator", {}),
-            **given(arguments, count="coordinators", compact="compact", archive="archive"),
+        "hive": plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main"),
+        **typed[""],
+        **{part: {**plain.get(part, {}), **typed[part]} for part in ("gateway", "coordinator", "streams")},
+        "engines": {
+            name: _engine_with_flags(name, part, typed["trainer"], typed["inference"]) for name, part in engines
         },
-        "streams": {**plain.get("streams", {}), **given(arguments, **STREAM_ATTRIBUTES)},
-        "engines": {name: _engine_with_flags(name, part, torch, trainer, arguments.replicas) for name, part in engines},
     }
 
 
-def _engine_with_flags(name: str, part: Tree, torch: Tree, trainer: Tree, replicas: int | None) -> Tree:
+def _engine_with_flags(name: str, part: Tree, trainer: Tree, replica: Tree) -> Tree:
     kinds = list(part.get("inference", ()))
-    if replicas is not None and len(kinds) != 1:
+    if "count" in replica and len(kinds) != 1:
         raise Refused(
             Code.BAD_CONFIG, f"--replicas does not apply to engine {name}: its file has {len(kinds)} kinds of replicas"
         )
-    count = {"count": replicas} if replicas is not None else {}
-    kinds = [put_over(kind, (torch if kind.get("backend") != "openai" else {}) | count) for kind in kinds]
+    elsewhere = {key: value for key, value in replica.items() if key == "count"}  # of a server that is not ours
+    kinds = [put_over(kind, elsewhere if kind.get("backend") == "openai" else replica) for kind in kinds]
     changed = {**part, "inference": kinds}
     if part.get("trainer") is not None:
         changed["trainer"] = put_over(part["trainer"], trainer)

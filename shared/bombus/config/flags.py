@@ -3,7 +3,7 @@
 import argparse
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -33,19 +33,26 @@ class Flag:
 
     Put it into the field's annotation: `port: Annotated[int, Flag(metavar="N")] = Field(default=0, description=...)`.
 
-    - `name` is the flag, such as `--nats`; by default the field's name with dashes.
+    - `name` is the flag, such as `--nats`; by default the field's name with dashes. `also` is another name of it.
     - `help` replaces the field's description.
     - `default` describes the default where its value does not explain itself: "a new name".
+    - `choices` are the values that can be typed, where the field takes others too.
     - `read` converts the typed text, for each item where the field is a tuple; it raises `argparse.ArgumentTypeError`.
     - `declared_elsewhere`: another function, such as `add_hive_arguments`, adds the argument to the parser.
     """
 
     name: str = ""
+    also: str = ""
     metavar: str | None = None
     help: str = ""
     default: str = ""
+    choices: tuple[str, ...] = ()
     read: Callable[[str], object] | None = None
     declared_elsewhere: bool = False
+
+    def over(self, other: "Flag") -> "Flag":
+        """Return this flag, with what the other says where this one says nothing."""
+        return replace(other, **{name: said for name, said in vars(self).items() if said})
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class NoFlag:
 
 
 @dataclass(frozen=True)
-class _Argument:
+class FlagArgument:
     """A field that has a flag. `path` is its dotted place in the settings."""
 
     path: str
@@ -70,21 +77,24 @@ class _Argument:
         """The attribute of the parsed arguments, named by argparse after the flag."""
         return self.name.removeprefix("--").replace("-", "_")
 
-    def add_to(self, parser: "argparse._ActionsContainer") -> None:
-        default = self.field.get_default(call_default_factory=True)
-        given: dict[str, Any] = {"help": self._help(default), "default": default}
+    def add_to(self, parser: "argparse._ActionsContainer", *, overrides: bool = False) -> None:
+        """Add the argument. One that overrides what a file says is None unless it is typed."""
+        default = self.field.get_default(call_default_factory=True, validated_data={})
+        given: dict[str, Any] = {"help": self._help(default), "default": None if overrides else default}
+        names = (self.name, self.flag.also) if self.flag.also else (self.name,)
         kind = _without_annotation(without_none(self.field.annotation))
         if kind is bool:
             given["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
-            parser.add_argument(self.name, **given)
+            parser.add_argument(*names, **given)
             return
         if get_origin(kind) is tuple:
             kind = _without_annotation(get_args(kind)[0])
             given |= {"action": "append", "default": None}  # argparse would append to another default
         given |= _values(kind) if self.flag.read is None else {"type": self.flag.read}
+        given |= {"choices": self.flag.choices} if self.flag.choices else {}
         if self.flag.metavar is not None:
             given["metavar"] = self.flag.metavar
-        parser.add_argument(self.name, **given)
+        parser.add_argument(*names, **given)
 
     def _help(self, default: object) -> str:
         text = (self.flag.help or self.field.description or "").replace("%", "%%")
@@ -92,8 +102,8 @@ class _Argument:
             return f"{text} (default: {self.flag.default})"
         if default is None or default is False or default in ("", ()):
             return text
-        shown = typed(default).replace("%", "%%") if isinstance(default, tuple) else "%(default)s"
-        return f"{text} (default: {shown})"
+        shown = typed(default) if isinstance(default, tuple) else str(default)
+        return f"{text} (default: {shown.replace('%', '%%')})"
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
@@ -136,7 +146,7 @@ def settings_from(
     return made_of_flags(model, tree, flags)
 
 
-def _arguments(model: type[BaseModel], prefix: str = "") -> Iterator[_Argument]:
+def _arguments(model: type[BaseModel], prefix: str = "") -> Iterator[FlagArgument]:
     for name, field in model.model_fields.items():
         if any(isinstance(item, NoFlag) for item in field.metadata):
             continue
@@ -144,8 +154,12 @@ def _arguments(model: type[BaseModel], prefix: str = "") -> Iterator[_Argument]:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _arguments(kind, f"{prefix}{name}.")
             continue
-        flag = next((item for item in field.metadata if isinstance(item, Flag)), Flag())
-        yield _Argument(f"{prefix}{name}", field, flag)
+        yield FlagArgument(f"{prefix}{name}", field, flag_in(field))
+
+
+def flag_in(field: FieldInfo) -> Flag:
+    """Return what a field says of its flag."""
+    return next((item for item in field.metadata if isinstance(item, Flag)), Flag())
 
 
 def _values(kind: Any) -> dict[str, Any]:
@@ -188,11 +202,16 @@ def flags_of(model: type[BaseModel]) -> dict[str, str]:
     return {argument.path: argument.name for argument in _arguments(model)}
 
 
-def typed_flags(settings: BaseModel) -> list[str]:
-    """Return the words of a command line that sets what these settings were given, of plain values alone."""
-    given = settings.model_dump(exclude_none=True)
-    flags = flags_of(type(settings))
-    return [word for name, value in given.items() for word in (flags[name], str(value))]
+def typed_flags(settings: BaseModel, *names: str) -> list[str]:
+    """Return the words of a command line that sets these fields, or all, where they do not have their defaults."""
+    found = {argument.path: argument for argument in _arguments(type(settings))}
+    words = []
+    for name in names or found:
+        flag, value = found[name].name, getattr(settings, name)
+        if value != found[name].field.default:
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [flag] if each is True else [flag, str(each)]
+    return words
 
 
 def made_of_flags(model: type[Settings], given: Mapping[str, object], flags: Mapping[str, str] = {}) -> Settings:

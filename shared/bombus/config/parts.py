@@ -1,18 +1,26 @@
 """The parts of a cluster file that become processes, checked when they are made."""
 
+from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from bombus.config.flags import Flag
+from bombus.config.flags import Flag, NoFlag
+from bombus.hive.subjects import check_name
 
 PROCESSES_MAX = 64
 GPU_MAX = 1023
 BASES_MAX = 64
-MODELS_MAX, MODELS_MAX_MAX = 64, 4096  # of training clients, on one engine: by default, and at most
+MODELS_MAX_MAX = 4096  # of training clients, on one engine
 Count = Annotated[int, Field(ge=0, le=PROCESSES_MAX)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
 Threads = Annotated[int, Field(ge=0, le=1024)]
+Eager = Annotated[bool, Flag(name="--vllm-eager")]
+MaxLoras = Annotated[int, Flag(name="--vllm-max-loras", metavar="N"), Field(ge=1, le=1024)]
+MaxLoraRank = Annotated[int, Flag(name="--vllm-max-lora-rank", metavar="RANK"), Field(ge=1, le=512)]  # vLLM's own
+MaxRunning = Annotated[int, Flag(metavar="N"), Field(ge=1, le=4096)]
+HiveName = Annotated[str, AfterValidator(partial(check_name, what="hive"))]
+EngineName = Annotated[str, AfterValidator(partial(check_name, what="engine"))]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")]
 InferenceHost = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,253}(:\d{1,5})?$")]
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,139}=[^\x00-\x1f\x7f]{1,4096}$")]
@@ -26,16 +34,61 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def check_bases(bases: tuple[str, ...]) -> tuple[str, ...]:
-    """Return bases, each as `NAME=PATH`. Raises `ValueError` where two have the same name."""
-    names = [base.partition("=")[0] for base in bases]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{twice} is given twice, and a name leads to one base")
-    return bases
+class GatewayOptions(BaseModel):
+    """Where clients reach a gateway, and what they may name: in a cluster file, and as flags of `bombus gateway`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: Annotated[str, Flag(help="where it listens")] = "127.0.0.1"
+    port: Annotated[int, Flag(help="0: any that is free")] = Field(default=10086, ge=0, le=65_535)
+    host_names: Annotated[
+        tuple[HostName, ...],
+        Flag(
+            name="--host-name",
+            metavar="NAME",
+            help="may be given several times: a name by which clients reach it; without a client key, requests for "
+            "names other than localhost, its address, and that of --public-url are refused",
+        ),
+    ] = Field(default=(), description="names of hosts, such as [hive.lan]")
+    inference_hosts: Annotated[
+        tuple[InferenceHost, ...],
+        Flag(
+            name="--inference-host",
+            metavar="HOST[:PORT]",
+            help="may be given several times: where clients of training operations may have inference servers that "
+            "get their weights",
+            default="none",
+        ),
+    ] = Field(default=(), description="hosts, with a port or without, such as [gpu-1, 10.0.0.7:30000]")
+    bases: Annotated[
+        tuple[BaseName, ...],
+        Flag(
+            name="--base",
+            metavar="NAME=PATH",
+            help="NAME=PATH, what training clients mean by a name, such as meta-llama/Llama-3.2-1B=smollm2; may be "
+            "given several times",
+        ),
+    ] = Field(default=(), max_length=BASES_MAX, description="NAME=PATH, such as [meta-llama/Llama-3.2-1B=smollm2]")
+    models_max: Annotated[
+        int,
+        Flag(
+            metavar="N",
+            help="models of training clients on one engine at once; once so many are there, each key still gets its "
+            "share, and memory may allow fewer",
+        ),
+    ] = Field(default=64, ge=1, le=4096)
+
+    @field_validator("bases")
+    @classmethod
+    def _bases_have_names_of_their_own(cls, bases: tuple[str, ...]) -> tuple[str, ...]:
+        names = [base.partition("=")[0] for base in bases]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice} is given twice, and a name leads to one base")
+        return bases
 
 
-class GatewayPart(Part):
+class GatewayPart(GatewayOptions, Part):
     """Where clients connect. `count` processes share the port; 0: it runs on another machine. `port` 0 is any that is
     free, which `bombus up` prints.
 
@@ -47,21 +100,7 @@ class GatewayPart(Part):
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    port: int = Field(default=10086, ge=0, le=65_535)
-    count: Count = 1
-    host_names: tuple[HostName, ...] = Field(default=(), description="names of hosts, such as [hive.lan]")
-    inference_hosts: tuple[InferenceHost, ...] = Field(
-        default=(), description="hosts, with a port or without, such as [gpu-1, 10.0.0.7:30000]"
-    )
-    bases: tuple[BaseName, ...] = Field(
-        default=(), max_length=BASES_MAX, description="NAME=PATH, such as [meta-llama/Llama-3.2-1B=smollm2]"
-    )
-    models_max: int = Field(default=MODELS_MAX, ge=1, le=MODELS_MAX_MAX)
-
-    @field_validator("bases")
-    @classmethod
-    def _bases_have_names_of_their_own(cls, bases: tuple[str, ...]) -> tuple[str, ...]:
-        return check_bases(bases)
+    count: Annotated[Count, NoFlag()] = 1
 
 
 class LogOptions(Part):
@@ -208,14 +247,14 @@ class InferencePart(PlacedPart):
         default="", description="one of float32, bfloat16, float16"
     )
     max_model_len: int = Field(default=0, ge=0, le=1 << 23)
-    max_running: int = Field(default=128, ge=1, le=4096)
+    max_running: MaxRunning = 128
     kv_cache_mb: int = Field(default=0, ge=0, le=1 << 22)
     adapters_mb: int = Field(default=1024, ge=0, le=1 << 22)
-    max_loras: int = Field(default=4, ge=1, le=1024)
-    max_lora_rank: int = Field(default=64, ge=1, le=512)
+    max_loras: MaxLoras = 4
+    max_lora_rank: MaxLoraRank = 64
     tensor_parallel: int = Field(default=1, ge=1, le=PROCESSES_MAX)
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1)
-    eager: bool = False
+    eager: Eager = False
     python: str = Field(default="", max_length=4096)
     url: str = Field(
         default="", pattern=r"^(https?://[^\s/@]+(/\S*)?)?$", description="http://HOST:PORT of a server that runs"

@@ -151,10 +151,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
             found.append(service("inference", f"inference {name}{which}", *_replica(part, name), more=key, gpus=gpus))
     engines = [argument for name in cluster.engines for argument in ("--engine", name)]
     listening = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
-    listening += [argument for name in cluster.gateway.host_names for argument in ("--host-name", name)]
-    listening += [argument for host in cluster.gateway.inference_hosts for argument in ("--inference-host", host)]
-    listening += [argument for base in cluster.gateway.bases for argument in ("--base", base)]
-    listening += ["--models-max", str(cluster.gateway.models_max)]
+    listening += typed_flags(cluster.gateway, "host_names", "inference_hosts", "bases", "models_max")
     listening += ["--trusted-network"] if layout.trusted_network else []
     keys = layout.keys.environment()  # the other processes run models and need no keys
     return found + [
@@ -211,29 +208,13 @@ def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str) -> tuple
 
 
 def _replica(part: InferencePart, engine: str) -> list[str]:
-    arguments = ["--engine", engine]
-    arguments += ["--max-model-len", str(part.max_model_len)] if part.max_model_len else []
-    arguments += ["--max-running", str(part.max_running)] if "max_running" in part.model_fields_set else []
+    words = ["--engine", engine, *typed_flags(part, "max_model_len", "max_running", "backend")]
     if part.backend == "openai":
-        arguments += ["--backend", "openai", "--url", part.url]
-        arguments += ["--model", part.model] if part.model else []
-        return arguments + (["--api-key-env", part.api_key_env] if part.api_key_env else [])
-    arguments += ["--backend", part.backend] if part.backend != "torch" else []
-    arguments += ["--device", part.device, "--threads", str(part.threads)]
-    arguments += ["--dtype", part.dtype] if part.dtype else []
-    arguments += ["--kv-cache-mb", str(part.kv_cache_mb)] if part.kv_cache_mb else []
-    arguments += _adapters(part)
-    arguments += ["--vllm-eager"] if part.eager else []
-    arguments += ["--vllm-python", str(Path(part.python).absolute())] if part.python else []
-    share = part.gpu_memory_utilization
-    arguments += ["--gpu-memory-utilization", f"{share:g}"] if share else []
-    return arguments + (["--tensor-parallel", str(part.tensor_parallel)] if part.tensor_parallel > 1 else [])
-
-
-def _adapters(part: InferencePart) -> list[str]:
-    flags = {"adapters_mb": "--adapters-mb", "max_loras": "--vllm-max-loras", "max_lora_rank": "--vllm-max-lora-rank"}
-    given = [name for name in flags if name in part.model_fields_set]
-    return [word for name in given for word in (flags[name], str(getattr(part, name)))]
+        return words + typed_flags(part, "url", "model", "api_key_env")
+    words += ["--device", part.device, "--threads", str(part.threads)]
+    words += typed_flags(part, "dtype", "kv_cache_mb", "adapters_mb", "max_loras", "max_lora_rank", "eager")
+    words += ["--vllm-python", str(Path(part.python).absolute())] if part.python else []
+    return words + typed_flags(part, "gpu_memory_utilization", "tensor_parallel")
 
 
 def _numbered(count: int) -> list[str]:

@@ -8,10 +8,10 @@ import os
 
 from bombus import logs
 from bombus.cli import add_log_argument
-from bombus.commands.deployment import given
+from bombus.commands.deployment import HIVE_FLAGS, PROCESS_FLAGS, check_counts
 from bombus.config.cluster import Cluster, validated_cluster
-from bombus.config.flags import add_settings_arguments, check_range, flags_of, name_of
-from bombus.config.streams import StreamLimits
+from bombus.config.flags import Flag, name_of
+from bombus.config.overrides import STREAM_FLAGS, Overrides, add_overrides, typed_overrides
 from bombus.host.hive_keys import add_key_arguments, keys_for
 from bombus.host.layout import Layout, services
 from bombus.host.process import run_service
@@ -19,37 +19,38 @@ from bombus.host.supervisor import Supervisor
 from bombus.terminal import say
 
 PORT = 8_000  # where Atropos's clients look for it
-HOST = "127.0.0.1"
+
+
+FLAGS: Overrides = {
+    "gateway.host": Flag(help="where it listens"),
+    "gateway.port": Flag(help="its port", default=str(PORT)),
+    "gateway.host_names": Flag(
+        help="a name by which clients reach it, once or several times; without a client key, others than localhost and "
+        "its address are refused",
+    ),
+    "data_dir": Flag(metavar="DIR", help="for the log", default=".bombus, in this folder"),
+    "nats": HIVE_FLAGS["nats"],
+    "hive": HIVE_FLAGS["hive"],
+}
+COUNT: Overrides = {"gateway.count": PROCESS_FLAGS["gateway.count"]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", metavar="HOST", default=HOST, help="where it listens (default: %(default)s)")
-    parser.add_argument("--port", type=int, metavar="PORT", default=PORT, help="its port (default: %(default)s)")
-    parser.add_argument(
-        "--host-name",
-        action="append",
-        metavar="NAME",
-        help="a name by which clients reach it, once or several times; without a client key, others than localhost and "
-        "its address are refused",
-    )
-    parser.add_argument("--data-dir", metavar="DIR", help="for the log (default: .bombus, in this folder)")
-    parser.add_argument("--nats", metavar="URL", help="an external NATS server (default: our own is started)")
-    parser.add_argument(
-        "--hive", type=name_of("hive"), metavar="NAME", help="the hive's name (default: $BOMBUS_HIVE, or main)"
-    )
+    add_overrides(parser, FLAGS)
     parser.add_argument(
         "--engine", type=name_of("engine"), metavar="NAME", default="main", help="its engine (default: %(default)s)"
     )
-    parser.add_argument("--gateways", type=int, metavar="N", help="how many gateways, sharing the port (default: 1)")
+    add_overrides(parser, COUNT)
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all processes, and start none")
-    add_settings_arguments(parser, StreamLimits)
+    add_overrides(parser, STREAM_FLAGS)
     add_key_arguments(parser)
     add_log_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_range("--port", arguments.port, 1, 65_535)
+    check_counts(arguments, {"port": 65_535})
     cluster = cluster_of(arguments)
+    arguments.host = cluster.gateway.host
     logs.configure("run-api", arguments.log_level, hive=cluster.hive)
     layout = Layout(
         cluster=cluster,
@@ -65,13 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
     """Return a cluster of one engine that has neither a trainer nor replicas. Raises `Refused(BAD_CONFIG)`."""
-    streams = {field: getattr(arguments, flag[2:].replace("-", "_")) for field, flag in flags_of(StreamLimits).items()}
+    typed = typed_overrides(arguments, {**FLAGS, **COUNT, **STREAM_FLAGS})
     return validated_cluster(
         {
-            "hive": arguments.hive or os.environ.get("BOMBUS_HIVE", "main"),
-            **given(arguments, nats="nats", data_dir="data_dir"),
-            "gateway": given(arguments, host="host", port="port", count="gateways", host_names="host_name"),
-            "streams": {field: value for field, value in streams.items() if value is not None},
+            "hive": os.environ.get("BOMBUS_HIVE", "main"),
+            **typed[""],
+            "gateway": {"port": PORT, **typed["gateway"]},
+            "streams": typed["streams"],
             "engines": {arguments.engine: {}},
         }
     )
