@@ -1,6 +1,7 @@
 """Both clients against a whole hive over real HTTP: real bus, coordinator and gateway."""
 
 import asyncio
+import inspect
 import logging
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from bombus.hive.state import Phase
 from bombus.host.hive_keys import HiveKeys
 from bombus.sdk import running, threads, transport
 from bombus.sdk.errors import BadRequest, EpisodeGone, NotYourEpisode, OtherOutcome, ServerUnreachable, Unauthorized
+from bombus.sdk.joint import HiveCore
 from bombus.sdk.progress import ProgressBar
 from tests.ctrl_c import heed_the_terminal
 from tests.gateway.swarm_hive import PlayedHive, played_hive
@@ -85,6 +87,17 @@ async def test_the_async_client_does_the_same(played: PlayedHive) -> None:
         assert await client.touch_episodes([episode]) == [episode]
         with pytest.raises(EpisodeGone):
             await client.end_episode(TASK, played.gateway.keys.claimed_id("main-1-99"), WorkflowOutput(reward=0.0))
+
+
+def test_threads_have_each_operation_with_its_signature_and_its_documentation() -> None:
+    operations = {name for name, _ in inspect.getmembers(HiveCore, inspect.iscoroutinefunction) if name[0] != "_"}
+    assert {"begin_episode", "end_joint_episode", "stop_engine"} <= operations
+    for name in operations:
+        method, operation = getattr(SwarmClient, name), getattr(AsyncSwarmClient, name)
+        assert inspect.signature(method) == inspect.signature(operation), name
+        assert method.__doc__ == operation.__doc__, name
+        assert method.__doc__, name
+        assert not inspect.iscoroutinefunction(method), name
 
 
 @pytest.mark.parametrize("turns", [2, 10, 20, 40, 80])

@@ -1,25 +1,17 @@
-"""The client's operations, driven by hand: what they send, how long they wait, and what they make of each reply."""
+"""The client's operations without a network: what they send, how long they wait, and what they make of each reply."""
 
 import asyncio
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from bombus.errors import Code
-from bombus.sdk.core import (
-    BACKOFF_MAX_S,
-    CLAIM_WAIT_S,
-    ClientCore,
-    ClientOperation,
-    NoReply,
-    ServerReply,
-    ServerRequest,
-    Sleep,
-)
+from bombus.sdk.claimed import ClaimedEpisodes
+from bombus.sdk.core import BACKOFF_MAX_S, CLAIM_WAIT_S, ClientCore, finished
 from bombus.sdk.errors import (
     BadConfig,
     BadReward,
@@ -37,6 +29,7 @@ from bombus.sdk.errors import (
     WrongPhase,
     error_for,
 )
+from bombus.sdk.requests import NoReply, ServerReply, ServerRequest
 from bombus.sdk.types import PoolInformation, Task, ThrottlePolicy, WorkflowOutput
 
 EPISODE = {"episode_uuid": "e1", "openai_base_url": "http://inside:1/e/main/v1", "openai_api_key": "sk-1"}
@@ -62,38 +55,52 @@ def no(status: int, code: str, detail: str = "why", retry_after_s: float = 0.0) 
 
 
 class Driver:
-    """Replies to an operation from a list, on a clock that moves only while the client sleeps or the server waits."""
+    """An exchange that replies from a list, on a clock that moves only while the client sleeps or the server waits.
+
+    The reply None does not come.
+    """
 
     def __init__(
-        self, replies: Iterable[ServerReply | NoReply | BaseException], server_waits: bool = True, **options: Any
+        self,
+        replies: Iterable[ServerReply | NoReply | BaseException | None],
+        server_waits: bool = True,
+        at: str = "http://hive:10086",
+        kind: type[ClientCore] = ClientCore,
+        **options: Any,
     ) -> None:
         self.now = 1000.0
-        self.core = ClientCore("http://hive:10086", lambda: self.now, lambda: 0.0, client_uuid="c1", **options)
+        self.claimed = ClaimedEpisodes(at, lambda: self.now, "c1")
+        self.core = kind(at, self, self.claimed, lambda: 0.0, **options)
         self.replies = list(replies)
         self.sent: list[ServerRequest] = []
         self.slept: list[float] = []
         self._server_waits = server_waits
 
-    def run(self, operation: ClientOperation[Any]) -> Any:
-        reply: ServerReply | NoReply | BaseException | None = None
-        while True:
-            try:
-                step = operation.throw(reply) if isinstance(reply, BaseException) else operation.send(reply)
-            except StopIteration as done:
-                return done.value
-            if isinstance(step, Sleep):
-                self.slept.append(step.seconds)
-                self.now += step.seconds
-                reply = None
-            else:
-                self.sent.append(step)
-                reply = self.replies.pop(0)
-                if (
-                    self._server_waits
-                    and step.path == "/claim_episodes"
-                    and b'"success": false' in getattr(reply, "body", b"")
-                ):
-                    self.now += self.body(-1)["wait_s"]
+    def run(self, operation: Coroutine[Any, Any, Any]) -> Any:
+        return finished(operation)
+
+    async def send(self, request: ServerRequest) -> ServerReply | NoReply:
+        self.sent.append(request)
+        reply = self.replies.pop(0)
+        while reply is None:
+            await asyncio.sleep(0)
+        if isinstance(reply, BaseException):
+            raise reply
+        if (
+            self._server_waits
+            and request.path == "/claim_episodes"
+            and b'"success": false' in getattr(reply, "body", b"")
+        ):
+            self.now += self.body(-1)["wait_s"]
+        return reply
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def check(self) -> None: ...
+
+    def note_claimed(self, episodes: Sequence[str]) -> None: ...
 
     def body(self, index: int) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(self.sent[index].body)
@@ -105,6 +112,12 @@ def test_a_data_set_is_named_at_the_end_of_an_episode_only_where_a_task_has_one(
     for task in (Task(task_id="t1", data_set="legs"), Task(task_id="t1")):
         driver.run(driver.core.end_episodes([(task, "e1", WorkflowOutput(reward=1.0))]))
     assert [driver.body(index)["episodes"][0].get("data_set") for index in (0, 1)] == ["legs", None]
+
+
+def test_an_operation_that_waits_for_an_event_loop_where_there_is_none_is_a_mistake() -> None:
+    driver = Driver([None])
+    with pytest.raises(RuntimeError, match=r"abort_episodes.* waits for an event loop"):
+        driver.run(driver.core.abort_episodes(["e1"]))
 
 
 # ---- requests -------------------------------------------------------------------------------------------------
@@ -151,7 +164,7 @@ def test_a_server_that_fails_or_is_busy_is_not_away(reply: ServerReply, is_retri
 def test_the_first_wait_for_a_hive_is_logged_at_once_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver([NoReply("refused")] * 50, retry_s=60.0)
     with pytest.raises(ServerUnreachable, match=r"refused\. Start a hive with `bombus up`"):
-        driver.run(driver.core.auto_start({}))
+        driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["waiting for http://hive:10086, up to 60 s: start it with `bombus up`"]
 
@@ -260,18 +273,17 @@ def test_a_claim_whose_episodes_were_taken_back_gets_a_new_id() -> None:
 
 
 def test_a_client_that_touches_says_so_in_its_claims_and_learns_how_long_it_may_be_silent() -> None:
-    driver = Driver([ok(FULL), ok(GRANTED | {"client_silence_s": 15.0})])
     told: list[float] = []
-    driver.core.on_claimed = told.append
+    driver = Driver([ok(FULL), ok(GRANTED | {"client_silence_s": 15.0})], on_claimed=told.append)
     driver.run(driver.core.begin_episode())
     assert [driver.body(index)["touches"] for index in (0, 1)] == [True, True]
     assert told == [15.0]
 
 
 def test_a_client_of_an_older_hive_claims_without_touches_and_sends_none() -> None:
-    driver = Driver([no(400, "unknown_field", "touches: Extra inputs are not permitted"), ok(GRANTED), ok(GRANTED)])
     told: list[float] = []
-    driver.core.on_claimed = told.append
+    older = no(400, "unknown_field", "touches: Extra inputs are not permitted")
+    driver = Driver([older, ok(GRANTED), ok(GRANTED)], on_claimed=told.append)
     driver.run(driver.core.begin_episode())
     driver.run(driver.core.begin_episode())
     assert ["touches" in driver.body(index) for index in range(3)] == [True, False, False]
@@ -281,7 +293,7 @@ def test_a_client_of_an_older_hive_claims_without_touches_and_sends_none() -> No
 
 def test_very_many_open_episodes_are_given_up_in_several_requests() -> None:
     driver = Driver([ok({}), ok({}), NoReply("x")])
-    driver.run(driver.core.give_up([f"e{number}" for number in range(2500)]))
+    driver.run(driver.claimed.give_up([f"e{number}" for number in range(2500)], driver.send))
     assert [len(driver.body(index)["episode_uuids"]) for index in range(3)] == [1024, 1024, 452]
 
 
@@ -366,7 +378,7 @@ def test_an_episode_whose_agent_was_done_in_time_may_wait_for_the_rest_of_its_gr
     driver = Driver([ok(GRANTED), ok({"success": True})])
     episode, _ = driver.run(driver.core.begin_episode(discard_episode_timeout=60.0))
     driver.now += done_s
-    driver.core.finished(episode)
+    driver.claimed.finished(episode)
     driver.now += 1000.0
     driver.run(driver.core.end_episodes([(Task(task_id="t7"), episode, WorkflowOutput(reward=1.0))]))
     assert driver.sent[-1].path == path
@@ -402,7 +414,7 @@ def test_an_engine_that_runs_the_same_job_is_joined_without_a_warning(
     phase: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver = Driver([status(phase), SAME])
-    driver.run(driver.core.auto_start({"bombus": {"model": {"path": "tiny"}}}))
+    driver.run(driver.core.auto_sync_train_config_and_start_engine({"bombus": {"model": {"path": "tiny"}}}))
     assert [request.path for request in driver.sent] == ["/get_engine_status", COMPARED]
     assert json.loads(driver.body(1)["yaml_as_string"]) == {"bombus": {"model": {"path": "tiny"}}}
     assert caplog.text == ""
@@ -417,7 +429,7 @@ def test_a_program_that_joins_a_run_is_told_where_it_goes_on(caplog: pytest.LogC
         "run": 3,
     }
     driver = Driver([ok(running), SAME])
-    driver.run(driver.core.auto_start({}))
+    driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
     assert "goes on with its run 3 after step 7, and the next batch begins with 12 ended episodes" in caplog.text
 
 
@@ -431,7 +443,7 @@ def test_an_engine_that_trains_another_model_is_not_joined() -> None:
     differs = other(trainer__lr=(0.1, 0.2), model__path=("tiny", "smollm2"))
     driver = Driver([status("ENGINE.ROLLING"), differs])
     with pytest.raises(OtherModel) as caught:
-        driver.run(driver.core.auto_start({}))
+        driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
     assert str(caught.value) == (
         "The engine at http://hive:10086 goes on with the job that it runs, which is not yours: model.path is 'tiny', "
         "not 'smollm2'; trainer.lr is 0.1, not 0.2. To train yours, stop the engine first, with client.stop_engine() "
@@ -442,7 +454,7 @@ def test_an_engine_that_trains_another_model_is_not_joined() -> None:
 def test_another_job_of_the_same_model_is_joined_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     many = other(**{f"trainer__x{n}": (n, -n) for n in range(1, 9)})
     driver = Driver([status("ENGINE.ROLLING"), many])
-    driver.run(driver.core.auto_start({}))
+    driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "trainer.x1 is 1, not -1" in warning
     assert "and 2 more" in warning
@@ -453,7 +465,7 @@ def test_a_forced_restart_stops_the_other_job() -> None:
     done = ok({"success": True})
     off, on = status("ENGINE.OFFLINE"), status("ENGINE.ROLLING")
     driver = Driver([done, off, off, done, done, on, SAME])
-    driver.run(driver.core.auto_start({}, force_restart=True))
+    driver.run(driver.core.auto_sync_train_config_and_start_engine({}, force_restart=True))
     assert [request.path for request in driver.sent if request.method == "POST"] == [
         "/stop_engine", "/sync_train_config", "/start_engine", COMPARED
     ]  # fmt: skip
@@ -462,14 +474,14 @@ def test_a_forced_restart_stops_the_other_job() -> None:
 @pytest.mark.parametrize("phase", ["ENGINE.BOOTING", "ENGINE.WEIGHT_SYNCING"])
 def test_the_client_waits_for_an_engine_that_is_starting_or_syncing(phase: str) -> None:
     driver = Driver([status(phase), status(phase), status("ENGINE.ROLLING"), SAME])
-    driver.run(driver.core.auto_start({}))
+    driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
     assert {request.path for request in driver.sent} == {"/get_engine_status", COMPARED}
 
 
 def test_an_engine_that_is_offline_is_configured_and_started() -> None:
     done = ok({"success": True})
     driver = Driver([status("ENGINE.OFFLINE"), done, done, status("ENGINE.BOOTING"), status("ENGINE.ROLLING"), SAME])
-    driver.run(driver.core.auto_start({"ajet": {"model": {"path": "tiny"}}}))
+    driver.run(driver.core.auto_sync_train_config_and_start_engine({"ajet": {"model": {"path": "tiny"}}}))
     assert [request.path for request in driver.sent[:3]] == [
         "/get_engine_status",
         "/sync_train_config",
@@ -483,7 +495,7 @@ def test_a_start_that_the_job_is_refused_for_is_not_taken_for_the_start_of_anoth
     refused = ok({"success": False, "error": why, "code": "bad_config"})
     driver = Driver([status("ENGINE.OFFLINE"), ok({"success": True}), refused])
     with pytest.raises(BadConfig, match=why):
-        driver.run(driver.core.auto_start({}))
+        driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
 
 
 def test_a_client_is_told_where_the_run_that_it_started_begins(caplog: pytest.LogCaptureFixture) -> None:
@@ -524,7 +536,7 @@ def test_a_client_that_comes_second_waits_for_the_engine_and_learns_which_job_it
     first = [status("ENGINE.OFFLINE"), refused, status("ENGINE.BOOTING"), status("ENGINE.ROLLING")]
     driver = Driver([*first, other(model__path=("tiny", "smollm2"))])
     with pytest.raises(OtherModel):
-        driver.run(driver.core.auto_start({}))
+        driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
 
 
 def test_an_engine_that_fails_while_it_boots_raises_with_the_reason() -> None:
@@ -532,7 +544,7 @@ def test_an_engine_that_fails_while_it_boots_raises_with_the_reason() -> None:
     failed = status("ENGINE.OFFLINE", failure="no such model")
     driver = Driver([status("ENGINE.OFFLINE"), done, done, status("ENGINE.BOOTING"), failed])
     with pytest.raises(EngineOffline, match="no such model"):
-        driver.run(driver.core.auto_start({}))
+        driver.run(driver.core.auto_sync_train_config_and_start_engine({}))
 
 
 def test_a_server_that_does_not_reply_has_a_status_of_its_own() -> None:
@@ -630,11 +642,11 @@ def test_what_this_client_has_begun_with_a_sampler_and_ended_is_taken_once() -> 
 
 
 def test_of_two_calls_at_once_each_episode_is_taken_by_one_and_after_a_failure_by_the_next() -> None:
-    driver = Driver([ok(GRANTED), ok({"success": True}), ok(READ), ok({"success": True})])
+    driver = Driver([ok(GRANTED), ok({"success": True}), None, ok(READ), ok({"success": True})])
     driver.run(driver.core.begin_episode(sampler="base"))
     driver.run(driver.core.end_episodes([ENDED]))
     first = driver.core.take_datums()
-    next(first)
+    first.send(None)
     assert driver.run(driver.core.take_datums()) == [], "the first call has it"
     first.close()
     assert len(driver.run(driver.core.take_datums())) == 1
@@ -676,6 +688,6 @@ def test_a_reply_without_ended_episodes_is_a_fault_of_the_server(reply: dict[str
 def test_an_estimator_that_cannot_be_used_is_refused_before_anything_is_read() -> None:
     driver = Driver([])
     with pytest.raises(ValueError, match="whole batch"):
-        driver.run(driver.core.take_datums(["e1"], "reinforce_plus_plus"))
+        driver.run(driver.core.take_datums(["e1"], estimator="reinforce_plus_plus"))
     with pytest.raises(ValueError, match="'gae' is not a valid Estimator"):
-        driver.run(driver.core.take_datums(["e1"], "gae"))
+        driver.run(driver.core.take_datums(["e1"], estimator="gae"))

@@ -180,11 +180,11 @@ def test_what_replaces_an_episode_is_claimed_as_the_group_was_and_infrastructure
     group: JointGroup | SingleGroup
     if is_joint:
         claim = GroupClaim(discard_episode_timeout=50.0, episode_type="eval", engines=ROLES)
-        joints = driver.run(core.begin_joint_episodes(1, ROLES, 50.0, "eval", "t1"))
+        joints = driver.run(core.begin_joint_episodes(1, ROLES, 50.0, "eval", task_id="t1"))
         group = JointGroup(core, TASK, claim, joints, replace_infra=1)
     else:
         claim = GroupClaim(discard_episode_timeout=50.0, episode_type="eval", sampler="s")
-        claimed = driver.run(core.begin_episodes(1, 50.0, "eval", "t1", sampler="s"))
+        claimed = driver.run(core.begin_episodes(1, 50.0, "eval", task_id="t1", sampler="s"))
         group = SingleGroup(core, TASK, claim, claimed, replace_infra=1)
     group.failed(0, InfraError("the sandbox is gone"))
     assert driver.run(group.replace(0))

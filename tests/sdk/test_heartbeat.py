@@ -18,12 +18,11 @@ from bombus.bus import Bus
 from bombus.hive.events import AbortReason
 from bombus.hive.inbox import Touch
 from bombus.hive.state import Phase
+from bombus.sdk.claimed import ClaimedEpisodes
 from bombus.sdk.heartbeat import THREAD, Heartbeat, end_each
-from bombus.sdk.joint import HiveCore
 from bombus.sdk.transport import client_options
 from tests.gateway.swarm_hive import PlayedHive, played_hive
 from tests.patience import PATIENCE_S, until
-from tests.sdk.test_core import GRANTED, ok
 
 SILENCE_S = 4.0
 RULES = {"batch_size": 1, "client_silence_s": SILENCE_S}
@@ -127,18 +126,15 @@ async def test_a_client_that_is_closed_leaves_no_episode_open_and_one_that_nothi
         assert [closed.aborted for closed in played.engine.closed.values()].count(AbortReason.CLIENT) == 3
 
 
-def hold_an_episode(core: HiveCore) -> None:
+def hold_an_episode(claimed: ClaimedEpisodes) -> None:
     """Let a client have an episode, of which no hive knows."""
-    claim = core.begin_episodes(1)
-    claim.send(None)
-    with suppress(StopIteration):
-        claim.send(ok(GRANTED))
+    claimed.note(["e1"], 240.0, None)
 
 
 async def test_a_client_whose_closing_is_cancelled_leaves_no_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = AsyncSwarmClient(f"http://127.0.0.1:{silent.getsockname()[1]}", verbose=False)
-        hold_an_episode(client._core)
+        hold_an_episode(client.claimed)
         with suppress(TimeoutError):
             await asyncio.wait_for(client.close(), 0.05)
         assert client._http.is_closed
@@ -152,12 +148,12 @@ def test_the_clients_of_a_process_and_their_heartbeats_read_the_root_certificate
 
 
 def test_a_program_that_exits_waits_only_once_for_a_hive_that_does_not_answer_however_many_clients_it_has() -> None:
-    beats: list[tuple[HiveCore, Heartbeat]] = []
+    beats: list[tuple[ClaimedEpisodes, Heartbeat]] = []
     for _ in range(3):
-        core = HiveCore("http://127.0.0.1:9", time.monotonic, lambda: 0.0)
-        hold_an_episode(core)
-        beats.append((core, Heartbeat(core, client_options(core.server_url, None, ""))))
+        claimed = ClaimedEpisodes("http://127.0.0.1:9", time.monotonic)
+        hold_an_episode(claimed)
+        beats.append((claimed, Heartbeat(claimed, client_options(claimed.root, None, ""))))
     end_each([each for _, each in beats], within_s=0.0)
-    assert [core.begun() for core, _ in beats] == [[], ["e1"], ["e1"]]
+    assert [claimed.open() for claimed, _ in beats] == [[], ["e1"], ["e1"]]
     end_each([each for _, each in beats], within_s=60.0)
-    assert [core.begun() for core, _ in beats] == [[], [], []]
+    assert [claimed.open() for claimed, _ in beats] == [[], [], []]

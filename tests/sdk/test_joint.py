@@ -12,9 +12,9 @@ from bombus.bus import Bus
 from bombus.hive.events import AbortReason
 from bombus.hive.inbox import JointClaim, Touch
 from bombus.hive.state import EngineState
-from bombus.sdk.core import ClientCore, NoReply
 from bombus.sdk.errors import EngineOffline, EpisodeGone, NoEpisode, OtherOutcome
 from bombus.sdk.joint import HiveCore
+from bombus.sdk.requests import NoReply
 from bombus.sdk.running import AgentResult
 from tests.gateway.swarm_hive import PlayedHive, played_hive
 from tests.patience import PATIENCE_S
@@ -223,9 +223,7 @@ class JointDriver(Driver):
     """Drives the operations of joint episodes."""
 
     def __init__(self, replies: Any, at: str = "http://hive:10086") -> None:
-        super().__init__(replies)
-        core: ClientCore = HiveCore(at, lambda: self.now, lambda: 0.0, client_uuid="c1")
-        self.core = core
+        super().__init__(replies, at=at, kind=HiveCore)
 
     @property
     def joint(self) -> HiveCore:
@@ -240,7 +238,7 @@ class JointDriver(Driver):
 def test_the_routes_are_at_the_hives_root_whatever_the_clients_engine_is(at: str) -> None:
     driver = JointDriver([ok(GRANTED), ok({})], at)
     (joint,) = driver.run(driver.joint.begin_joint_episodes(1, ROLES))
-    driver.run(driver.joint.abort_joint_episodes([joint]))
+    driver.run(driver.joint.abort_joint_episode(joint))
     assert driver.paths() == [
         "http://hive:10086/claim_joint_episodes",
         "http://hive:10086/abort_joint_episodes",
@@ -306,5 +304,5 @@ def test_a_joint_episode_that_took_too_long_is_aborted_instead_of_ended() -> Non
 def test_an_interrupted_program_gives_up_joint_episodes_and_others_by_their_own_routes() -> None:
     driver = JointDriver([ok(GRANTED), ok({}), no(500, "internal")])
     driver.run(driver.joint.begin_joint_episodes(1, ROLES))
-    driver.run(driver.joint.give_up(["main-1-1.s", "main-1-9.s"]))
+    driver.run(driver.claimed.give_up(["main-1-1.s", "main-1-9.s"], driver.send))
     assert driver.paths()[1:] == ["http://hive:10086/abort_joint_episodes", "/abort_episodes"]

@@ -1,6 +1,6 @@
 """A group of episodes of one task: which are ended, which are aborted, and which are played again.
 
-What a group does at the hive is an operation of the client, so that both clients and joint episodes share it.
+Both clients and joint episodes share it.
 """
 
 import logging
@@ -13,7 +13,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from bombus.sdk import running
-from bombus.sdk.core import LIFETIMES, REPLACE_WAIT_S, ClientOperation
+from bombus.sdk.claimed import LIFETIMES
+from bombus.sdk.core import REPLACE_WAIT_S
 from bombus.sdk.errors import (
     BadRequest,
     EpisodeGone,
@@ -64,7 +65,9 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         self._claim = claim
         self._claimed: list[ClaimT] = list(claimed)
         self._ended: set[int] = set()
-        self._waiting = dict.fromkeys(range(len(claimed)), core.now)  # since when, those whose agents have not begun
+        self._waiting = dict.fromkeys(
+            range(len(claimed)), core.claimed.clock()
+        )  # since when, those whose agents have not begun
         self._replacements_left = replace_infra
         self._replaced = 0
         self._lock = threading.Lock()
@@ -76,17 +79,18 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         """Return the newest episode in a place, whose agent begins now. What it has waited is not of its own time."""
         claimed = self._claimed[index]
         if (since := self._waiting.pop(index, None)) is not None:
-            self._core.extend(self._ids(claimed), self._core.now - since)
+            self._core.claimed.extend(self._ids(claimed), self._core.claimed.clock() - since)
         return claimed
 
-    def episodes(self, index: int) -> list[str]:
-        """Return the episodes that the newest one in a place has on its engines."""
-        return self._ids(self._claimed[index])
+    @property
+    def episodes(self) -> list[str]:
+        """The newest episode in each place, on each of its engines."""
+        return [episode for one in self._claimed for episode in self._ids(one)]
 
     @property
     def keep_every_s(self) -> float:
         """How often to `keep` what is done or waits, so that none of it goes idle."""
-        return min(running.KEEP_FINISHED_S, max(KEEP_LEAST_S, self._core.shortest_idle_s / 3))
+        return min(running.KEEP_FINISHED_S, max(KEEP_LEAST_S, self._core.claimed.shortest_idle_s / 3))
 
     def succeeded(self, index: int, given: GivenT) -> None:
         """Note what an agent has returned.
@@ -96,7 +100,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         """
         claimed = self._claimed[index]
         result = self._checked(claimed, given)
-        if not all(self._core.finished(episode) for episode in self._ids(claimed)):
+        if not all(self._core.claimed.finished(episode) for episode in self._ids(claimed)):
             raise EpisodeGone(
                 f"{claimed.episode} lasted longer than max_episode_time, which is {LIFETIMES:g} times its idle limit: "
                 "give the group a longer discard_episode_timeout"
@@ -113,15 +117,15 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
 
     # ---- operations ---------------------------------------------------------------------------------------------
 
-    def replace(self, index: int) -> ClientOperation[bool]:
+    async def replace(self, index: int) -> bool:
         """Claim another episode in the place of one that failed. Returns whether one is there to be played."""
         with self._lock:
             if not self._is_replaceable(index):
                 return False
             self._replacements_left -= 1
         try:
-            yield from self._abort(index)
-            claimed = yield from self._claimed_one()
+            await self._abort(index)
+            (claimed,) = await self.claim(self._core, self.task, self._claim, 1, REPLACE_WAIT_S)
         except SwarmError as error:
             log.warning("no episode could be claimed in the place of %s: %r", self._claimed[index].episode, error)
             return False
@@ -131,11 +135,11 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
             self._replaced += 1
         return True
 
-    def keep(self) -> ClientOperation[None]:
+    async def keep(self) -> None:
         """Keep the episodes whose agents are done, or have not begun, from going idle."""
-        yield from self._touch([*self._done(), *self._waiting])
+        await self._touch([*self._done(), *self._waiting])
 
-    def end(self) -> ClientOperation[list[int]]:
+    async def end(self) -> list[int]:
         """End the episodes whose agents are done, at once, and abort the others.
 
         One that the hive has taken back meanwhile, or whose report it refuses, is lost, and no other one with it. Where
@@ -143,30 +147,26 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         """
         while done := self._done():
             try:
-                yield from self._end(done)
+                await self._end(done)
                 self._ended.update(done)
             except EpisodeGone as error:
-                over = yield from self._touch(done)
+                over = await self._touch(done)
                 if not over:
-                    yield from self._end_each(done)
+                    await self._end_each(done)
                 for index in over:
                     self.failed(index, error)
                 if again := [index for index in over if self._is_replaceable(index)]:
                     return again
             except REFUSED:
-                yield from self._end_each(done)
+                await self._end_each(done)
         for index in self.failures:
             try:
-                yield from self._abort(index)
+                await self._abort(index)
             except SwarmError as error:  # what the others have done is at the hive, and is not lost by this
                 log.warning(
                     "%s could not be aborted, and ends when it is idle: %s", self._claimed[index].episode, error
                 )
         return []
-
-    def give_up(self) -> ClientOperation[None]:
-        """Abort all episodes that are open, for a program that was interrupted."""
-        yield from self._core.give_up([episode for one in self._claimed for episode in self._ids(one)])
 
     def outcome(self) -> list[OutcomeT | None]:
         """Return the results, None for each that was lost. Raises `EpisodesFailed` when all of them were."""
@@ -193,11 +193,11 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         is_lost = isinstance(self.failures.get(index), InfraError | EpisodeGone)
         return is_lost and self._replacements_left > 0
 
-    def _end_each(self, places: Sequence[int]) -> ClientOperation[None]:
+    async def _end_each(self, places: Sequence[int]) -> None:
         """End episodes one by one, so that those whose report is refused are known."""
         for index in places:
             try:
-                yield from self._end([index])
+                await self._end([index])
                 self._ended.add(index)
             except (EpisodeGone, *REFUSED) as error:
                 self.failed(index, error)
@@ -210,17 +210,19 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     @abstractmethod
     def _checked(self, claimed: ClaimT, given: GivenT) -> OutcomeT: ...
 
+    @staticmethod
     @abstractmethod
-    def _claimed_one(self) -> ClientOperation[ClaimT]: ...
+    async def claim(core: HiveCore, task: Task, claim: GroupClaim, n: int, max_wait_s: float | None) -> list[ClaimT]:
+        """Claim `n` episodes for a group."""
 
     @abstractmethod
-    def _end(self, places: Sequence[int]) -> ClientOperation[None]: ...
+    async def _end(self, places: Sequence[int]) -> None: ...
 
     @abstractmethod
-    def _abort(self, index: int) -> ClientOperation[None]: ...
+    async def _abort(self, index: int) -> None: ...
 
     @abstractmethod
-    def _touch(self, places: Sequence[int]) -> ClientOperation[list[int]]:
+    async def _touch(self, places: Sequence[int]) -> list[int]:
         """Keep these from going idle. Returns those that are over."""
 
 
@@ -233,31 +235,30 @@ class SingleGroup(GroupRun[Credentials, AgentResult, WorkflowOutput]):
     def _checked(self, claimed: Credentials, given: AgentResult) -> WorkflowOutput:
         return checked_output(given)
 
-    def _claimed_one(self) -> ClientOperation[Credentials]:
-        claim = self._claim
-        (claimed,) = yield from self._core.begin_episodes(
-            1,
+    @staticmethod
+    async def claim(
+        core: HiveCore, task: Task, claim: GroupClaim, n: int, max_wait_s: float | None
+    ) -> list[Credentials]:
+        return await core.begin_episodes(
+            n,
             claim.discard_episode_timeout,
             claim.episode_type,
-            self.task.task_id,
-            REPLACE_WAIT_S,
-            None,
-            claim.sampler,
+            task_id=task.task_id,
+            max_wait_s=max_wait_s,
+            sampler=claim.sampler,
         )
-        return claimed
 
-    def _end(self, places: Sequence[int]) -> ClientOperation[None]:
+    async def _end(self, places: Sequence[int]) -> None:
         ends = [(self.task, self._claimed[place].episode_uuid, self.results[place]) for place in places]
-        yield from self._core.end_episodes([(task, episode, one) for task, episode, one in ends if one is not None])
+        await self._core.end_episodes([(task, episode, one) for task, episode, one in ends if one is not None])
 
-    def _abort(self, index: int) -> ClientOperation[None]:
+    async def _abort(self, index: int) -> None:
         error = self.failures[index]
-        yield from self._core.abort_episodes(
-            [self._claimed[index].episode_uuid], isinstance(error, InfraError), repr(error)
-        )
+        episode, infra = self._claimed[index].episode_uuid, isinstance(error, InfraError)
+        await self._core.abort_episode(episode, infra=infra, detail=repr(error))
 
-    def _touch(self, places: Sequence[int]) -> ClientOperation[list[int]]:
-        over = yield from self._core.touch_episodes([self._claimed[place].episode_uuid for place in places])
+    async def _touch(self, places: Sequence[int]) -> list[int]:
+        over = await self._core.touch_episodes([self._claimed[place].episode_uuid for place in places])
         return [place for place in places if self._claimed[place].episode_uuid in over]
 
 
@@ -273,21 +274,28 @@ class JointGroup(GroupRun[JointEpisode, JointResult, JointResult]):
             checked_output(one)
         return given
 
-    def _claimed_one(self) -> ClientOperation[JointEpisode]:
-        claim = self._claim
-        (claimed,) = yield from self._core.begin_joint_episodes(
-            1, claim.engines, claim.discard_episode_timeout, claim.episode_type, self.task.task_id, REPLACE_WAIT_S
+    @staticmethod
+    async def claim(
+        core: HiveCore, task: Task, claim: GroupClaim, n: int, max_wait_s: float | None
+    ) -> list[JointEpisode]:
+        return await core.begin_joint_episodes(
+            n,
+            claim.engines,
+            claim.discard_episode_timeout,
+            claim.episode_type,
+            task_id=task.task_id,
+            max_wait_s=max_wait_s,
         )
-        return claimed
 
-    def _end(self, places: Sequence[int]) -> ClientOperation[None]:
+    async def _end(self, places: Sequence[int]) -> None:
         ends = [(self.task, self._claimed[place], self.results[place]) for place in places]
-        yield from self._core.end_joint_episodes([(task, joint, one) for task, joint, one in ends if one is not None])
+        await self._core.end_joint_episodes([(task, joint, one) for task, joint, one in ends if one is not None])
 
-    def _abort(self, index: int) -> ClientOperation[None]:
+    async def _abort(self, index: int) -> None:
         error = self.failures[index]
-        yield from self._core.abort_joint_episodes([self._claimed[index]], isinstance(error, InfraError), repr(error))
+        infra = isinstance(error, InfraError)
+        await self._core.abort_joint_episode(self._claimed[index], infra=infra, detail=repr(error))
 
-    def _touch(self, places: Sequence[int]) -> ClientOperation[list[int]]:
-        over = yield from self._core.touch_joint_episodes([self._claimed[place] for place in places])
+    async def _touch(self, places: Sequence[int]) -> list[int]:
+        over = await self._core.touch_joint_episodes([self._claimed[place] for place in places])
         return [place for place in places if self._claimed[place] in over]

@@ -6,15 +6,14 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
 from bombus.sdk import transport
-from bombus.sdk.core import GIVE_BACK_S, ClientOperation, NoReply, ServerReply, ServerRequest
-from bombus.sdk.joint import HiveCore
-
-T = TypeVar("T")
+from bombus.sdk.claimed import GIVE_BACK_S, ClaimedEpisodes, Send
+from bombus.sdk.core import finished
+from bombus.sdk.requests import NoReply, ServerReply, ServerRequest
 
 THREAD = "bombus-heartbeat"
 BEAT_S = 3.0
@@ -29,8 +28,8 @@ class Heartbeat:
     ends with the client, also with one that was not closed and that nothing refers to any more.
     """
 
-    def __init__(self, core: HiveCore, options: Mapping[str, Any]) -> None:
-        self._core = core
+    def __init__(self, claimed: ClaimedEpisodes, options: Mapping[str, Any]) -> None:
+        self._claimed = claimed
         self._options = options
         self._every_s = BEAT_S
         self._over = threading.Event()
@@ -52,15 +51,15 @@ class Heartbeat:
 
     def beat(self, http: httpx.Client) -> float:
         """Show that the client lives, if it has open episodes, and return after how many seconds to do so again."""
-        is_heard = not self._core.begun() or _carry_out(self._core.touch_client(self._every_s), http)
+        is_heard = not self._claimed.open() or finished(self._claimed.touch_client(self._every_s, _by(http)))
         return self._every_s if is_heard else min(self._every_s, AGAIN_S)
 
     def end(self) -> None:
         """Stop, and abort the episodes that are open. A fork of the client's process leaves them alone."""
         self._over.set()
-        if self._process == os.getpid() and (episodes := self._core.begun()):
+        if self._process == os.getpid() and (episodes := self._claimed.open()):
             with httpx.Client(**self._options) as http:
-                _carry_out(self._core.give_up(episodes), http)
+                finished(self._claimed.give_up(episodes, _by(http)))
 
 
 _all: "weakref.WeakSet[Heartbeat]" = weakref.WeakSet()
@@ -90,20 +89,8 @@ def _beat(of: "weakref.ref[Heartbeat]", over: threading.Event, options: Mapping[
                 return
 
 
-def _carry_out(operation: ClientOperation[T], http: httpx.Client) -> T:
-    """Carry out an operation that does not wait."""
-    try:
-        step = operation.send(None)
-        while True:
-            assert isinstance(step, ServerRequest)
-            step = operation.send(_sent(step, http))
-    except StopIteration as done:
-        value: T = done.value
-        return value
+def _by(http: httpx.Client) -> Send:
+    async def send(request: ServerRequest) -> ServerReply | NoReply:
+        return transport.sent(http, request)
 
-
-def _sent(request: ServerRequest, http: httpx.Client) -> ServerReply | NoReply:
-    try:
-        return transport.reply_of(http.request(**transport.request_options(request)))
-    except httpx.RequestError as error:
-        return transport.no_reply(http.base_url, error)
+    return send

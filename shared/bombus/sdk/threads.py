@@ -11,7 +11,7 @@ from typing import TypeVar, overload
 
 from bombus import task_groups
 from bombus.hive.bounded import trim
-from bombus.sdk.core import BEGUN_MAX
+from bombus.sdk.claimed import EPISODES_MAX
 from bombus.sdk.running import contained
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Interruption:
     def claimed(self, episodes: Sequence[str]) -> None:
         with self._lock:
             self._claimed |= dict.fromkeys(episodes)
-            trim(self._claimed, BEGUN_MAX)
+            trim(self._claimed, EPISODES_MAX)
 
     def take_claimed(self) -> list[str]:
         """Return what was claimed since the last time."""

@@ -1,4 +1,4 @@
-"""What both drivers share: an `ServerRequest` as an httpx request, and an httpx response as an `ServerReply`."""
+"""What both clients share: a `ServerRequest` as an httpx request, and an httpx response as a `ServerReply`."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from bombus import telemetry
 from bombus.host.certificates import certificates
 from bombus.host.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
 from bombus.host.host_names import is_loopback
-from bombus.sdk.core import NoReply, ServerReply, ServerRequest
+from bombus.sdk.requests import NoReply, ServerReply, ServerRequest
 
 CONNECTIONS_MAX = 512
 CONNECT_S = 10.0
@@ -105,3 +105,11 @@ def reply_of(response: httpx.Response) -> ServerReply:
     return ServerReply(
         status=response.status_code, body=response.content, url=str(response.url), retry_after_s=retry_after_s
     )
+
+
+def sent(http: httpx.Client, request: ServerRequest, extensions: dict[str, Any] | None = None) -> ServerReply | NoReply:
+    """Send a request, and wait in this thread for its reply."""
+    try:
+        return reply_of(http.request(**request_options(request), extensions=extensions))
+    except httpx.RequestError as error:
+        return no_reply(http.base_url, error)

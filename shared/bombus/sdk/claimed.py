@@ -1,0 +1,161 @@
+"""The episodes that a client has claimed: until when each may last, and how a program that ends gives them up."""
+
+import logging
+import math
+import re
+import threading
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from bombus.hive.bounded import trim
+from bombus.sdk.requests import NoReply, ServerReply, ServerRequest, is_success, posted
+
+log = logging.getLogger("bombus")
+
+LIFETIMES = 2.0  # by default an episode may last this many times its idle limit
+EPISODES_MAX = 100_000
+ABORTED_AT_ONCE = 1024
+GIVE_BACK_S = 5.0  # longer than the server holds a claim in one slice
+_OF_ENGINE = re.compile(r"/e/[a-z0-9][a-z0-9-]*\Z")
+
+Send = Callable[[ServerRequest], Awaitable[ServerReply | NoReply]]
+
+
+class ClaimedEpisodes:
+    """The episodes of one client. Threads may share it. `clock` returns monotonic seconds.
+
+    `root` is the hive's address, also for a client that was given one of its engines.
+    """
+
+    def __init__(self, server_url: str, clock: Callable[[], float], client_uuid: str = "") -> None:
+        self.client_uuid = client_uuid or str(uuid.uuid4())
+        self.root = _OF_ENGINE.sub("", server_url.rstrip("/"))
+        self.clock = clock
+        self.shortest_idle_s = math.inf  # of the idle limits of all that were ever claimed
+        self._lock = threading.Lock()
+        self._over_at: dict[str, float] = {}  # by episode that is open: when its time is over
+        self._joint: dict[str, None] = {}  # those that are parts of joint ones
+        self._sampled: dict[str, bool] = {}  # whether this client has ended them: those claimed with a sampler
+        self._taking: set[str] = set()  # of these, those that a call of `take_datums` reads now
+
+    def note(
+        self,
+        episodes: Sequence[str],
+        idle_s: float,
+        lifetime_s: float | None,
+        *,
+        are_joint: bool = False,
+        are_sampled: bool = False,
+    ) -> None:
+        """Note that episodes were claimed, and until when they may last."""
+        over_at = self.clock() + (lifetime_s or LIFETIMES * idle_s)
+        with self._lock:
+            self.shortest_idle_s = min(self.shortest_idle_s, idle_s)
+            self._over_at |= dict.fromkeys(episodes, over_at)
+            self._joint |= dict.fromkeys(episodes if are_joint else ())
+            self._sampled |= dict.fromkeys(episodes if are_sampled else (), False)
+            trim(self._over_at, EPISODES_MAX)
+            trim(self._joint, EPISODES_MAX)
+            trim(self._sampled, EPISODES_MAX)
+
+    def open(self) -> list[str]:
+        """Return the episodes that this client has neither ended nor aborted."""
+        with self._lock:
+            return list(self._over_at)
+
+    def still_open(self, episodes: Sequence[str]) -> list[str]:
+        """Return those of these episodes that are `open`."""
+        with self._lock:
+            return [episode for episode in episodes if episode in self._over_at]
+
+    def is_late(self, episode: str) -> bool:
+        with self._lock:
+            over_at = self._over_at.get(episode)
+        return over_at is not None and self.clock() > over_at
+
+    def finished(self, episode: str) -> bool:
+        """Note that an agent is done, and return whether it is in time.
+
+        If so, its episode may wait for the others of its group as long as they take.
+        """
+        if self.is_late(episode):
+            return False
+        with self._lock:
+            self._over_at[episode] = math.inf
+        return True
+
+    def extend(self, episodes: Sequence[str], seconds: float) -> None:
+        """Let episodes last longer, whose agents have begun so many seconds after their claim."""
+        with self._lock:
+            for episode in episodes:
+                if episode in self._over_at:
+                    self._over_at[episode] += seconds
+
+    def over(self, episodes: Sequence[str]) -> None:
+        """Note that episodes are not open any more."""
+        with self._lock:
+            for episode in episodes:
+                self._over_at.pop(episode, None)
+                self._joint.pop(episode, None)
+
+    # ---- those that have something to teach -------------------------------------------------------------------
+
+    def ended(self, episodes: Sequence[str]) -> None:
+        """Note that episodes have ended, so that their data can be taken."""
+        with self._lock:
+            self._sampled |= {episode: True for episode in episodes if episode in self._sampled}
+
+    def begin_taking(self, episodes: Sequence[str] | None) -> list[str]:
+        """Return those of these episodes, by default of all that have ended, that no other call takes now."""
+        with self._lock:
+            wanted = [episode for episode, ended in self._sampled.items() if ended] if episodes is None else episodes
+            ours = [episode for episode in dict.fromkeys(wanted) if episode not in self._taking]
+            self._taking.update(ours)
+        return ours
+
+    def taken(self, episodes: Sequence[str]) -> None:
+        """Note that the data of episodes were taken, and are not to be taken again."""
+        with self._lock:
+            for episode in episodes:
+                self._sampled.pop(episode, None)
+
+    def end_taking(self, episodes: Sequence[str]) -> None:
+        with self._lock:
+            self._taking.difference_update(episodes)
+
+    # ---- what is sent once, whatever the reply ----------------------------------------------------------------
+
+    async def touch_client(self, within_s: float, send: Send) -> bool:
+        """Show that this client lives. Returns whether the hive has heard it: there is one attempt, and no error."""
+        return is_success(await send(posted("/touch_client", {"client_uuid": self.client_uuid}, within_s)))
+
+    async def give_up(self, episodes: Sequence[str], send: Send) -> None:
+        """Abort the episodes of an interrupted program, which wants to end: there is one attempt, and a warning when it
+        fails."""
+        with self._lock:
+            joint = [episode for episode in episodes if episode in self._joint]
+        await self._abort_once(self.joint_path("abort"), joint, send)
+        await self._abort_once("/abort_episodes", [episode for episode in episodes if episode not in joint], send)
+
+    async def _abort_once(self, path: str, episodes: Sequence[str], send: Send) -> None:
+        for first in range(0, len(episodes), ABORTED_AT_ONCE):
+            some = episodes[first : first + ABORTED_AT_ONCE]
+            body = self.abort_body(some, False, "the client was interrupted")
+            if not is_success(await send(posted(path, body, GIVE_BACK_S))):
+                left = len(episodes) - first
+                log.warning("%d open episodes could not be aborted, and will end when they are idle", left)
+                break
+        self.over(episodes)
+
+    def abort_body(self, episodes: Sequence[str], infra: bool, detail: str) -> dict[str, Any]:
+        return {
+            "client_uuid": self.client_uuid,
+            "episode_uuids": list(episodes),
+            "infra": infra,
+            "detail": detail[:1000],
+        }
+
+    def joint_path(self, what: str) -> str:
+        """Return a route of joint episodes. Those are at the hive's root, whatever the client's engine is."""
+        return f"{self.root}/{what}_joint_episodes"

@@ -1,0 +1,120 @@
+"""Running many episodes at once, and groups of them: the same in threads and on an event loop."""
+
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar
+
+from bombus.sdk import running
+from bombus.sdk.core import Exchange, check_task
+from bombus.sdk.groups import ClaimT, GivenT, GroupClaim, GroupRun, OutcomeT
+from bombus.sdk.joint import HiveCore
+from bombus.sdk.progress import ProgressBar
+from bombus.sdk.types import Task
+
+T = TypeVar("T")
+
+
+class Runtime(Exchange, Protocol):
+    """How a client runs agents, beside how it waits."""
+
+    async def result_of(self, agent: Callable[[], T | Awaitable[T]]) -> T:
+        """Return what an agent returns. Whatever else it raises that is no `Exception` is a `RuntimeError`."""
+        ...
+
+    async def each(
+        self, indices: Sequence[int], attempt: Callable[[int], Coroutine[Any, Any, None]], workers: int
+    ) -> None:
+        """Carry out `attempt` for each index, up to `workers` of them at once."""
+        ...
+
+    def beating(
+        self, touch: Callable[[], Coroutine[Any, Any, object]], every_s: float
+    ) -> AbstractAsyncContextManager[None]:
+        """Call `touch` every few seconds while the block runs."""
+        ...
+
+
+class Playing:
+    """Calls agents for tasks, many at once. `lost` counts the episodes of groups that were lost, by the kind of the
+    error."""
+
+    def __init__(self, core: HiveCore, runtime: Runtime) -> None:
+        self.lost: Counter[str] = Counter()
+        self._core = core
+        self._runtime = runtime
+        self._lock = threading.Lock()
+
+    async def run_tasks(
+        self,
+        tasks: Sequence[Task],
+        func: Callable[[Task], T | Awaitable[T]],
+        max_workers: int | None,
+        auto_retry: bool,
+    ) -> list[T | None]:
+        """See `run_episodes_until_all_complete`."""
+        results: list[T | None] = [None] * len(tasks)
+        failures: dict[int, Exception] = {}
+
+        async def attempt(index: int) -> None:
+            delays = running.retry_delays(auto_retry)
+            while True:
+                try:
+                    results[index] = await self._runtime.result_of(lambda: func(tasks[index]))
+                    break
+                except Exception as error:  # the caller's code: whatever it raises must not stop the others
+                    self._runtime.check()
+                    delay = None if running.is_mistake(error) else next(delays, None)
+                    running.reports.report(error, f"task {tasks[index].task_id} failed{running.retry_note(delay)}")
+                    if delay is None:
+                        failures[index] = error
+                        break
+                await self._runtime.sleep(delay)
+            progress.step(failed=index in failures)
+
+        with ProgressBar(len(tasks), "episodes", shown=None if self._core.verbose else False) as progress:
+            await self._runtime.each(range(len(tasks)), attempt, running.workers_for(len(tasks), max_workers))
+        return running.all_or_raise(results, failures)
+
+    async def run_group(  # noqa: PLR0913 - what a group is
+        self,
+        kind: type[GroupRun[ClaimT, GivenT, OutcomeT]],
+        task: Task,
+        func: Callable[[Task, ClaimT], GivenT | Awaitable[GivenT]],
+        n: int,
+        claim: GroupClaim,
+        replace_infra: int,
+        max_workers: int | None = None,
+    ) -> list[OutcomeT | None]:
+        """Play a group of episodes to its end. Where that fails, none of them stays open. See `run_group`."""
+        check_task(task)
+        group = kind(self._core, task, claim, await kind.claim(self._core, task, claim, n, None), replace_infra)
+
+        async def attempt(index: int) -> None:
+            try:
+                group.succeeded(index, await self._runtime.result_of(lambda: func(task, group.begin(index))))
+            except Exception as error:  # the caller's code: the rest of the group goes on
+                self._runtime.check()
+                group.failed(index, error)
+
+        async def fill(index: int) -> None:
+            if index not in group.failures:
+                await attempt(index)
+            while index in group.failures and await group.replace(index):
+                await attempt(index)
+
+        left: Sequence[int] = range(len(group))
+        try:
+            async with self._runtime.beating(group.keep, group.keep_every_s):
+                while left:
+                    await self._runtime.each(left, fill, running.workers_for(len(left), max_workers or len(left)))
+                    left = await group.end()
+        except BaseException:
+            self._runtime.check()  # whoever interrupts this thread gives them up
+            await self._core.claimed.give_up(group.episodes, self._runtime.send)
+            raise
+        group.tell()
+        with self._lock:
+            self.lost += group.lost
+        return group.outcome()
