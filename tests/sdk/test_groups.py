@@ -1,6 +1,7 @@
 """Groups of episodes by hand: what they take from agents, how they end, and what they tell the hive meanwhile."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from bombus import InfraError, Task, WorkflowOutput
 from bombus.sdk import running
 from bombus.sdk.errors import BadReward, EpisodeGone
-from bombus.sdk.groups import GroupClaim, JointGroup, SingleGroup
+from bombus.sdk.groups import JointGroup, SingleGroup
 from tests.sdk.test_core import EPISODE, no, ok
 from tests.sdk.test_core import GRANTED as GRANTED_ONE
 from tests.sdk.test_joint import GRANTED, ROLES, JointDriver
@@ -18,8 +19,8 @@ TWO = {"success": True, "episodes": [EPISODE, EPISODE | {"episode_uuid": "e2"}],
 
 
 def group_of_two(driver: JointDriver, idle_s: float | None = None, replace_infra: int = 0) -> SingleGroup:
-    claimed = driver.run(driver.joint.begin_episodes(2, idle_s))
-    return SingleGroup(driver.joint, TASK, GroupClaim(discard_episode_timeout=idle_s), claimed, replace_infra)
+    claim = partial(driver.joint.begin_episodes, discard_episode_timeout=idle_s)
+    return SingleGroup(driver.joint, TASK, claim, driver.run(claim(2)), replace_infra)
 
 
 @pytest.mark.parametrize("reward", [1e10, -1e10, math.nan, math.inf, None, [0.5, math.nan], {"a": 1e10}])
@@ -50,8 +51,8 @@ def test_a_metric_that_is_not_finite_is_left_out_and_costs_no_episode(caplog: py
 
 def test_a_reward_of_one_role_that_the_hive_would_refuse_is_found_there_too() -> None:
     driver = JointDriver([ok(GRANTED)])
-    claimed = driver.run(driver.joint.begin_joint_episodes(1, ROLES))
-    group = JointGroup(driver.joint, TASK, GroupClaim(engines=ROLES), claimed)
+    claim = partial(driver.joint.begin_joint_episodes, engines=ROLES)
+    group = JointGroup(driver.joint, TASK, claim, driver.run(claim(1)))
     with pytest.raises(BadReward):
         group.succeeded(0, {"planner": 1.0, "worker": 1e10})
 
@@ -179,13 +180,19 @@ def test_what_replaces_an_episode_is_claimed_as_the_group_was_and_infrastructure
     core = driver.joint
     group: JointGroup | SingleGroup
     if is_joint:
-        claim = GroupClaim(discard_episode_timeout=50.0, episode_type="eval", engines=ROLES)
-        joints = driver.run(core.begin_joint_episodes(1, ROLES, 50.0, "eval", task_id="t1"))
-        group = JointGroup(core, TASK, claim, joints, replace_infra=1)
+        joint = partial(
+            core.begin_joint_episodes,
+            engines=ROLES,
+            discard_episode_timeout=50.0,
+            episode_type="eval",
+            task_id="t1",
+        )
+        group = JointGroup(core, TASK, joint, driver.run(joint(1)), replace_infra=1)
     else:
-        claim = GroupClaim(discard_episode_timeout=50.0, episode_type="eval", sampler="s")
-        claimed = driver.run(core.begin_episodes(1, 50.0, "eval", task_id="t1", sampler="s"))
-        group = SingleGroup(core, TASK, claim, claimed, replace_infra=1)
+        single = partial(
+            core.begin_episodes, discard_episode_timeout=50.0, episode_type="eval", task_id="t1", sampler="s"
+        )
+        group = SingleGroup(core, TASK, single, driver.run(single(1)), replace_infra=1)
     group.failed(0, InfraError("the sandbox is gone"))
     assert driver.run(group.replace(0))
     first, aborted, again = (driver.body(number) for number in range(3))

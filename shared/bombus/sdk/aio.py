@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Self, TypeVar, cast
 
 import httpx
@@ -14,7 +15,7 @@ from bombus import telemetry
 from bombus.sdk import running, transport
 from bombus.sdk.claimed import ClaimedEpisodes
 from bombus.sdk.errors import SwarmError
-from bombus.sdk.groups import GroupClaim, JointGroup, SingleGroup
+from bombus.sdk.groups import JointGroup, SingleGroup
 from bombus.sdk.heartbeat import Heartbeat
 from bombus.sdk.joint import AsyncJointAgent, HiveCore, JointResult
 from bombus.sdk.playing import Playing
@@ -160,7 +161,13 @@ class AsyncSwarmClient(HiveCore):
         replace_infra: int = 0,
     ) -> list[WorkflowOutput | None]:
         """See `SwarmClient.run_group`."""
-        claim = GroupClaim(discard_episode_timeout=discard_episode_timeout, episode_type=episode_type, sampler=sampler)
+        claim = partial(
+            self.begin_episodes,
+            discard_episode_timeout=discard_episode_timeout,
+            episode_type=episode_type,
+            task_id=task.task_id,
+            sampler=sampler,
+        )
         return await self._playing.run_group(SingleGroup, task, func, n, claim, replace_infra)
 
     async def run_joint_group(  # noqa: PLR0913 - the public signature
@@ -175,5 +182,11 @@ class AsyncSwarmClient(HiveCore):
         replace_infra: int = 0,
     ) -> list[JointResult | None]:
         """See `SwarmClient.run_joint_group`."""
-        claim = GroupClaim(discard_episode_timeout=discard_episode_timeout, episode_type=episode_type, engines=engines)
+        claim = partial(
+            self.begin_joint_episodes,
+            engines=engines,
+            discard_episode_timeout=discard_episode_timeout,
+            episode_type=episode_type,
+            task_id=task.task_id,
+        )
         return await self._playing.run_group(JointGroup, task, func, n, claim, replace_infra)

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import httpx
@@ -17,7 +17,7 @@ from bombus.sdk import running, threads, transport
 from bombus.sdk.claimed import ClaimedEpisodes
 from bombus.sdk.core import finished
 from bombus.sdk.errors import SwarmError
-from bombus.sdk.groups import GroupClaim, JointGroup, SingleGroup
+from bombus.sdk.groups import JointGroup, SingleGroup
 from bombus.sdk.heartbeat import Heartbeat
 from bombus.sdk.job import JobLike
 from bombus.sdk.joint import HiveCore, JointAgent, JointResult
@@ -277,7 +277,13 @@ class SwarmClient:
         done, or wait for one of `max_workers`, are kept while others go on. What was lost is logged, and counted by the
         kind of its error in `lost_episodes`. Raises `EpisodesFailed` when all fail.
         """
-        claim = GroupClaim(discard_episode_timeout=discard_episode_timeout, episode_type=episode_type, sampler=sampler)
+        claim = partial(
+            self._core.begin_episodes,
+            discard_episode_timeout=discard_episode_timeout,
+            episode_type=episode_type,
+            task_id=task.task_id,
+            sampler=sampler,
+        )
         return _carried_out(
             self._playing.run_group(SingleGroup, task, func, n, claim, replace_infra, max_workers=max_workers)
         )
@@ -298,7 +304,13 @@ class SwarmClient:
 
         `func(task, joint)` returns the outcome or the reward of each role; it may be a coroutine function.
         """
-        claim = GroupClaim(discard_episode_timeout=discard_episode_timeout, episode_type=episode_type, engines=engines)
+        claim = partial(
+            self._core.begin_joint_episodes,
+            engines=engines,
+            discard_episode_timeout=discard_episode_timeout,
+            episode_type=episode_type,
+            task_id=task.task_id,
+        )
         return _carried_out(
             self._playing.run_group(JointGroup, task, func, n, claim, replace_infra, max_workers=max_workers)
         )

@@ -7,10 +7,8 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
-
-import msgspec
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
 
 from bombus.sdk import running
 from bombus.sdk.claimed import LIFETIMES
@@ -26,7 +24,7 @@ from bombus.sdk.errors import (
 )
 from bombus.sdk.joint import HiveCore, JointResult, check_roles
 from bombus.sdk.running import AgentResult, checked_output, infra_of
-from bombus.sdk.types import Credentials, EpisodeKind, JointEpisode, Task, WorkflowOutput
+from bombus.sdk.types import Credentials, JointEpisode, Task, WorkflowOutput
 
 log = logging.getLogger("bombus")
 
@@ -36,26 +34,18 @@ REFUSED = (BadRequest, NotYourEpisode, OtherOutcome)  # reports that other episo
 ClaimT = TypeVar("ClaimT", bound=Credentials | JointEpisode)
 GivenT = TypeVar("GivenT")  # what an agent returns
 OutcomeT = TypeVar("OutcomeT")
-
-
-class GroupClaim(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group's episodes are claimed with, also those that replace others."""
-
-    discard_episode_timeout: float | None = None
-    episode_type: EpisodeKind = "train"
-    sampler: str = ""
-    engines: Mapping[str, str] = {}
+Claiming = Callable[..., Coroutine[Any, Any, list[ClaimT]]]  # `begin_episodes` with what all of a group have in common
 
 
 class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     """The episodes of a group in their places, and what became of them. Threads may share it.
 
     Up to `replace_infra` of those that infrastructure or the hive has taken are replaced. `lost` counts all that were
-    lost by the kind of the error, those that were replaced too.
+    lost by the kind of the error, those that were replaced too. `claim(n, max_wait_s=)` claims `n` more.
     """
 
     def __init__(
-        self, core: HiveCore, task: Task, claim: GroupClaim, claimed: Sequence[ClaimT], replace_infra: int = 0
+        self, core: HiveCore, task: Task, claim: Claiming[ClaimT], claimed: Sequence[ClaimT], replace_infra: int = 0
     ) -> None:
         self.task = task
         self.results: list[OutcomeT | None] = [None] * len(claimed)
@@ -65,9 +55,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
         self._claim = claim
         self._claimed: list[ClaimT] = list(claimed)
         self._ended: set[int] = set()
-        self._waiting = dict.fromkeys(
-            range(len(claimed)), core.claimed.clock()
-        )  # since when, those whose agents have not begun
+        self._waiting = dict.fromkeys(range(len(claimed)), core.claimed.clock())  # since when, those not begun yet
         self._replacements_left = replace_infra
         self._replaced = 0
         self._lock = threading.Lock()
@@ -125,7 +113,7 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
             self._replacements_left -= 1
         try:
             await self._abort(index)
-            (claimed,) = await self.claim(self._core, self.task, self._claim, 1, REPLACE_WAIT_S)
+            (claimed,) = await self._claim(1, max_wait_s=REPLACE_WAIT_S)
         except SwarmError as error:
             log.warning("no episode could be claimed in the place of %s: %r", self._claimed[index].episode, error)
             return False
@@ -210,11 +198,6 @@ class GroupRun(ABC, Generic[ClaimT, GivenT, OutcomeT]):
     @abstractmethod
     def _checked(self, claimed: ClaimT, given: GivenT) -> OutcomeT: ...
 
-    @staticmethod
-    @abstractmethod
-    async def claim(core: HiveCore, task: Task, claim: GroupClaim, n: int, max_wait_s: float | None) -> list[ClaimT]:
-        """Claim `n` episodes for a group."""
-
     @abstractmethod
     async def _end(self, places: Sequence[int]) -> None: ...
 
@@ -234,19 +217,6 @@ class SingleGroup(GroupRun[Credentials, AgentResult, WorkflowOutput]):
 
     def _checked(self, claimed: Credentials, given: AgentResult) -> WorkflowOutput:
         return checked_output(given)
-
-    @staticmethod
-    async def claim(
-        core: HiveCore, task: Task, claim: GroupClaim, n: int, max_wait_s: float | None
-    ) -> list[Credentials]:
-        return await core.begin_episodes(
-            n,
-            claim.discard_episode_timeout,
-            claim.episode_type,
-            task_id=task.task_id,
-            max_wait_s=max_wait_s,
-            sampler=claim.sampler,
-        )
 
     async def _end(self, places: Sequence[int]) -> None:
         ends = [(self.task, self._claimed[place].episode_uuid, self.results[place]) for place in places]
@@ -273,19 +243,6 @@ class JointGroup(GroupRun[JointEpisode, JointResult, JointResult]):
         for one in given.values():
             checked_output(one)
         return given
-
-    @staticmethod
-    async def claim(
-        core: HiveCore, task: Task, claim: GroupClaim, n: int, max_wait_s: float | None
-    ) -> list[JointEpisode]:
-        return await core.begin_joint_episodes(
-            n,
-            claim.engines,
-            claim.discard_episode_timeout,
-            claim.episode_type,
-            task_id=task.task_id,
-            max_wait_s=max_wait_s,
-        )
 
     async def _end(self, places: Sequence[int]) -> None:
         ends = [(self.task, self._claimed[place], self.results[place]) for place in places]

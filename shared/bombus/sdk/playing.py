@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from bombus.sdk import running
 from bombus.sdk.core import Exchange, check_task
-from bombus.sdk.groups import ClaimT, GivenT, GroupClaim, GroupRun, OutcomeT
+from bombus.sdk.groups import Claiming, ClaimT, GivenT, GroupRun, OutcomeT
 from bombus.sdk.joint import HiveCore
 from bombus.sdk.progress import ProgressBar
 from bombus.sdk.types import Task
@@ -83,13 +83,13 @@ class Playing:
         task: Task,
         func: Callable[[Task, ClaimT], GivenT | Awaitable[GivenT]],
         n: int,
-        claim: GroupClaim,
+        claim: Claiming[ClaimT],
         replace_infra: int,
         max_workers: int | None = None,
     ) -> list[OutcomeT | None]:
         """Play a group of episodes to its end. Where that fails, none of them stays open. See `run_group`."""
         check_task(task)
-        group = kind(self._core, task, claim, await kind.claim(self._core, task, claim, n, None), replace_infra)
+        group = kind(self._core, task, claim, await claim(n), replace_infra)
 
         async def attempt(index: int) -> None:
             try:
