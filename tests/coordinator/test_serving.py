@@ -290,7 +290,7 @@ def test_without_models_everything_old_is_released() -> None:
     assert harness.core.hive.released == 50
 
 
-def test_an_older_hive_has_neither_sessions_nor_another_kind_of_run() -> None:
+def test_a_run_of_episodes_has_no_sessions_and_serves_no_operations() -> None:
     harness = CoreHarness()
     harness.boot()
     assert harness.engine.plays_episodes

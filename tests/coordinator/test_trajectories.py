@@ -77,7 +77,7 @@ def test_an_engine_that_plays_episodes_takes_neither_a_trainer_nor_groups(harnes
     for answer in (harness.register(), harness.push(harness.group())):
         assert isinstance(answer, Refusal)
         assert answer.code == Code.WRONG_PHASE
-        assert "queues no scored groups: stop it, or use another engine" in answer.why
+        assert "plays episodes: stop it, or use another engine" in answer.why
 
 
 def test_a_run_of_trajectories_waits_neither_for_a_trainer_nor_for_replicas(harness: ScoredHarness) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from bombus.cli import DEFAULT_NATS, URL_FILE, default_nats, hint_at_bus
 from bombus.hive import events as ev
+from bombus.hive import inbox
 from bombus.hive.collection import measures
 from bombus.hive.events import Collection, Method
 from bombus.hive.fold.evolve import evolve
@@ -237,6 +238,15 @@ def test_an_empty_variable_does_not_hide_the_hive_of_this_folder(
     assert default_nats() == "nats://127.0.0.1:43321"
 
 
+def test_a_stopped_run_of_an_outside_trainer_shows_nothing_of_a_trainer_or_replicas_of_ours() -> None:
+    harness = ScoredHarness()
+    harness.register()
+    harness.request(inbox.Stop(id=harness.id(), engine=ENGINE))
+    text = render_status(harness.core.hive, ENGINE)
+    assert "OFFLINE" in text
+    assert not [line for line in ("collection:", "replicas:", "trainer:", "running episodes:") if line in text], text
+
+
 def test_a_run_of_operations_shows_its_models_and_what_waits() -> None:
     harness = TenantHarness()
     assert status_dict(harness.core.hive)["engines"] == []
@@ -245,7 +255,7 @@ def test_a_run_of_operations_shows_its_models_and_what_waits() -> None:
     harness.operate("2")
     harness.done("1", step=1)
     (engine,) = hive_status(harness.core.hive, harness.now_ns + 4 * SECOND).engines
-    assert (engine.clients_take, engine.detail) == (True, "serving 1 model, 1 operation waiting")
+    assert (engine.clients_take_episodes, engine.detail) == (True, "serving 1 model, 1 operation waiting")
     assert engine.operations is not None
     assert (engine.operations.accepted, engine.operations.executed, engine.operations.failed) == (3, 2, 0)
     (model,) = engine.operations.models

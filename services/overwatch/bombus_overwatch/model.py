@@ -172,7 +172,7 @@ def _ended(history: EngineHistory, event: ev.EpisodeEnded, engine: EngineState) 
 def _played_with(history: EngineHistory, event: ev.EpisodeEnded, episode: str, engine: EngineState) -> int:
     """Return the version that an ended episode belongs to: in a run of operations the number of its saved model."""
     completed = engine.pool.get(episode)
-    if not engine.clients_take or completed is None:
+    if not engine.clients_take_episodes or completed is None:
         return event.version
     number = history.samplers.get(completed.sampler)
     if number is None:

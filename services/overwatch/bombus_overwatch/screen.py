@@ -234,7 +234,7 @@ def _stages(engine: EngineState, history: EngineHistory, now_ns: int) -> tuple[S
 
 
 def _rewards(engine: EngineState, history: EngineHistory) -> RewardCurves:
-    by_sampler = engine.clients_take
+    by_sampler = engine.clients_take_episodes
     current = history.samplers_seen if by_sampler else engine.version
     now = history.rewards.get(current)
     done = ((version, stats.mean) for version, stats in history.rewards.items() if version < current)
@@ -279,7 +279,7 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
         merged = counters.calls_merged / of_agents
     trainer = status.trainer
     model, computed = next(reversed(history.models.items()), ("", ModelHistory()))
-    is_tenants = status.clients_take
+    is_tenants = status.clients_take_episodes
     reported = status.rollouts[-1].metrics if status.rollouts else {}
     listed = [(name, value) for name, value in sorted(metrics.items()) if name not in shown]
     return TrainingSummary(

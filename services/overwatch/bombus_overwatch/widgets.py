@@ -135,7 +135,7 @@ def _serves(screen: Screen) -> bool:
     """Return whether a run of training operations is on, which has models and no batches."""
     status = screen.status
     is_on = status is not None and status.phase not in (Phase.BOOTING, Phase.OFFLINE)
-    return is_on and status is not None and status.clients_take
+    return is_on and status is not None and status.clients_take_episodes
 
 
 class ModelsPanel(Panel):

@@ -69,7 +69,7 @@ def _engine_started(event: ev.EngineStarted) -> str:
     if event.base:
         return f"run {event.run} started for training operations on {event.base}"
     if not event.config_digest:
-        return f"run {event.run} started for the batches of an outside trainer"
+        return f"run {event.run} started for an outside trainer"
     text = f"run {event.run} started with configuration {event.config_digest[:8]}"
     begun = where_begun(event)
     return f"{text}, {begun}" if begun else text

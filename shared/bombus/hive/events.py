@@ -43,7 +43,7 @@ class DropReason(StrEnum):
 
 
 class RunKind(StrEnum):
-    """What runs were told apart by on older logs. `base`, `config_digest` and the job's collection say the same."""
+    """How older logs told runs apart. `base`, `config_digest` and the job's collection now say the same."""
 
     EPISODES = "episodes"
     OPERATIONS = "operations"
@@ -189,7 +189,7 @@ class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
     command: str = ""
     begins: Beginning | None = None
     anew: str = ""
-    run_kind: RunKind = RunKind.EPISODES
+    run_kind: RunKind = RunKind.EPISODES  # read from older logs, never written: the default says nothing
     base: str = ""
 
 

@@ -1,8 +1,8 @@
 """The state of a hive: the fold of its events, and nothing else.
 
-Every service folds the same log with the same function, so all of them have the same state without asking each other.
-`evolve` never refuses an event: what is on the log has happened. What is outstanding, such as a batch, is read here
-too: a durable consumer would be a second account of it, and the two could disagree after a crash.
+Every service folds the same log with the same function (`bombus.hive.fold`), so all of them have the same state without
+asking each other. What is outstanding, such as a batch, is read here too: a durable consumer would be a second account
+of it, and the two could disagree after a crash.
 """
 
 from collections import Counter
@@ -250,14 +250,14 @@ class EngineState(msgspec.Struct, kw_only=True):
     trajectories: Trajectories = msgspec.field(default_factory=Trajectories)
 
     @property
-    def clients_take(self) -> bool:
+    def clients_take_episodes(self) -> bool:
         """Return whether clients of training operations take the ended episodes, of this run or of the last one."""
         return self.started is not None and self.started.base != ""
 
     @property
     def serves_operations(self) -> bool:
         """Return whether a run is on that holds the models of training clients on a base."""
-        return self.clients_take and self.phase != Phase.OFFLINE
+        return self.clients_take_episodes and self.phase != Phase.OFFLINE
 
     @property
     def has_policy(self) -> bool:
@@ -281,10 +281,18 @@ class EngineState(msgspec.Struct, kw_only=True):
 
         An outside trainer needs no job. Those of a job come from environments, from ended episodes, or from both.
         """
+        return self.phase != Phase.OFFLINE and self.batches_from_queue
+
+    @property
+    def batches_from_queue(self) -> bool:
+        """Return whether batches of this run, or of the last one, are made of a queue of scored groups."""
         started = self.started  # asked for every message, several times
-        if started is None or started.base or self.phase == Phase.OFFLINE:
+        if started is None or started.base:
             return False
-        return not started.config_digest or self.collection.scored_groups or self.collection.episode_groups
+        if not started.config_digest:
+            return True
+        rules = self.collection
+        return rules.scored_groups or rules.episode_groups
 
     @property
     def groups_episodes(self) -> bool:

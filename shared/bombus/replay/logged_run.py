@@ -102,7 +102,7 @@ def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
             continue
         logged = _started(engine.active, engine.run)
         logged.begun = "" if engine.started is None else where_begun(engine.started)
-        logged.serves = engine.clients_take
+        logged.serves = engine.clients_take_episodes
         logged.first = engine.begun
         for step in engine.steps:
             if step.batch.run == engine.run:  # and not that of the checkpoint at which the run began

@@ -91,7 +91,7 @@ async def test_the_policy_of_a_run_of_scored_groups_is_sampled_with_a_client_key
 ) -> None:
     job = {"bombus": JOB["bombus"] | {"collection": {"episode_groups": True, "scored_groups": ours}}}
     async with gateway_hive(bus, job) as served, httpx.AsyncClient(base_url=served.base_url, timeout=60) as http:
-        assert served.engine.makes_steps == ours
+        assert (served.engine.queues_groups, served.engine.makes_steps) == (True, ours)
         served.replica.scripts.append(says("fox jumps"))
         answer = await http.post("/generate", json={"prompt": "the quick", "logprobs": 0, "max_tokens": 8})
         assert answer.status_code == 200, answer.text

@@ -319,7 +319,7 @@ async def test_an_engine_that_plays_episodes_takes_no_groups(hive: PlayedHive) -
     await post(hive, "/sync_train_config", {"yaml_as_string": json.dumps(JOB)})
     await post(hive, "/start_engine", {})
     answer = await post(hive, "/scored_data", group(), 400)
-    assert "queues no scored groups" in answer["detail"]
+    assert "plays episodes" in answer["detail"]
     assert (await hive.bus.state(hive.bus.subjects.trajectories_stream)).last_seq == 0, "nothing of it is stored"
 
 

@@ -60,6 +60,8 @@ def answered(engine: EngineState, live: Live, message: Message, error: Refused |
 def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
+    if not message.config_digest:
+        raise Refused(Code.MALFORMED, "A configuration has a digest: without one, a run has no job.")
     if message.collection.max_staleness > 0:
         check_asynchronous(message.collection)
     check_size(message.collection, live.event_bytes_max)

@@ -258,7 +258,7 @@ def take(engine: EngineState, live: Live, message: Take) -> Decisions:
     """
     if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"At most {EPISODES_PER_COMMAND_MAX} episodes can be taken at once.")
-    if not engine.clients_take:
+    if not engine.clients_take_episodes:
         raise Refused(Code.UNSUPPORTED, f"Engine {engine.name} trains the episodes of run {engine.run} itself.")
     ended = [engine.pool[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.pool]
     if any(each.client != message.client for each in ended):

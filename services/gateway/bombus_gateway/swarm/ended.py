@@ -56,7 +56,7 @@ class EndedEpisodes:
 
     def _check_run(self) -> None:
         state = self._context.state
-        if not state.clients_take:
+        if not state.clients_take_episodes:
             raise Refused(
                 Code.UNSUPPORTED,
                 f"Engine {state.name} trains the episodes of run {state.run} itself: only those of a run of training "

@@ -1,4 +1,4 @@
-"""What each event does to its engine, by the kind of event, and what several of them do."""
+"""The table of handlers, one for each kind of event, and what several handlers share."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar

@@ -183,8 +183,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pace: Pace | None = None  # None: the run is synchronous, or there is none
     formats: tuple[FormatStatus, ...] = ()  # empty until a gateway has read the model of the run
     disagreement: str = ""  # between gateways that read the model of the run in different ways
-    clients_take: bool = False  # clients of training operations take the ended episodes
-    queues_groups: bool = False  # batches are made of a queue of scored groups
+    clients_take_episodes: bool = False  # clients of training operations take the ended episodes
+    batches_from_queue: bool = False  # batches are made of a queue of scored groups
     operations: OperationsStatus | None = None  # None: there never was one
     taken: int = 0  # ended episodes of a run of operations that their clients have taken
     calls_incomplete: int = 0  # answered without a part of their conversation, such as an image

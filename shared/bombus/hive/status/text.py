@@ -210,9 +210,9 @@ def _engine_text(status: EngineStatus, now_ns: int) -> str:
     lines = _head_lines(status) + _operation_lines(status.operations)
     if status.scored is not None:
         lines += map(_indented_line, scored_lines(status.scored))
-    if status.clients_take:
+    if status.clients_take_episodes:
         lines += _taken_lines(status)
-    elif status.queues_groups:
+    elif status.batches_from_queue:
         lines += _pace_lines(status.pace)
         if status.scored is None or not status.scored.ours:  # without replicas or a trainer of ours
             return "\n".join(lines)

@@ -18,7 +18,7 @@ from bombus.hive.inbox import (
     TakeBatch,
     TrajectoriesStored,
 )
-from bombus.hive.state import EngineState, Hive, Phase
+from bombus.hive.state import EngineState, Hive
 from bombus.hive.trajectories.forming import form
 from bombus.hive.trajectories.queue import QueuedGroup, held_after, why_no_room, why_not_queued
 from bombus.hive.trajectories.state import digest_of
@@ -27,7 +27,7 @@ from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.replicas import all_loaded
 from bombus_coordinator.rules.tenants.operations import is_body
 from bombus_coordinator.rules.tenants.serving import FLOORS_MAX
-from bombus_coordinator.rules.trajectories.registering import again
+from bombus_coordinator.rules.trajectories.registering import again, check_queue
 
 GROUPS_MAX = 1_024  # of one push: its event is far below the size of a message
 KEY_CHARS_MAX = 200
@@ -48,12 +48,7 @@ def push(hive: Hive, live: Live, message: PushGroups) -> Decisions:
             )
         yield Decision(replies=(CommandReply(message.id, Pushed(held=repeated.held)),))
         return
-    if engine.phase != Phase.OFFLINE and not engine.queues_groups:
-        raise wrong_phase(
-            "take scored groups",
-            engine.phase,
-            f"Run {engine.run} of engine {engine.name} queues no scored groups: stop it, or use another engine.",
-        )
+    check_queue(engine, "take scored groups")
     if live.refusing_groups:
         raise Refused(Code.STORAGE_FULL, f"{live.refusing_groups} Try again when there is room.")
     if not 0 < len(message.groups) <= GROUPS_MAX or len(message.key) > KEY_CHARS_MAX:

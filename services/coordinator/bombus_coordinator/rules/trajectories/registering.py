@@ -25,12 +25,7 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
     the settings that are registered, unless the job has groups of episodes alone. Without such a job it is somebody
     else's, and the run rolls at once.
     """
-    if engine.phase != Phase.OFFLINE and not engine.queues_groups:
-        raise wrong_phase(
-            "register a trainer",
-            engine.phase,
-            f"Run {engine.run} of engine {engine.name} queues no scored groups: stop it, or use another engine.",
-        )
+    check_queue(engine, "register a trainer")
     why = why_no_batch_size(message.batch_size)
     if why:
         raise Refused(Code.MALFORMED, why)
@@ -69,6 +64,14 @@ def register_trainer(engine: EngineState, live: Live, message: RegisterTrainer) 
     booted = ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=run)
     rolling = ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=run, version=-1)
     yield Decision(events=(*events, started, booted, rolling, registered), replies=(reply,))
+
+
+def check_queue(engine: EngineState, action: str) -> None:
+    """Raise `Refused` while a run is on that does not make its batches of scored groups."""
+    if engine.phase != Phase.OFFLINE and not engine.queues_groups:
+        does = "serves training operations" if engine.serves_operations else "plays episodes"
+        hint = f"Run {engine.run} of engine {engine.name} {does}: stop it, or use another engine."
+        raise wrong_phase(action, engine.phase, hint)
 
 
 def _started(engine: EngineState, live: Live, registered: ev.TrainerRegistered) -> ev.EngineStarted:
