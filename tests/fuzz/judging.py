@@ -12,7 +12,7 @@ from tests.fuzz.requests import Door, HttpCase
 from tests.fuzz.sockets import Ended, HttpAnswer, Received, answers_in
 
 # No replica, too much at once, full storage, a bus that is away, a limit of time: none of these is so while the engine
-# rolls and a few clients use it. docs/operations.md and docs/log.md (R9) say when they are.
+# rolls and a few clients use it. docs/storage.md and docs/log.md (R9) say when they are.
 DOCUMENTED = {code for code, status in STATUS.items() if status == 503}
 
 

@@ -1,4 +1,4 @@
-"""What one request may hold, at every door. docs/operations.md has the table, with what comes before the request.
+"""What one request may hold, at every door. docs/limits.md has the table, with what comes before the request.
 
 The operator's own limits are in `settings.py`: the size of a call's body, open calls, bytes for each episode.
 """
