@@ -13,12 +13,14 @@ import yaml
 
 from bombus.cli import main
 from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile
+from bombus.config.flags import flags_of
 from bombus.config.parts import InferencePart
 from bombus.config.placement import check_placement
 from bombus.config.xorl import IGNORED
 from bombus.errors import Code, Refused
 from bombus.host.layout import Layout, Service, check_can_start, services
 from bombus_inference import cli as inference_cli
+from bombus_inference.settings import InferenceSettings
 from bombus_trainer import cli as trainer_cli
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +134,20 @@ def test_every_setting_of_a_part_reaches_its_process(tmp_path: Path) -> None:
     for one in found:
         if one.kind in ("trainer", "inference"):
             (trainers if one.kind == "trainer" else replicas).parse_args(one.command[4:])
+
+
+def test_a_replica_and_its_part_of_a_cluster_file_have_the_same_defaults() -> None:
+    """What a file says is left out of the command line where it is the part's default."""
+
+    def settings(words: list[str]) -> InferenceSettings:
+        parser = argparse.ArgumentParser()
+        inference_cli.add_arguments(parser)
+        return inference_cli.settings_of(parser.parse_args(words))
+
+    flags, part = flags_of(InferencePart), InferencePart()
+    names = ("backend", "max_model_len", "max_running", "kv_cache_mb", "adapters_mb", "max_loras", "max_lora_rank",
+             "tensor_parallel")  # fmt: skip
+    assert settings([word for name in names for word in (flags[name], str(getattr(part, name)))]) == settings([])
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------------------------

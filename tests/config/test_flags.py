@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from bombus.cli import COMMANDS, main
 from bombus.commands.replay import SUBCOMMANDS
-from bombus.config.flags import Flag, NoFlag, Parser, add_settings_arguments, name_of, settings_from
+from bombus.config.flags import Flag, NoFlag, Parser, add_settings_arguments, name_of, settings_from, typed_flags
 from bombus.errors import Refused
 from bombus_trainer import launcher, ray_ranks, worker
 from bombus_trainer.options import add_options, options_of
@@ -319,6 +319,18 @@ def test_help_comes_from_the_description_and_shows_the_default() -> None:
     ):
         assert line in text
     assert "--secret" not in text
+
+
+def test_the_words_for_settings_are_those_that_are_not_the_defaults() -> None:
+    class Some(BaseModel):
+        quiet: bool = Field(default=False, description="say nothing")
+        checked: bool = Field(default=True, description="check everything")
+        calls: int = Field(default=8, description="open at once")
+        hosts: tuple[str, ...] = Field(default=(), description="names")
+
+    assert typed_flags(Some()) == []
+    some = Some(quiet=True, checked=False, calls=1, hosts=("a", "b"))
+    assert typed_flags(some) == ["--quiet", "--no-checked", "--calls", "1", "--hosts", "a", "--hosts", "b"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 import pytest
@@ -25,10 +26,16 @@ def _cancelled() -> float:
     raise asyncio.CancelledError
 
 
-@pytest.mark.parametrize("agent", [lambda: sys.exit(2), _cancelled, lambda: pytest.fail("as tests do")])
+def _exhausted() -> float:
+    return next(iter(()))
+
+
+@pytest.mark.parametrize("agent", [lambda: sys.exit(2), _cancelled, lambda: pytest.fail("as tests do"), _exhausted])
 def test_what_an_agent_raises_that_is_no_exception_is_its_own_failure(agent: Callable[[], float]) -> None:
-    with pytest.raises(RuntimeError, match="it raised"):
+    with pytest.raises(RuntimeError, match="it raised") as raised:
         threads.result_of(agent)
+    frames = traceback.extract_tb(raised.value.__cause__ and raised.value.__cause__.__traceback__)
+    assert frames, "where the agent raised it"
 
 
 def test_a_result_does_not_wait_for_a_thread_that_its_agent_has_left() -> None:

@@ -1,4 +1,4 @@
-"""The OpenAPI document of a gateway, made when somebody reads it. A gateway at rest does without what this imports."""
+"""The OpenAPI document of a gateway, made when somebody reads it. What this imports is loaded only then."""
 
 from typing import Any
 

@@ -72,7 +72,7 @@ def request_of(kind: type[msgspec.Struct], left_out: Sequence[str] = (), **by_ha
 
 
 def _field(field: msgspec.structs.FieldInfo) -> JsonSchema:
-    """Describe a field, in which null is as good as nothing."""
+    """Describe a field; null counts as not given."""
     if field.type is msgspec.Raw:
         return {}
     schema = schema_of(field.type)

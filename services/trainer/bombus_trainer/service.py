@@ -134,8 +134,8 @@ class Trainer:
             except BackendLost as error:  # only a new process can train: this one ends
                 await self._report_failure(error, failures + 1)
                 raise
-            except AcceleratorError as error:  # so does one whose device failed: no call to it succeeds any more
-                await self._report_failure(error, failures + 1)
+            except AcceleratorError as error:  # no later call to the device succeeds in this process
+                await self._report_failure(error, ownership.engine.collection.max_step_failures)
                 raise BackendLost(f"the device failed: {error}") from error
             except BusUnavailable as error:
                 log.warning("run %d waits for the bus: %s", ownership.run, error)

@@ -68,12 +68,12 @@ class TrainerSettings(BaseModel):
         config = self.config
         if not config.lora_rank:
             return None
-        names = "" if config.target_modules in ("all-linear", "all") else config.target_modules
+        named = () if config.target_modules in ("all-linear", "all") else config.target_modules.split(",")
         return AdapterSpec(
             rank=config.lora_rank,
             alpha=float(config.lora_alpha),
             seed=self.job.model.seed,
-            targets=tuple(name.strip() for name in names.split(",") if name.strip()),
+            targets=tuple(name.strip() for name in named),
         )
 
     @property

@@ -2,8 +2,9 @@
 
 This uses an ephemeral pull consumer without acknowledgements. nats-py's `fetch` pays a timer for each message and its
 ordered consumer drops messages silently; here they come by callback against credits, their delivery sequence is
-checked, and a new consumer continues after the last good message upon any gap, error status or silence. Many messages
-that are there when reading begins are read by `bulk`.
+checked, and a new consumer continues after the last good message upon any gap, error status or silence. It has a new
+name: in a cluster, the server that has just died may still own the old one. Many messages that are there when reading
+begins are read by `bulk`.
 """
 
 import asyncio

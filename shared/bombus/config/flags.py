@@ -51,7 +51,7 @@ class Flag:
     declared_elsewhere: bool = False
 
     def over(self, other: "Flag") -> "Flag":
-        """Return this flag, with what the other says where this one says nothing."""
+        """Return this flag, with its empty parts taken from `other`."""
         return replace(other, **{name: said for name, said in vars(self).items() if said})
 
 
@@ -78,7 +78,7 @@ class FlagArgument:
         return self.name.removeprefix("--").replace("-", "_")
 
     def add_to(self, parser: "argparse._ActionsContainer", *, overrides: bool = False) -> None:
-        """Add the argument. One that overrides what a file says is None unless it is typed."""
+        """Add the argument. With `overrides` its default is None, so that only a typed flag wins over a file."""
         default = self.field.get_default(call_default_factory=True, validated_data={})
         given: dict[str, Any] = {"help": self._help(default), "default": None if overrides else default}
         names = (self.name, self.flag.also) if self.flag.also else (self.name,)
@@ -210,7 +210,10 @@ def typed_flags(settings: BaseModel, *names: str) -> list[str]:
         flag, value = found[name].name, getattr(settings, name)
         if value != found[name].field.default:
             for each in value if isinstance(value, tuple) else (value,):
-                words += [flag] if each is True else [flag, str(each)]
+                if isinstance(each, bool):
+                    words.append(flag if each else f"--no-{flag.removeprefix('--')}")
+                else:
+                    words += [flag, str(each)]
     return words
 
 

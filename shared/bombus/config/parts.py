@@ -76,7 +76,7 @@ class GatewayOptions(BaseModel):
             help="models of training clients on one engine at once; once so many are there, each key still gets its "
             "share, and memory may allow fewer",
         ),
-    ] = Field(default=64, ge=1, le=4096)
+    ] = Field(default=64, ge=1, le=MODELS_MAX_MAX)
 
     @field_validator("bases")
     @classmethod

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -113,7 +114,15 @@ class AsyncSwarmClient(HiveCore):
             verbose=verbose,
         )
         self._playing = Playing(self, self._runtime)
-        self.lost_episodes = self._playing.lost  # of groups, by the kind of the error
+
+    @property
+    def lost_episodes(self) -> Counter[str]:
+        """How many episodes of groups were lost, by the kind of the error. A caller may put a new counter here."""
+        return self._playing.lost
+
+    @lost_episodes.setter
+    def lost_episodes(self, lost: Counter[str]) -> None:
+        self._playing.lost = lost
 
     async def close(self) -> None:
         """Abort the episodes that are still open, and close the connections."""

@@ -25,7 +25,7 @@ Send = Callable[[ServerRequest], Awaitable[ServerReply | NoReply]]
 class ClaimedEpisodes:
     """The episodes of one client. Threads may share it. `clock` returns monotonic seconds.
 
-    `root` is the hive's address, also for a client that was given one of its engines.
+    `root` is the hive's address, even if the client's address names one of its engines.
     """
 
     def __init__(self, server_url: str, clock: Callable[[], float], client_uuid: str = "") -> None:

@@ -4,6 +4,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 class _ThreadRuntime:
-    """Waits in the thread of the caller, and runs agents in threads: no method of it waits for an event loop."""
+    """Waits in the thread of the caller, and runs agents in threads: none of its methods waits for an event loop."""
 
     def __init__(self, http: httpx.Client, claimed: ClaimedEpisodes, sleep: Callable[[float], None]) -> None:
         self._http = http
@@ -149,7 +150,6 @@ class SwarmClient:
     ) -> None:
         telemetry.configure("client")
         self.server_url, key = transport.address(server_url, api_key)
-        self.verbose = verbose
         options = transport.client_options(self.server_url, engine, key)
         claimed = ClaimedEpisodes(self.server_url, time.monotonic)
         self._http = httpx.Client(transport=transport_, **options)
@@ -165,7 +165,23 @@ class SwarmClient:
             verbose=verbose,
         )
         self._playing = Playing(self._core, runtime)
-        self.lost_episodes = self._playing.lost  # of groups, by the kind of the error
+
+    @property
+    def verbose(self) -> bool:
+        return self._core.verbose
+
+    @verbose.setter
+    def verbose(self, verbose: bool) -> None:
+        self._core.verbose = verbose
+
+    @property
+    def lost_episodes(self) -> Counter[str]:
+        """How many episodes of groups were lost, by the kind of the error. A caller may put a new counter here."""
+        return self._playing.lost
+
+    @lost_episodes.setter
+    def lost_episodes(self, lost: Counter[str]) -> None:
+        self._playing.lost = lost
 
     @property
     def client_uuid(self) -> str:

@@ -46,7 +46,7 @@ def posted(path: str, body: Mapping[str, Any], timeout_s: float) -> ServerReques
 
 
 def object_of(reply: ServerReply) -> dict[str, Any]:
-    """Return a reply's JSON object. Raises `ServerFault` where it is none."""
+    """Return a reply's JSON object. Raises `ServerFault` where it is not one."""
     try:
         return msgspec.json.decode(reply.body, type=dict[str, Any])
     except msgspec.MsgspecError as error:

@@ -113,12 +113,14 @@ def result_of(agent: Callable[[], T | Awaitable[T]]) -> T: ...
 def result_of(agent: Callable[[], object]) -> object:
     """Return what an agent returns, and where that is awaitable, its result from a loop of this thread.
 
-    When the program is interrupted, what is awaited is cancelled. Whatever else it raises that is no `Exception`, such
-    as a `SystemExit`, is a `RuntimeError`.
+    When the program is interrupted, what is awaited is cancelled. A `StopIteration`, and an error that is not an
+    `Exception`, such as `SystemExit`, is raised as a `RuntimeError`.
     """
     try:
         found = agent()
         return task_groups.run(_awaited(found)) if inspect.isawaitable(found) else found
+    except StopIteration as error:  # no coroutine can raise it
+        raise RuntimeError(f"it raised {error!r}").with_traceback(error.__traceback__) from error
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:  # the caller's code, which may end neither its group nor the program

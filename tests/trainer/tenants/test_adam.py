@@ -49,6 +49,22 @@ def test_the_bytes_of_its_state_are_known_before_it_is_there() -> None:
     assert adam.held_bytes == 0
 
 
+def test_a_parameter_without_a_gradient_has_no_state_until_it_has_one() -> None:
+    text, vision = (nn.Parameter(torch.ones(1, 2)) for _ in range(2))
+    adam = AdamW({"text": text, "vision": vision})
+    text.grad = torch.ones(1, 2)
+    adam.step(AdamParams(learning_rate=0.1))
+    assert set(adam.state()) == {"text.step", "text.exp_avg", "text.exp_avg_sq"}
+    again = AdamW({"text": text, "vision": vision})
+    again.restore(adam.state())
+    vision.grad = torch.ones(1, 2)
+    again.step(AdamParams(learning_rate=0.1))
+    assert {name: int(value) for name, value in again.state().items() if name.endswith("step")} == {
+        "text.step": 2,
+        "vision.step": 1,
+    }
+
+
 def test_a_state_of_other_parameters_is_refused() -> None:
     parameter, adam = optimizer(1.0, 2.0)
     parameter.grad = torch.ones(1, 2)

@@ -99,13 +99,14 @@ def test_a_replacement_that_a_crash_cut_short_ends_with_one_of_the_two(tmp_path:
 
 def test_what_was_half_written_is_removed_and_never_a_checkpoint(tmp_path: Path) -> None:
     saved(CheckpointFolder(tmp_path), 1.0)
-    for name in (".draft-abc", ".draft-epoch-3-abc", ".draft-epoch-4-abc"):
-        draft = tmp_path / "run:train:0" / "sampler" / name
-        draft.mkdir()
-        (draft / WEIGHTS).write_bytes(b"half")
-    folder = CheckpointFolder(tmp_path, trainer_epoch=3)
-    assert draft.exists(), "a later trainer is writing it"
-    assert sorted(path.name for path in draft.parent.iterdir()) == [draft.name, NAME.name]
+    earlier = (".draft-abc", ".draft-run-2-epoch-3-abc", ".draft-run-1-epoch-9-abc")
+    later = (".draft-run-2-epoch-4-abc", ".draft-run-3-epoch-1-abc")
+    place = tmp_path / "run:train:0" / "sampler"
+    for name in (*earlier, *later):
+        (place / name).mkdir()
+        (place / name / WEIGHTS).write_bytes(b"half")
+    folder = CheckpointFolder(tmp_path, run=2, trainer_epoch=3)
+    assert sorted(path.name for path in place.iterdir()) == [*later, NAME.name], "trainers that follow are writing those"
     assert weight(folder) == 1.0
 
 

@@ -98,6 +98,14 @@ TABLE: list[Row] = [
         [-1.0, 2.0, -3.0],
         [-1.0, 2.0, -3.0],
     ),
+    # the same with a lower bound: 0.25 / 0.5 is held at 0.75
+    (
+        "policy_loss",
+        {"use_tis": 1.0, "tis_clip_low": 0.75, "eps_clip": 0.9, "eps_clip_high": 9.0},
+        {"rollout_logprobs": logs((0.5, 0.1, 0.4))},
+        [-1.5, 2.0, -3.0],
+        [-1.5, 2.0, -3.0],
+    ),
     # min(2, 1.28); min(-1, -1.6); 3, plus 0.1 times the KL. d = lp - reference is ln 2, 0, 0
     (
         "drgrpo",

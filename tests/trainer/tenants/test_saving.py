@@ -268,6 +268,16 @@ def test_what_cannot_be_loaded_or_saved_changes_nothing(
     assert made.models["a"] == 1
 
 
+def test_an_optimizer_of_another_model_is_refused_in_words(base: Path, tmp_path: Path) -> None:
+    made = executor(base, tmp_path)
+    created(made, "a")
+    created(made, "c", AdapterSpec(rank=4, alpha=8.0, targets=("q_proj",)))
+    train(made, "a", 0)
+    save(made, "a", "t")
+    refused = failed(made, "c", LoadWeights(checkpoint="a/training/t", with_optimizer=True))
+    assert (refused.category, "load it without its optimizer" in refused.error) == (Category.USER, True), refused.error
+
+
 def test_a_checkpoint_of_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     made = executor(base, tmp_path)
     created(made, "a")

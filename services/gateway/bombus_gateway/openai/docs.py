@@ -54,9 +54,10 @@ _MESSAGES = array_of(_MESSAGE, minItems=1)
 _FUNCTION = object_of("description", "parameters", name=NAME, description=str, parameters=dict)
 _TOOLS = array_of(object_of(type=one_of("function"), function=_FUNCTION))
 _Stop = Annotated[str, Meta(max_length=limits.STOP_CHARACTERS)]
+_TokenId = Annotated[int, Meta(ge=0)]
 _SAMPLING: dict[str, JsonSchema] = {
     "n": {"default": 1, "maximum": limits.CHOICES},
-    "stop": any_of(_Stop, Annotated[list[_Stop | int], Meta(max_length=limits.STOPS)]),
+    "stop": any_of(_Stop, Annotated[list[_Stop | _TokenId], Meta(max_length=limits.STOPS)]),
     "stream_options": request_of(StreamOptions) | {"description": "only with stream"},
 }
 _STREAMED = {"stream_options": {"required": ["stream"], "properties": {"stream": {"const": True}}}}

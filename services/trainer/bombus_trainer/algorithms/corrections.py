@@ -46,7 +46,7 @@ def line_means(values_N: Tensor, lines_N: Tensor, lines: int) -> Tensor:
 
 
 def token_ratios(old_N: Tensor, sampler_N: Tensor) -> Tensor:
-    """Return pi_old / pi_sampler at each token [N]."""
+    """Return pi_old / pi_sampler at each token [N], at most exp(LOG_BOUND)."""
     return torch.exp((old_N - sampler_N).detach().clamp(max=LOG_BOUND))
 
 

@@ -47,13 +47,14 @@ class StepBackend(ABC, Generic[P]):
 
     @abstractmethod
     def logprobs(self, micro_batch: P) -> tuple[Ints, Floats]:
-        """Compute the logprobs of a micro-batch's terms: their numbers [N] in the batch, and their values [N]."""
+        """Return the indices [N] of a micro-batch's terms in the batch, and their logprobs [N]."""
 
     @abstractmethod
     def forward_backward(self, micro_batch: P, old: Floats | None, tally: Tally) -> float:
-        """Return a micro-batch's share of the loss of its update, and add its gradients where that is finite.
+        """Return a micro-batch's share of the loss of its update, and add its gradients.
 
-        `old` has the logprobs of all the batch's terms before its first update; None where they are those of now.
+        Where the loss is not finite, they may be left out: no step is taken with them. `old` has the logprobs of all
+        the batch's terms before its first update; None where they are the current ones.
         """
 
     @abstractmethod

@@ -259,6 +259,7 @@ class OperationServer:
                 checkpoints=self._folder("saved"),
                 covers=covers / run,
                 scratch=scratch / f"{run}-epoch-{ownership.epoch}",
+                run=ownership.run,
                 trainer_epoch=ownership.epoch,
             )
             executor = load_base(job, options, settings)

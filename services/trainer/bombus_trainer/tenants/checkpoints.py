@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -20,12 +21,13 @@ from bombus.hive.decoding import decoded
 from bombus.operations import AdapterSpec, CheckpointKind, CheckpointSaved
 from bombus.weights.deltas import file_sha256
 from bombus_trainer.publish.checkpoint import Seal, seal_files
-from bombus_trainer.publish.directories import access_of, draft_directory, epoch_of, make_durable_directory
+from bombus_trainer.publish.directories import access_of, make_durable_directory
 from bombus_trainer.tenants.tenant import GradientEpoch
 
 FACTS, OPTIMIZER, GRADIENT = "facts.json", "optimizer.safetensors", "gradient.safetensors"
 REPLACED = ".replaced-"
 _NAME = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,127}\Z")
+_DRAFT = re.compile(r"^\.draft-run-(\d+)-epoch-(\d+)-")  # the run and the epoch of the trainer that fills it
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,14 @@ Describe = Callable[[dict[str, Seal]], TenantFacts]
 class CheckpointFolder:
     """All checkpoints below one folder."""
 
-    def __init__(self, root: Path, trainer_epoch: int = 0) -> None:
-        """Open it, and remove what trainers up to this epoch have left half written."""
+    def __init__(self, root: Path, run: int = 0, trainer_epoch: int = 0) -> None:
+        """Open it for a trainer of this run and epoch, and remove the drafts of trainers up to that one."""
         self._root = root
-        self._epoch = trainer_epoch
+        self._trainer = (run, trainer_epoch)
         make_durable_directory(root)
         for draft in root.glob("*/*/.draft-*"):
-            if (epoch_of(draft.name) or 0) <= trainer_epoch:
+            of = _DRAFT.match(draft.name)
+            if of is None or (int(of[1]), int(of[2])) <= self._trainer:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def facts(self, name: CheckpointName) -> TenantFacts:
@@ -157,7 +160,7 @@ class CheckpointFolder:
         self._settle(folder)
         if not folder.exists():
             return
-        going = draft_directory(folder.parent, self._epoch)
+        going = self._draft(folder.parent)
         folder.rename(going)
         make_durable(folder.parent)
         shutil.rmtree(going, ignore_errors=True)
@@ -180,7 +183,7 @@ class CheckpointFolder:
         if folder.exists() and not overwrite:
             return self._again(name, operation)
         make_durable_directory(folder.parent)
-        draft = draft_directory(folder.parent, self._epoch)
+        draft = self._draft(folder.parent)
         try:
             known = fill(draft)
             seals = known | seal_files(draft, lambda file: file not in known)
@@ -220,6 +223,11 @@ class CheckpointFolder:
         else:
             aside.rename(folder)
             make_durable(folder.parent)
+
+    def _draft(self, parent: Path) -> Path:
+        """Create a directory to fill and rename."""
+        run, trainer_epoch = self._trainer
+        return Path(tempfile.mkdtemp(prefix=f".draft-run-{run}-epoch-{trainer_epoch}-", dir=parent))
 
     def _path(self, name: CheckpointName) -> Path:
         return self._root / name.model / name.kind / name.name

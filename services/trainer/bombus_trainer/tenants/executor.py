@@ -75,8 +75,8 @@ class OperationExecutor:
         self._folder, self._settings, self._options = folder, settings, options
         self._base: Base | None = Base(folder, settings, all_weights=False)
         self._tenants: dict[str, TrainedTenant] = {}
-        self._checkpoints = CheckpointFolder(options.checkpoints, options.trainer_epoch)
-        self._covers = CheckpointFolder(options.covers, options.trainer_epoch)
+        self._checkpoints = CheckpointFolder(options.checkpoints, options.run, options.trainer_epoch)
+        self._covers = CheckpointFolder(options.covers, options.run, options.trainer_epoch)
         self._shelf = OptimizerShelf(options.scratch, options.optimizer_bytes_max)
 
     @property

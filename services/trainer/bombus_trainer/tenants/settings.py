@@ -11,8 +11,8 @@ class TenantSettings(BaseModel):
     """`checkpoints` is the folder of what callers save, `covers` of what this trainer saves to go on after a crash.
 
     `scratch` is a folder of this process alone, emptied when it starts, for optimizers that are not in memory. Those in
-    memory take at most `optimizer_bytes_max`, or as much as the one in use where that is more. What trainers of a later
-    epoch than `trainer_epoch` write there is not touched.
+    memory take at most `optimizer_bytes_max`, or as much as the one in use where that is more. Drafts of trainers of a
+    later run than `run`, or of a later epoch of it than `trainer_epoch`, are left alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -20,6 +20,7 @@ class TenantSettings(BaseModel):
     checkpoints: Path
     covers: Path
     scratch: Path
+    run: int = Field(default=0, ge=0)
     trainer_epoch: int = Field(default=0, ge=0)
     models_max: int = Field(default=MODELS_MAX_MAX, ge=1, le=MODELS_MAX_MAX)
     rank_max: int = Field(default=512, ge=1, le=4096)

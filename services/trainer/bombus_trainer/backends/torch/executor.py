@@ -78,6 +78,7 @@ class Executor(StepBackend[Bin]):
         self.policy = self.base.policy
         kept = settings.config.kl_coef > 0.0 and self.base.all_weights  # below an adapter the base is the reference
         self._reference = self.policy.frozen_copy() if kept else self.policy
+        self._shapes = self.policy.dense_shapes()  # read while a step switches adapters on and off, in another thread
 
     @property
     def vocab_size(self) -> int:
@@ -96,7 +97,8 @@ class Executor(StepBackend[Bin]):
         bins = pack(items, tokens_max, packing and settings.config.share_prefixes)
         if backward:
             tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
-        tally.note_flops(sum(self.policy.flops(packed, backward) for packed in bins))
+        else:
+            tally.note_flops(sum(self.policy.flops(packed, backward=False) for packed in bins))
         return bins
 
     def logprobs(self, micro_batch: Bin) -> tuple[Ints, Floats]:
@@ -111,6 +113,7 @@ class Executor(StepBackend[Bin]):
         reference_N = self.reference_logprobs(micro_batch) if settings.config.kl_coef > 0.0 else None
         result = loss_of_terms(scored, old_N, reference_N, settings)
         loss = float(result.loss.detach())
+        tally.note_flops(self.policy.flops(micro_batch, backward=True))
         if isfinite(loss):
             result.loss.backward()
             tally.note_terms(result, old_N, sampler_N, scored.entropy_N.detach())
@@ -162,15 +165,20 @@ class Executor(StepBackend[Bin]):
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from the result of `tensors`. Raises `EngineFault` when it is of another model."""
-        self.model.restore(_under(PARAMETER, tensors))
-        self.model.optimizer.restore(_under(MOMENT, tensors))
+        self.model.restore(self._below(PARAMETER, tensors))
+        self.model.optimizer.restore(self._below(MOMENT, tensors))
         self.zero_grad()
         torch.set_rng_state(tensors[RNG])
+
+    def _below(self, prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors below a prefix. In earlier checkpoints the factors of adapters have other names."""
+        found = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        return found if self.model.spec is None else {_factor_name(name): value for name, value in found.items()}
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
         if part == ModelPart.ADAPTER:
             return adapter_outline(self.model.adapter_config(), self.model.weights().items())
-        return Outline(self.policy.export_dtype, self.policy.dense_shapes())
+        return Outline(self.policy.export_dtype, self._shapes)
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         """See `TrainerBackend.read_weights`."""
@@ -180,12 +188,6 @@ class Executor(StepBackend[Bin]):
             return use(self.policy.dense_weights())
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors below a prefix. Until version 0.1.0 the factors of adapters had other names."""
-    return {
-        EARLIER_FACTOR.sub(
-            lambda found: adapter_names(found[1])["ab".index(found[2])], name.removeprefix(prefix)
-        ): value
-        for name, value in tensors.items()
-        if name.startswith(prefix)
-    }
+def _factor_name(name: str) -> str:
+    """Return a name as it is now in a checkpoint: peft's for the factors of an adapter."""
+    return EARLIER_FACTOR.sub(lambda found: adapter_names(found[1])["ab".index(found[2])], name)

@@ -67,7 +67,7 @@ class AdamW:
         self._adam.zero_grad(set_to_none=True)
 
     def step(self, adam: AdamParams) -> None:
-        """Update the parameters that have gradients, as they are: what bounds or clears them is the caller's."""
+        """Update the parameters that have gradients. The caller clips the gradients and clears them."""
         self.make_state()
         for group in self._adam.param_groups:
             group["lr"], group["betas"], group["eps"] = adam.learning_rate, (adam.beta1, adam.beta2), adam.eps
@@ -75,17 +75,18 @@ class AdamW:
         self._adam.step()
 
     def make_state(self) -> None:
-        """Make all of the state, unless it is there: a step that has no memory for it then fails before it begins."""
-        if self._adam.state:
-            return
-        self.restore(
-            {
-                f"{name}.{moment}": torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                for name, parameter in self.parameters.items()
-                for moment in ("exp_avg", "exp_avg_sq")
-            }
-            | {f"{name}.step": torch.zeros((), dtype=torch.float32) for name in self.parameters}
-        )
+        """Make the state of parameters that have gradients, unless it is there.
+
+        A step that has no memory for it then fails before it begins. Parts of a model that a text never passes through,
+        such as a vision tower, have no gradients and take no room.
+        """
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and parameter not in self._adam.state:
+                self._adam.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
 
     def state(self) -> dict[str, Tensor]:
         """Return the state by `<parameter>.<moment>`. It is empty before the first update."""
@@ -96,25 +97,26 @@ class AdamW:
         return tensors
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Raise `EngineFault` unless this is the state of such an optimizer, or empty."""
-        if not state:
-            return
-        for name, parameter in self.parameters.items():
+        """Raise `EngineFault` unless this is the state of such an optimizer. A parameter may have none, or all of it."""
+        stepped = {name: parameter for name, parameter in self.parameters.items() if f"{name}.step" in state}
+        for name, parameter in stepped.items():
             for moment in MOMENTS:
                 value, shape = state.get(f"{name}.{moment}"), torch.Size(()) if moment == "step" else parameter.shape
                 if value is None:
                     raise EngineFault(f"the checkpoint has no optimizer state for {name}")
                 if value.shape != shape:
                     raise EngineFault(f"the checkpoint's optimizer state for {name} has shape {tuple(value.shape)}")
-        if len(state) != len(MOMENTS) * len(self.parameters):
+        if len(state) != len(MOMENTS) * len(stepped):
             raise EngineFault("the checkpoint has optimizer state for other parameters too")
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `state`. Raises `EngineFault` when it belongs to other parameters."""
         self.check(state)
         self._adam.state.clear()
-        for name, parameter in self.parameters.items() if state else ():
-            self._adam.state[parameter] = {moment: state[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS}
+        for name, parameter in self.parameters.items():
+            if f"{name}.step" in state:
+                moments = {moment: state[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS}
+                self._adam.state[parameter] = moments
 
     def drop(self) -> None:
         """Forget the state."""

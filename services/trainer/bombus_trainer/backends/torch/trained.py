@@ -43,13 +43,12 @@ class TrainedModel:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def restore(self, weights: Mapping[str, Tensor]) -> None:
-        """Put the result of `weights` back, or what is trained of it.
+        """Load what `weights` returned, or only its trained part.
 
         Raises `EngineFault` unless it is of this model, before anything changes.
         """
-        own = self.weights()
-        if weights.keys() != own.keys():
-            own = {name: value.detach() for name, value in self.parameters.items()}
+        every, trained = self.weights(), {name: value.detach() for name, value in self.parameters.items()}
+        own = trained if weights.keys() == trained.keys() else every
         if odd := sorted(own.keys() ^ weights.keys()):
             raise EngineFault(f"the checkpoint is of another model: {odd[0]} is in only one of the two")
         for name, value in own.items():
