@@ -121,6 +121,9 @@ class Refused(BombusError):
         self.code = code
         self.why = why
 
+    def __reduce__(self) -> tuple[type["Refused"], tuple[Code, str]]:  # ranks of a trainer send it to each other
+        return type(self), (self.code, self.why)
+
     @property
     def status(self) -> int:
         return STATUS[self.code]

@@ -248,8 +248,6 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
             'engines.main.trainer.backend = "jax" is refused: it takes one of torch',
         ),
         (engine(trainer={"device": "gpu"}), 'engines.main.trainer.device = "gpu" is refused: it takes cpu, cuda or'),
-        (engine(trainer={"processes": 2}), "engines.main.trainer: processes 2 is refused: backend torch has one"),
-        (engine(trainer={"backend": "torch", "processes": 2}), "engines.main.trainer: processes 2 is refused: ba"),
         (engine(inference=[{}, {"count": -1}]), "engines.main.inference[1].count = -1 is refused: it takes a whole"),
         (
             engine(inference=[{"backend": "sglang"}]),
@@ -274,7 +272,6 @@ def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pyt
         (engine(inference=[{"backend": "openai", "url": "http://a", "dtype": "float32"}]), "dtype means nothing with"),
         (engine(inference=[{"backend": "openai", "url": "http://a", "count": 2}]), "count 2 is refused: one replica"),
         (engine(trainer={"bin_tokens": 3}), "engines.main.trainer.bin_tokens: 3 is neither 0 nor at least 16"),
-        (engine(trainer={"devices": [0, 1]}), "engines.main.trainer: processes 2 is refused: backend torch has one"),
         (
             engine(trainer={"backend": "verl", "devices": [0], "processes": 2}),
             "engines.main.trainer: devices names 1 GPU, and processes is 2: one each",

@@ -1,4 +1,4 @@
-"""Ranks that follow a leader, each a process with a whole model, to see what happens when a rank fails or dies.
+"""Ranks that follow a leader, each a process with a whole model: what they compute, and what happens when one fails.
 
 Run as a program, it imports torch once and forks two ranks for each scenario, so that a scenario takes a second.
 """
@@ -20,19 +20,35 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
-from bombus_trainer.backend import BackendLost, Interrupted, TrainerBackend
+from bombus.operations import (
+    AdamParams,
+    CheckpointKind,
+    CreateModel,
+    Failed,
+    ForwardBackward,
+    LoadWeights,
+    OptimStep,
+    Result,
+    SaveWeights,
+    Scores,
+    StepTaken,
+)
+from bombus_trainer.backend import BackendLost, Interrupted, OperationBackend, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.operations import Board, Leader, follow
-from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import ModelPart, digest_of
+from bombus_trainer.publish.checkpoint import Facts
+from bombus_trainer.publish.export import digest_of
 from bombus_trainer.ranks import Ranks
+from bombus_trainer.tenants.executor import OperationExecutor
+from bombus_trainer.tenants.settings import TenantSettings
 from tests.trainer.small_batches import call, episode, tiny_settings
+from tests.trainer.tenants.small_tenants import BASE, CROSS_ENTROPY, SPEC, datum, floats
 
 SIZE = 2
 WAIT_S = 60.0
 GRACE_S = 3.0
-SCENARIOS = ("all is well", "no model", "one fails", "the leader fails", "one dies")
+SCENARIOS = ("all is well", "no model", "one fails", "the leader fails", "one dies", "operations", "one cannot read")
 
 
 class Seen(msgspec.Struct):
@@ -51,13 +67,12 @@ def play(folder: Path) -> dict[str, Seen]:
 
 
 class Rank(Executor):
-    """A whole model on each rank. They synchronise once in each step; ranks that share a model do so all the time."""
+    """A backend of several ranks, one of which may fail."""
 
     def __init__(self, folder: Path, ranks: Ranks, scenario: str) -> None:
         if scenario == "no model":
             folder = folder / "nowhere"
-        super().__init__(folder / "model", tiny_settings())
-        self.ranks = ranks
+        super().__init__(folder / "model", tiny_settings(), ranks=ranks)
         self.scenario = scenario
 
     def train_step(
@@ -73,15 +88,8 @@ class Rank(Executor):
             raise Interrupted
         metrics = super().train_step(groups, step)
         digests = self.ranks.gather(digest_of(self))
-        metrics["different"] = float(len(set(digests)))
+        metrics["versions"] = float(len(set(digests)))
         return metrics
-
-    def save(self, root: Path, facts: Facts) -> Saved:
-        """Save on the leader alone: two ranks cannot write the same checkpoint at once."""
-        return self.ranks.share(super().save(root, facts)) if self.ranks.leads else self.ranks.share()
-
-    def gather_weights(self, part: ModelPart = ModelPart.MODEL) -> None:
-        """Do nothing: each of these ranks has the whole model."""
 
 
 def main(folder: Path) -> None:
@@ -126,22 +134,80 @@ def _rank(folder: Path, scenario: str, rank: int, listening: socket.socket) -> i
     def load(_: RunConfig) -> TrainerBackend:
         return Rank(folder, board.ranks, scenario)
 
+    def load_base(_: RunConfig, settings: TenantSettings) -> OperationExecutor:
+        if scenario == "one cannot read" and rank:
+            settings = settings.model_copy(update={"checkpoints": settings.checkpoints / "elsewhere"})
+        settings = settings.model_copy(update={"scratch": settings.scratch / f"rank-{rank}"})
+        return OperationExecutor(folder / "model", tiny_settings(model={"path": BASE}), settings, ranks=board.ranks)
+
     if rank:
         try:
-            follow(board, load)
+            follow(board, load, load_base)
         except BackendLost:
             return 3
         return 0
-    leader = Leader(board, load, WAIT_S)
-    (folder / f"{scenario}.json").write_bytes(msgspec.json.encode(_lead(leader, folder)))
+    leader = Leader(board, load, load_base, WAIT_S)
+    lead = _lead_operations if scenario in ("operations", "one cannot read") else _lead
+    (folder / f"{scenario}.json").write_bytes(msgspec.json.encode(lead(leader, folder)))
     leader.stop()
     return 0
 
 
-def _lead(leader: Leader, folder: Path) -> list[str]:
+def _lead_operations(leader: Leader, folder: Path) -> list[str]:
+    root = folder / f"tenants-{os.getpid()}"
+    settings = TenantSettings(checkpoints=root / "checkpoints", covers=root / "covers", scratch=root / "scratch")
+    try:
+        return operated(leader.load_base(RunConfig(), settings))
+    except BackendLost as error:
+        return [f"BackendLost: {error}"]
+
+
+def operated(executor: OperationBackend) -> list[str]:
+    """Train a model, spoil its gradient, train on, save and load. Returns what came of each operation."""
+    data = (datum([1, 2, 3, 4], [2, 3, 4, 5]), datum([7, 8, 9], [8, 9, 10]), datum([11, 12], [12, 13]))
+    spoilt = (*data[:2], datum([11, 12], [12, 13], weights=floats(3e38, 3e38)))
+    executor.execute("m", CreateModel(base=BASE, adapter=SPEC))
+    seen: list[str] = []
+    for operation in (
+        ForwardBackward(loss=CROSS_ENTROPY, data=data),
+        ForwardBackward(loss=CROSS_ENTROPY, data=data[:1]),
+        OptimStep(adam=AdamParams(learning_rate=0.01)),
+        ForwardBackward(loss=CROSS_ENTROPY, data=spoilt),
+        OptimStep(adam=AdamParams(learning_rate=0.01)),
+        ForwardBackward(loss=CROSS_ENTROPY, data=data, forward_only=True),
+        SaveWeights(checkpoint=CheckpointKind.TRAINING, name="x"),
+        SaveWeights(checkpoint=CheckpointKind.TRAINING, name="x"),
+        LoadWeights(checkpoint="m/training/x", with_optimizer=True),
+        ForwardBackward(loss=CROSS_ENTROPY, data=data, forward_only=True),
+    ):
+        seen.append(_shown(executor.execute("m", operation)))
+    return seen
+
+
+def _shown(result: Result) -> str:
+    match result:
+        case Scores():
+            return f"loss {result.loss:.4f}, {len(result.outputs)} outputs"
+        case StepTaken():
+            return f"step {result.step}, norm {result.grad_norm:.4f}"
+        case Failed():
+            return result.error
+        case _:
+            return type(result).__name__
+
+
+def trained(backend: TrainerBackend, interrupted: Callable[[], bool] = lambda: False) -> str:
+    """Make a step, and return what came of it."""
     first = call("a", list(range(20)), [1, 2, 3], episode="e1")
     second = call("b", list(range(20)), [4, 5], episode="e2")
-    groups = [EpisodeGroup("task", (episode("e1", 0.0, first), episode("e2", 1.0, second)))]
+    third = call("c", list(range(5, 15)), [6, 7, 8], episode="e3")
+    played = (episode("e1", 0.0, first), episode("e2", 1.0, second), episode("e3", 0.25, third))
+    metrics = backend.train_step([EpisodeGroup("task", played)], 1, interrupted)
+    shown = ", ".join(f"{name} {metrics[name]:.4f}" for name in ("loss", "grad_norm", "clip_fraction"))
+    return f"{metrics.get('versions', 1.0):.0f} version: {shown}, of {metrics['bins']:.0f} bins"
+
+
+def _lead(leader: Leader, folder: Path) -> list[str]:
     seen: list[str] = []
 
     def attempt(act: Callable[[], object]) -> None:
@@ -151,8 +217,8 @@ def _lead(leader: Leader, folder: Path) -> list[str]:
             kind = type(error).__name__
             seen.append(f"{kind}: {error}")
 
-    def train(interrupted: bool = False) -> float:
-        return backend.train_step(groups, 1, lambda: interrupted)["different"]
+    def train(interrupted: bool = False) -> str:
+        return trained(backend, lambda: interrupted)
 
     try:
         backend = leader.load(RunConfig())

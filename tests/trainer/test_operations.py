@@ -1,23 +1,38 @@
 """Ranks that train together run the same operations, agree on failures, and do not wait for a rank that is gone."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.trainer.local_ranks import Seen, play
-from tests.trainer.small_batches import tiny_model_folder
+from bombus_trainer.backends.torch.executor import Executor
+from tests.trainer.local_ranks import Seen, operated, play, trained
+from tests.trainer.small_batches import tiny_model_folder, tiny_settings
+from tests.trainer.tenants.small_tenants import executor
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model_folder(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def played(folder: Path) -> dict[str, Seen]:
     return play(folder)
 
 
-def test_ranks_follow_their_leader_through_steps_checkpoints_and_what_all_refuse(played: dict[str, Seen]) -> None:
+def test_ranks_follow_their_leader_through_steps_checkpoints_and_what_all_refuse(
+    played: dict[str, Seen], folder: Path
+) -> None:
     seen = played["all is well"]
     interrupted, first, second, other, restored, third = seen.calls
     assert interrupted == "Interrupted: "
-    assert (first, second, third) == ("1.0", "1.0", "1.0"), "both ranks have the same weights after each step"
+    alone = Executor(folder / "model", tiny_settings())
+    for of_both in (first, second, third):
+        assert of_both.rpartition(",")[0] == trained(alone).rpartition(",")[0]
+        assert of_both.startswith("1 version: "), "both ranks have the same weights after each step"
+        assert not of_both.endswith("of 1 bins"), "each rank has computed something"
     assert "damaged" in other
     assert restored == "None"
     assert seen.codes == [0, 0]
@@ -49,3 +64,25 @@ def test_a_rank_that_is_killed_ends_the_others(played: dict[str, Seen]) -> None:
     assert seen.calls[0].startswith("BackendLost")
     assert "nothing was heard of rank 1" in seen.calls[0]
     assert seen.codes == [0, -9]
+
+
+def test_training_operations_of_two_ranks_come_to_what_one_process_computes(
+    played: dict[str, Seen], folder: Path, tmp_path: Path
+) -> None:
+    seen = played["operations"]
+    assert seen.calls == operated(executor(folder / "model", tmp_path))
+    first, _, step, spoilt, refused, *_, saved, again, loaded, last = seen.calls
+    assert first.startswith("loss ")
+    assert step.startswith("step 1, norm ")
+    assert "is not finite" in spoilt, "of a datum that one rank has computed"
+    assert "no step was taken" in refused
+    assert (saved, loaded) == ("CheckpointSaved", "CheckpointLoaded")
+    assert "already" in again
+    assert last != first
+    assert seen.codes == [0, 0]
+
+
+def test_a_rank_that_cannot_read_a_checkpoint_ends_all_before_its_models_differ(played: dict[str, Seen]) -> None:
+    (call,) = played["one cannot read"].calls
+    assert call.startswith("BackendLost: rank 1 failed alone")
+    assert "there is no checkpoint m/training/x" in call

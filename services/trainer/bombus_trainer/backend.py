@@ -2,14 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
+from bombus.operations import CheckpointSaved, Operation, Result
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors
 from bombus_trainer.settings import TrainerSettings
+from bombus_trainer.tenants.settings import TenantSettings
+
+if TYPE_CHECKING:
+    from bombus_trainer.backends.torch.model import PolicyModel
 
 T = TypeVar("T")
 
@@ -70,6 +75,37 @@ class TrainerBackend(Protocol):
         """
         ...
 
+
+class OperationBackend(Protocol):
+    """The models of training clients on one base, see `tenants.executor.OperationExecutor`. Make one call at a time."""
+
+    @property
+    def models(self) -> dict[str, int]: ...
+
+    @property
+    def base(self) -> "PolicyModel": ...
+
+    def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result: ...
+
+    def cover(self, model: str, name: str, executed: bytes) -> CheckpointSaved: ...
+
+    def recover(self, model: str, name: str) -> bytes: ...
+
+    def rescue(self, model: str, made_by: str, at_least: int) -> int | None: ...
+
+    def spoil(self, model: str, operation: Operation, why: str) -> None: ...
+
+    def clear(self, model: str) -> None: ...
+
+    def drop(self, model: str) -> None: ...
+
+    def release(self) -> None: ...
+
+    def remove_checkpoint(self, checkpoint: str) -> None: ...
+
+
+BaseLoader = Callable[[RunConfig, TenantSettings], OperationBackend]
+"""Loads a job's model as the base of training operations. Raises `EngineFault` for what this trainer cannot do."""
 
 Loader = Callable[[RunConfig], TrainerBackend]
 """Loads a job's model at step 0. Raises `EngineFault` for what this trainer cannot do."""

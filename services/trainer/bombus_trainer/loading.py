@@ -47,51 +47,45 @@ def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = 
             "trainer.backend is verl, and verl is not installed in this trainer's environment: run `bombus install "
             "verl`, and start the trainer with --backend verl"
         )
-    if job.trainer.processes not in (0, ranks.size):
-        raise EngineFault(
-            f"trainer.processes is {job.trainer.processes}, and this trainer was started with {ranks.size}: "
-            "set it to 0, or start the trainer with as many"
-        )
+    _check_processes(job, ranks)
     if job.trainer.backend == "torch":
-        if ranks.size > 1:
-            raise EngineFault(
-                f"trainer.backend is torch, which trains in one process, and this trainer has {ranks.size}: "
-                "set trainer.backend to verl, or start the trainer with `bombus trainer`"
-            )
-        return load_executor(settings, options.allow_download)
+        return load_executor(settings, options.allow_download, ranks)
     from bombus_trainer.backends.verl.executor import VerlExecutor
 
     folder = _folder_to_load(job, options.allow_download)
     return VerlExecutor(folder, settings, ranks, text_files(job, folder, options.allow_download))
 
 
-def load_executor(settings: TrainerSettings, allow_download: bool = False) -> Executor:
+def _check_processes(job: RunConfig, ranks: Ranks) -> None:
+    if job.trainer.processes not in (0, ranks.size):
+        raise EngineFault(
+            f"trainer.processes is {job.trainer.processes}, and this trainer was started with {ranks.size}: "
+            "set it to 0, or start the trainer with as many"
+        )
+
+
+def load_executor(settings: TrainerSettings, allow_download: bool = False, ranks: Ranks | None = None) -> Executor:
     """Load the job's model at step 0. Raises `EngineFault` when there is none, or it is not the torch backend's."""
     job = settings.job
     if job.trainer.backend != "torch":
         raise EngineFault(f"trainer.backend is {job.trainer.backend}, and this can only be done with the torch backend")
     folder = _folder_to_load(job, allow_download)
-    return Executor(folder, settings, text_files(job, folder, allow_download))
+    return Executor(folder, settings, text_files(job, folder, allow_download), ranks)
 
 
-def load_base(job: RunConfig, options: TrainerOptions, tenants: TenantSettings) -> OperationExecutor:
-    """Load the job's model as the base of training operations.
+def load_base(
+    job: RunConfig, options: TrainerOptions, tenants: TenantSettings, ranks: Ranks | None = None
+) -> OperationExecutor:
+    """Load the job's model as the base of training operations, on all `ranks` (None: this process alone).
 
-    Raises `EngineFault` when there is none, the job asks for another backend than torch, or this is one of several
-    ranks.
+    Torch executes them, whichever backend the job has for its own steps. Raises `EngineFault` when there is no model.
     """
-    if options.ranks > 1:
-        raise EngineFault(
-            f"this engine's trainer has {options.ranks} processes, and training operations are executed by torch in "
-            "one: start it with `bombus trainer`, or `bombus up` without --trainer-processes, or use another engine"
-        )
-    if job.trainer.backend != "torch":
-        raise EngineFault(
-            f"trainer.backend is {job.trainer.backend}, and training operations are executed by torch alone: set it to "
-            "torch"
-        )
+    ranks = ranks or Ranks.alone()
+    _check_processes(job, ranks)
     settings = TrainerSettings.of_job(job, options.device, options.bin_tokens)
-    return OperationExecutor(_folder_to_load(job, options.allow_download), settings, tenants)
+    if ranks.size > 1:
+        tenants = tenants.model_copy(update={"scratch": tenants.scratch / f"rank-{ranks.rank}"})
+    return OperationExecutor(_folder_to_load(job, options.allow_download), settings, tenants, ranks=ranks)
 
 
 def base_files(job: RunConfig, options: TrainerOptions) -> dict[str, bytes]:

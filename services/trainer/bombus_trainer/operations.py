@@ -1,4 +1,4 @@
-"""Operations of all ranks of a trainer: the leader announces them, the others follow, no rank waits for a failed one.
+"""Calls on all ranks of a trainer: the leader announces them, the others follow, no rank waits for a failed one.
 
 Between operations the others wait at torch's store, for hours if need be; the timeout of the process group applies only
 within an operation. After each, every rank reports its outcome. When all report the same failure (a damaged
@@ -17,20 +17,23 @@ from torch.distributed.distributed_c10d import Store
 
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError
-from bombus_trainer.backend import BackendLost, Loader, TrainerBackend
+from bombus.operations import CheckpointSaved, Operation, Result
+from bombus_trainer.backend import BackendLost, BaseLoader, Loader, OperationBackend, TrainerBackend
+from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors
 from bombus_trainer.ranks import LEADER, Ranks
 from bombus_trainer.settings import TrainerSettings
+from bombus_trainer.tenants.settings import TenantSettings
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOAD, STOP = "load", "stop"
+LOAD, LOAD_BASE, STOP = "load", "load_base", "stop"
 GRACE_S = 10.0  # for the others to report, once one has failed
 POLL_S = 60.0
-Operation = tuple[str, tuple[object, ...]]  # a method of the backend, and its arguments
+Call = tuple[str, tuple[object, ...]]  # a method of what is loaded, and its arguments
 
 
 class Board:
@@ -42,19 +45,19 @@ class Board:
         self._store = store
         self._number = 0
 
-    def announce(self, operation: Operation) -> None:
-        """Start the next operation on all ranks. Called by the leader."""
+    def announce(self, call: Call) -> None:
+        """Start the next call on all ranks. Called by the leader."""
         self._number += 1
         self._store.set(f"call/{self._number}", "there")
-        self.ranks.share(operation)
+        self.ranks.share(call)
 
-    def next(self) -> Operation:
-        """Wait for the next operation, however long that takes. Called by the others."""
+    def next(self) -> Call:
+        """Wait for the next call, however long that takes. Called by the others."""
         self._number += 1
         while not self._arrives(f"call/{self._number}", POLL_S):
             pass
-        operation: Operation = self.ranks.share()
-        return operation
+        call: Call = self.ranks.share()
+        return call
 
     def report(self, failure: Exception | None) -> None:
         self._store.set(f"outcome/{self._number}/{self.ranks.rank}", "" if failure is None else f"!{_words(failure)}")
@@ -73,11 +76,12 @@ class Board:
 
 
 class Leader:
-    """Loads backends that span all ranks. `load` loads this rank's part."""
+    """Loads what spans all ranks. `load` and `load_base` load this rank's part."""
 
-    def __init__(self, board: Board, load: Loader, timeout_s: float) -> None:
+    def __init__(self, board: Board, load: Loader, load_base: BaseLoader, timeout_s: float) -> None:
         self._board = board
         self._load = load
+        self._load_base = load_base
         self._timeout_s = timeout_s
         self._lost: BackendLost | None = None
 
@@ -85,13 +89,17 @@ class Leader:
         """Load a job on all ranks. Raises `EngineFault` as `load` does, `BackendLost`."""
         return _LeaderBackend(self, self.run((LOAD, (job,)), lambda: self._load(job)))
 
-    def run(self, operation: Operation, ours: Callable[[], T]) -> T:
-        """Run an operation on all ranks; `ours` is this rank's part. Raises what all have raised, or `BackendLost`."""
+    def load_base(self, job: RunConfig, tenants: TenantSettings) -> OperationBackend:
+        """Load the base of training operations on all ranks. Raises `EngineFault` as `load_base` does, `BackendLost`."""
+        return _LeaderOperations(self, self.run((LOAD_BASE, (job, tenants)), lambda: self._load_base(job, tenants)))
+
+    def run(self, call: Call, ours: Callable[[], T]) -> T:
+        """Make a call on all ranks; `ours` is this rank's part. Raises what all have raised, or `BackendLost`."""
         if self._lost is not None:
             raise self._lost
         failure: Exception | None = None
         try:
-            self._board.announce(operation)
+            self._board.announce(call)
             value = ours()
         except Exception as error:  # whatever it is, the others have to learn of it
             failure = error
@@ -153,22 +161,73 @@ class _LeaderBackend:
         return self._leader.run(("gather_weights", (part,)), lambda: self._ours.read_weights(use, part))
 
 
-def follow(board: Board, load: Loader) -> None:
-    """Follow the leader's operations until it stops this rank.
+class _LeaderOperations:
+    """The models of training clients on all ranks, as the leader's service sees them.
+
+    Each rank has all models, so what only reads is asked of the leader's, and the leader alone removes files.
+    """
+
+    def __init__(self, leader: Leader, ours: OperationBackend) -> None:
+        self._leader = leader
+        self._ours = ours
+
+    @property
+    def models(self) -> dict[str, int]:
+        return self._ours.models
+
+    @property
+    def base(self) -> PolicyModel:
+        return self._ours.base
+
+    def execute(self, model: str, operation: Operation, name: str = "", executed: bytes = b"") -> Result:
+        arguments = (model, operation, name, executed)
+        return self._leader.run(("execute", arguments), lambda: self._ours.execute(*arguments))
+
+    def cover(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
+        return self._leader.run(
+            ("cover", (model, name, executed)), lambda: self._ours.cover(model, name, executed)
+        )
+
+    def recover(self, model: str, name: str) -> bytes:
+        return self._leader.run(("recover", (model, name)), lambda: self._ours.recover(model, name))
+
+    def rescue(self, model: str, made_by: str, at_least: int) -> int | None:
+        arguments = (model, made_by, at_least)
+        return self._leader.run(("rescue", arguments), lambda: self._ours.rescue(*arguments))
+
+    def spoil(self, model: str, operation: Operation, why: str) -> None:
+        self._leader.run(("spoil", (model, operation, why)), lambda: self._ours.spoil(model, operation, why))
+
+    def clear(self, model: str) -> None:
+        self._leader.run(("clear", (model,)), lambda: self._ours.clear(model))
+
+    def drop(self, model: str) -> None:
+        self._leader.run(("drop", (model,)), lambda: self._ours.drop(model))
+
+    def release(self) -> None:
+        self._leader.run(("release", ()), self._ours.release)
+
+    def remove_checkpoint(self, checkpoint: str) -> None:
+        self._ours.remove_checkpoint(checkpoint)
+
+
+def follow(board: Board, load: Loader, load_base: BaseLoader) -> None:
+    """Follow the leader's calls until it stops this rank.
 
     Raises `BackendLost` when this rank fails and the leader does not. By then it has left the process group, so that
     the others do not wait for it.
     """
-    backend: TrainerBackend | None = None
+    loaders: dict[str, Callable[..., object]] = {LOAD: load, LOAD_BASE: load_base}
+    backend: object = None
     while True:
         method, arguments = board.next()
         if method == STOP:
             return
         failure: Exception | None = None
         try:
-            if method == LOAD:
+            if method in loaders:
                 backend = None  # free its memory first
-                backend = load(*arguments)  # type: ignore[arg-type]
+                backend = loaders[method](*arguments)
             else:
                 getattr(backend, method)(*arguments)
         except Exception as error:  # the leader reports it on the log, if it can

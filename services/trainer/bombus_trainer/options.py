@@ -21,7 +21,6 @@ class TrainerOptions(TrainerMachineOptions):
     Jobs may write their debug rollout data below `debug_root`. `retry_s` is the pause after the first failure of a
     step, doubled up to `retry_s_max`. A superseded trainer asks every `presence_s` whether its successor is alive.
     A model of a run of operations gets a checkpoint to go on from after `cover_s`, or `cover_bytes` of operations.
-    `ranks` is how many processes train together, which torchrun decides.
     """
 
     engine: Annotated[EngineName, Flag(metavar="NAME", help="the engine it works for", read=name_of("engine"))] = "main"
@@ -57,7 +56,6 @@ class TrainerOptions(TrainerMachineOptions):
     cover_s: Annotated[float, NoFlag()] = Field(default=30.0, ge=0.0, le=86_400.0)
     cover_bytes: Annotated[int, NoFlag()] = Field(default=32 << 20, ge=1, le=1 << 40)
     presence_s: Annotated[float, NoFlag()] = Field(default=15.0, gt=0.0, le=3600.0)
-    ranks: Annotated[int, NoFlag()] = Field(default=1, ge=1, le=1 << 20)
 
     @property
     def silence_s(self) -> float:

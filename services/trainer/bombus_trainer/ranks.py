@@ -1,14 +1,16 @@
-"""What the processes that train one model together exchange besides gradients.
+"""What the processes that train together exchange.
 
-Everything here uses gloo, on the CPU, whatever the gradients use.
+Gradients use torch's default process group, NCCL on GPUs. Everything else uses gloo, on the CPU.
 """
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bombus_trainer.data.sequences import Floats
 
@@ -53,6 +55,25 @@ class Ranks:
         dist.all_gather_object(held, value, group=self._group)
         return cast(list[T], held)
 
+    def of_all(self, work: Callable[[], T]) -> list[T]:
+        """Return what `work` returns on each rank, by rank. Where it fails on one, its error is raised on all."""
+        if self._group is None:
+            return [work()]
+        found = self.gather(_outcome(work))
+        return [_value(each) for each in found]
+
+    def by_leader(self, work: Callable[[], T]) -> T:
+        """Return on every rank what `work` returns on the leader, or raise what it raises there."""
+        if self._group is None:
+            return work()
+        return _value(self.share(_outcome(work) if self.leads else None))
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors over the ranks, in place, on whatever device they are."""
+        if self._group is not None:
+            for done in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                done.wait()
+
     def total(self, values_N: Floats) -> Floats:
         """Sum an array [N] over the ranks, in place."""
         if self._group is not None:
@@ -65,3 +86,17 @@ class Ranks:
             return flag
         held = np.array([flag if self.leads else False], dtype=np.float32)
         return bool(self.total(held)[0] > 0)
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # whatever it is, every rank raises it
+        return None, error
+
+
+def _value(outcome: tuple[T | None, Exception | None]) -> T:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return cast(T, value)

@@ -23,7 +23,8 @@ from bombus.hive.state import EngineState, Phase
 from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.hive.trajectories.training import checkpoint_folder
 from bombus.private import private_folder
-from bombus_trainer.backend import BackendLost, Interrupted, Loader, TrainerBackend
+from bombus_trainer import loading
+from bombus_trainer.backend import BackendLost, BaseLoader, Interrupted, Loader, TrainerBackend
 from bombus_trainer.backends.torch.metrics import LEFT_OUT
 from bombus_trainer.data.reading import ReadBatch, read_batch
 from bombus_trainer.data.samples import Origin
@@ -59,9 +60,17 @@ class Trainer:
     Everything that it needs to go on after a crash is on the log, or in the checkpoint that the log names.
     """
 
-    def __init__(self, bus: Bus, options: TrainerOptions, name: str = "", load: Loader | None = None) -> None:
-        """`load` loads a job into a backend; the default does that in this process."""
+    def __init__(
+        self,
+        bus: Bus,
+        options: TrainerOptions,
+        name: str = "",
+        load: Loader | None = None,
+        load_base: BaseLoader | None = None,
+    ) -> None:
+        """`load` loads a job into a backend, `load_base` its base for operations; the defaults do in this process."""
         self._load_backend = load or (lambda job: load_backend(job, options))
+        self._load_base = load_base or (lambda job, tenants: loading.load_base(job, options, tenants))
         self.name = name or f"trainer-{secrets.token_hex(4)}"
         self._bus = bus
         self._options = options
@@ -109,7 +118,7 @@ class Trainer:
         ownership = self._ownership
         await ownership.open()
         if ownership.engine.serves_operations:
-            await OperationServer(self._bus, self._options, ownership, self._reports).run()
+            await OperationServer(self._bus, self._options, ownership, self._reports, self._load_base).run()
         root = self._directory("weights")
         async with Versions(self._bus, self._options, root, ownership.run, ownership.epoch) as versions:
             await self._make_steps(versions)
@@ -444,10 +453,17 @@ def _counts(engine: EngineState) -> tuple[int, int]:
     return engine.step_failures, engine.suspensions
 
 
-async def run(url: str, hive: str, options: TrainerOptions, name: str = "", load: Loader | None = None) -> None:
+async def run(
+    url: str,
+    hive: str,
+    options: TrainerOptions,
+    name: str = "",
+    load: Loader | None = None,
+    load_base: BaseLoader | None = None,
+) -> None:
     """Train an engine's runs until cancelled."""
     telemetry.configure("trainer")
     private_folder(options.folder)
     async with await Bus.connect(url, hive, name=f"trainer-{options.engine}") as bus:
         await bus.until_streams_exist()
-        await Trainer(bus, options, name, load).run()
+        await Trainer(bus, options, name, load, load_base).run()

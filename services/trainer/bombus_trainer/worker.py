@@ -22,11 +22,12 @@ from bombus.errors import Refused
 from bombus.host.process import PARENT_VARIABLE, die_with_parent, run_service
 from bombus.terminal import complain
 from bombus_trainer import service
-from bombus_trainer.backend import BackendLost, TrainerBackend
-from bombus_trainer.loading import load_backend
+from bombus_trainer.backend import BackendLost, OperationBackend, TrainerBackend
+from bombus_trainer.loading import load_backend, load_base
 from bombus_trainer.operations import Board, Leader, follow
 from bombus_trainer.options import TrainerOptions, add_options, options_of
 from bombus_trainer.ranks import Ranks
+from bombus_trainer.tenants.settings import TenantSettings
 
 log = logging.getLogger(__name__)
 
@@ -55,19 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(url: str, hive: str, options: TrainerOptions) -> int:
     board = _join(options)
 
-    def load(job: RunConfig) -> TrainerBackend:
+    def load_here(job: RunConfig) -> TrainerBackend:
         return load_backend(job, options, board.ranks)
+
+    def load_base_here(job: RunConfig, tenants: TenantSettings) -> OperationBackend:
+        return load_base(job, options, tenants, board.ranks)
 
     if not board.ranks.leads:
         try:
-            follow(board, load)
+            follow(board, load_here, load_base_here)
         except (BackendLost, RuntimeError) as error:  # torch has many errors for a leader that is gone
             log.error("rank %d ends: %s", board.ranks.rank, error)
             return 1
         return 0
-    leader = Leader(board, load, options.operation_timeout_s)
-    counted = options.model_copy(update={"ranks": board.ranks.size})
-    code = run_service(service.run(url, hive, counted, load=leader.load))
+    leader = Leader(board, load_here, load_base_here, options.operation_timeout_s)
+    code = run_service(service.run(url, hive, options, load=leader.load, load_base=leader.load_base))
     leader.stop()
     return code
 

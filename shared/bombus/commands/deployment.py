@@ -56,7 +56,7 @@ PROCESS_FLAGS: Overrides = {
     "inference.count": Flag(name="--replicas", metavar="N", help="how many inference replicas for each engine"),
     "trainer.backend": Flag(name="--trainer-backend", help="what trains each engine"),
     "trainer.processes": Flag(
-        name="--trainer-processes", metavar="N", help="how many trainer processes for each engine, with verl"
+        name="--trainer-processes", metavar="N", help="how many trainer processes for each engine"
     ),
     "trainer.device": DEVICE,
     "inference.device": DEVICE,

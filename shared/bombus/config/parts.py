@@ -208,10 +208,7 @@ class TrainerPart(TrainerMachineOptions, PlacedPart):
     processes: int = Field(default=1, ge=1, le=PROCESSES_MAX)
 
     @model_validator(mode="after")
-    def _torch_has_one_process(self) -> "TrainerPart":
-        backend_given = "backend" in self.model_fields_set  # where it is not, the job may still say verl
-        if backend_given and self.backend == "torch" and self.processes > 1:
-            raise ValueError(f"processes {self.processes} is refused: backend torch has one; backend verl has many")
+    def _each_process_has_a_device(self) -> "TrainerPart":
         if self.devices and "processes" in self.model_fields_set and len(self.devices) != self.processes:
             raise ValueError(f"devices names {_gpus(len(self.devices))}, and processes is {self.processes}: one each")
         return self

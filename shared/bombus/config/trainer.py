@@ -77,7 +77,8 @@ class TrainerConfig(ConfigGroup):
     """How a batch becomes an optimizer step. docs/algorithms.md describes the algorithms and their settings.
 
     Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up
-    in verl. `processes` train together; 0 means as many as the trainer was started with. With the backend verl
+    in verl. `processes` train together; 0 means as many as the trainer was started with. With the backend torch each
+    has the whole model and computes a share of the sequences; verl shards the model over them. With the backend verl
     `ulysses_parallel_size` of them compute a part of each sequence, so that the activations of long ones are shared
     between them; it has to divide the number of the model's heads.
 
@@ -203,13 +204,11 @@ class TrainerConfig(ConfigGroup):
 
     @model_validator(mode="after")
     def _backend_fits(self) -> "TrainerConfig":
-        if self.backend == "torch" and self.processes > 1:
-            raise ValueError(f"processes {self.processes} is refused: backend torch has one; backend verl has many")
         ulysses = self.ulysses_parallel_size
         if self.backend == "torch" and ulysses > 1:
             raise ValueError(
-                f"ulysses_parallel_size {ulysses} is refused: backend torch has one process; backend verl splits "
-                "sequences over several"
+                f"ulysses_parallel_size {ulysses} is refused: backend torch computes each sequence in one process; "
+                "backend verl splits sequences over several"
             )
         if self.attn_implementation.startswith(FLASH) and (self.backend == "torch" or ulysses > 1):
             why = "with backend torch, where it would take kernels of flash-attn for sequences that share beginnings"

@@ -126,7 +126,7 @@ LIMITED: dict[str, Only] = {
     "ckpt_manager": Only(
         (None, "dcp"),
         "a checkpoint is one of torch's distributed checkpoints (dcp) with backend verl, and one file of safetensors "
-        "with backend torch, which has one process; both are chosen by dcp, or by leaving it out",
+        "with backend torch; both are chosen by dcp, or by leaving it out",
     ),
     "load_checkpoint_path": Only(_EMPTY, f"{_PLACE}; to start from other weights, name them as model_path"),
     "train_serve_profile": Only(_EMPTY, "set its keys one by one"),

@@ -195,15 +195,15 @@ def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str)
 
 def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str) -> tuple[str, ...]:
     arguments = trainer_arguments(part, engine, layout, nats)
-    if part.backend == "torch":
-        return (sys.executable, "-m", "bombus", "trainer", *arguments)
-    python = str(environments_folder().absolute() / part.backend / "bin" / "python")
+    python, backend = sys.executable, ()
+    if part.backend == "verl":
+        python, backend = str(environments_folder().absolute() / "verl" / "bin" / "python"), ("--backend", "verl")
     if layout.rendezvous is not None:
         where = layout.rendezvous.torchrun("0", part.processes)
     elif part.processes > 1:
         where = ("--standalone", f"--nproc-per-node={part.processes}")
     else:
-        return (python, "-m", "bombus", "trainer", *arguments, "--backend", part.backend)
+        return (python, "-m", "bombus", "trainer", *arguments, *backend)
     return (python, "-m", "bombus_trainer.torchrun", *where, "-m", "bombus_trainer.worker", *arguments)
 
 

@@ -46,7 +46,7 @@ class StepBackend(ABC, Generic[P]):
         """Divide sequences into what this rank passes through the model; all ranks have the same number of them."""
 
     @abstractmethod
-    def logprobs(self, micro_batch: P) -> tuple[Ints, Floats]:
+    def logprobs(self, micro_batch: P, tally: Tally) -> tuple[Ints, Floats]:
         """Return the indices [N] of a micro-batch's terms in the batch, and their logprobs [N]."""
 
     @abstractmethod
@@ -136,7 +136,7 @@ class StepBackend(ABC, Generic[P]):
         items = [item for part in parts for item in part]
         with tally.phase("old_logprobs"):
             for micro_batch in self._in_turn(items, tally, interrupted, backward=False):
-                ids_N, logprobs_N = self.logprobs(micro_batch)
+                ids_N, logprobs_N = self.logprobs(micro_batch, tally)
                 old[ids_N] = logprobs_N
             return self.ranks.total(old)
 

@@ -151,6 +151,12 @@ def common_prefix(left: Ints, right: Ints) -> int:
     return int(different[0]) if len(different) else length
 
 
+def bin_tokens_for(items: Sequence[TrainingItem], bin_tokens: int, parts: int) -> int:
+    """Return the size of bins of which there are at least `parts`, where there are as many sequences."""
+    tokens = sum(len(item.tokens_T) - 1 for item in items)
+    return bin_tokens if parts == 1 else max(1, min(bin_tokens, -(-tokens // parts)))
+
+
 def pack(
     items: Iterable[TrainingItem], bin_tokens: int, share_prefixes: bool = True, shared_tokens_min: int = 16
 ) -> list[Bin]:

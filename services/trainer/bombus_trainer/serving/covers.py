@@ -10,8 +10,8 @@ from pathlib import Path
 from bombus.durable import make_durable
 from bombus.errors import EngineFault, Refused
 from bombus.hive.events import ModelCovered
+from bombus_trainer.backend import OperationBackend
 from bombus_trainer.tenants.checkpoints import FACTS
-from bombus_trainer.tenants.executor import OperationExecutor
 
 OPERATIONS_MAX = 1000  # without a cover
 SHARE = 10.0  # of the time between two covers of a model, at most one part in so many is spent on writing one
@@ -61,13 +61,13 @@ class Covers:
         self._epoch = trainer_epoch
         self._count = 0
 
-    def write(self, executor: OperationExecutor, model: str, number: int) -> tuple[str, str]:
+    def write(self, executor: OperationBackend, model: str, number: int) -> tuple[str, str]:
         """Write a cover of a model after operation `number`. Returns its folder and digest once it is durable."""
         self._count += 1
         saved = executor.cover(model, f"cover-{number}-epoch-{self._epoch}-{self._count}", b"")
         return saved.folder, _digest(Path(saved.folder))
 
-    def load(self, executor: OperationExecutor, model: str, cover: ModelCovered) -> None:
+    def load(self, executor: OperationBackend, model: str, cover: ModelCovered) -> None:
         """Make a model from its cover. Raises `EngineFault` when that is gone or not what was written."""
         path = Path(cover.folder)
         try:

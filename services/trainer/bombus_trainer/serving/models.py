@@ -31,13 +31,13 @@ from bombus.operations import (
     decode_result,
     encode_result,
 )
-from bombus_trainer.backend import BackendLost
+from bombus_trainer.backend import BackendLost, OperationBackend
 from bombus_trainer.recovery.progress import STALLS, Kind, in_thread
 from bombus_trainer.serving.covers import CoverClock, Covers
 from bombus_trainer.serving.outcomes import loaded_by
 from bombus_trainer.serving.remaking import Remaking
 from bombus_trainer.tenants.adam import check_adam
-from bombus_trainer.tenants.executor import OperationExecutor, adds_to_gradient
+from bombus_trainer.tenants.executor import adds_to_gradient
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ServedModels:
     """The models that are in memory. Each is what the log says: its cover, and what was executed after it, in order."""
 
     def __init__(
-        self, executor: OperationExecutor, covers: Covers, fetch: Fetch, names: tuple[str, str], stall_s: float
+        self, executor: OperationBackend, covers: Covers, fetch: Fetch, names: tuple[str, str], stall_s: float
     ) -> None:
         """`fetch` reads bodies of operations; `names` are the base's as callers know it, and as the executor does."""
         self.executor = executor
@@ -283,6 +283,8 @@ class ServedModels:
     def _execute(self, model: str, operation: Operation, name: str) -> Result:
         try:
             return self.executor.execute(model, operation, name)
+        except BackendLost:
+            raise
         except torch.AcceleratorError as error:
             raise BackendLost(f"the device failed in an operation of model {model}: {error}") from error
         except Exception as error:  # a bug costs one operation of one model, and the others go on

@@ -27,8 +27,7 @@ from bombus.hive.records import BodyRef
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.tenants.state import Queued, TenantModel, Tenants, bodies_share
 from bombus.operations import Category, EndModel, Failed, ModelEnded, Operation, Result
-from bombus_trainer.backend import BackendLost
-from bombus_trainer.loading import load_base
+from bombus_trainer.backend import BackendLost, BaseLoader
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
 from bombus_trainer.recovery.faults import backoff
@@ -55,7 +54,15 @@ T = TypeVar("T")
 class OperationServer:
     """Serves one run, from the moment that it is owned until it is over."""
 
-    def __init__(self, bus: Bus, options: TrainerOptions, ownership: RunOwnership, reports: RunReports) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        options: TrainerOptions,
+        ownership: RunOwnership,
+        reports: RunReports,
+        load_base: BaseLoader,
+    ) -> None:
+        self._load_base = load_base
         self._bus = bus
         self._options = options
         self._ownership = ownership
@@ -114,6 +121,7 @@ class OperationServer:
         ownership = self._ownership
         if self._models is not None:
             await self._cover_all(self._models)
+            await in_thread(Kind.REMOVAL, "freeing memory", self._models.executor.release)
         self._let_go()
         reached(Point.REST_FREED)
         log.info("run %d: the trainer sleeps", ownership.run)
@@ -262,7 +270,7 @@ class OperationServer:
                 run=ownership.run,
                 trainer_epoch=ownership.epoch,
             )
-            executor = load_base(job, options, settings)
+            executor = self._load_base(job, settings)
             return ServedModels(
                 executor, Covers(covers / run, ownership.epoch), self._fetch, (base, job.model.path), options.stall_s
             )

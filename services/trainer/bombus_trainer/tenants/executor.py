@@ -35,10 +35,12 @@ from bombus.operations import (
     StepTaken,
 )
 from bombus.weights.models import hub_name, load_tokenizer_files
+from bombus_trainer.backend import BackendLost
 from bombus_trainer.backends.torch.base import Base
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.backends.torch.optim import AdamW
 from bombus_trainer.publish.checkpoint import Seal
+from bombus_trainer.ranks import Ranks
 from bombus_trainer.serving.memory import give_back
 from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.tenants.batches import DataLimits, read_batch
@@ -66,14 +68,17 @@ class OperationExecutor:
         settings: TrainerSettings,
         options: TenantSettings,
         free: Callable[[torch.device], int] = free_bytes,
+        ranks: Ranks | None = None,
     ) -> None:
         """Load the base in `folder`, which callers name as the job does (`model.path`). Raises `EngineFault`.
 
-        `free` says how many bytes of a device's memory are free.
+        `free` says how many bytes of a device's memory are free. `ranks` compute together, and each has all models;
+        None: this process alone.
         """
         self._free = free
+        self._ranks = ranks or Ranks.alone()
         self._folder, self._settings, self._options = folder, settings, options
-        self._base: Base | None = Base(folder, settings, all_weights=False)
+        self._base: Base | None = Base(folder, settings, False, self._ranks)
         self._tenants: dict[str, TrainedTenant] = {}
         self._checkpoints = CheckpointFolder(options.checkpoints, options.run, options.trainer_epoch)
         self._covers = CheckpointFolder(options.covers, options.run, options.trainer_epoch)
@@ -115,7 +120,8 @@ class OperationExecutor:
         contents = replace(self._contents(tenant, CheckpointKind.TRAINING, optimizer), gradient=True)
         fill = partial(write_tenant, tenant=tenant, contents=contents)
         marks = TenantMarks(operation=name, executed=executed)
-        return self._covers.save(where, False, name, fill, partial(self._facts, where, tenant, marks))
+        facts = partial(self._facts, where, tenant, marks)
+        return self._ranks.by_leader(lambda: self._covers.save(where, False, name, fill, facts))
 
     def recover(self, model: str, name: str) -> bytes:
         """Make a model again from its cover, in the place of any model of this id. Returns what was `executed`.
@@ -164,8 +170,17 @@ class OperationExecutor:
         """Execute an operation on a model.
 
         `name` is the caller's for this operation: a checkpoint that an operation has made is not refused to it when it
-        is executed again. `executed` is kept in a checkpoint that this operation makes, see `TenantMarks`.
+        is executed again. `executed` is kept in a checkpoint that this operation makes, see `TenantMarks`. Raises
+        `BackendLost` where it failed on some ranks alone.
         """
+        result = self._attempt(model, operation, name, executed)
+        errors = self._ranks.gather(result.error if isinstance(result, Failed) else "")
+        if len(set(errors)) > 1:
+            which, why = next((rank, error) for rank, error in enumerate(errors) if error)
+            raise BackendLost(f"rank {which} failed alone, and its models are not those of the others: {why}")
+        return result
+
+    def _attempt(self, model: str, operation: Operation, name: str, executed: bytes) -> Result:
         try:
             return self._run(model, operation, name, executed)
         except Refused as refused:
@@ -193,6 +208,13 @@ class OperationExecutor:
     def clear(self, model: str) -> None:
         """Forget a model's gradient, and that an operation on it failed."""
         self._tenant(model).clear()
+
+    def release(self) -> None:
+        """Forget all models and the base, which is loaded again when it is needed."""
+        for model in list(self._tenants):
+            self.drop(model)
+        self._base = None
+        give_back()
 
     def drop(self, model: str) -> None:
         """Forget a model, if there is one."""
@@ -258,11 +280,15 @@ class OperationExecutor:
         device = base.policy.device
         check_adapter(base, spec, self._options.rank_max)
         need = need_of(base.numbers(spec), tenants, self._options.optimizer_bytes_max)
-        if need.own + need.others > self._free(device):
+        if need.own + need.others > self._free_everywhere(device):
             give_back()  # what ended models had may still be kept by this process
         # A model of all weights is loaded in the place of the base.
         freed = sum(each.nbytes for each in base.network.parameters()) if spec is None else 0
-        check_room(need, self._free(device) + freed, device, len(tenants))
+        check_room(need, self._free_everywhere(device) + freed, device, len(tenants))
+
+    def _free_everywhere(self, device: torch.device) -> int:
+        """Return how many bytes are free for each rank."""
+        return min(self._ranks.gather(self._free(device)))
 
     def _take(self, model: str, tenant: TrainedTenant) -> None:
         self._tenants[model] = tenant
@@ -303,7 +329,7 @@ class OperationExecutor:
         base = self._base
         if base is None or (all_weights is not None and (base.all_weights or all_weights)):
             self._base = base = None  # before the next is loaded: two need not fit
-            self._base = base = Base(self._folder, self._settings, bool(all_weights))
+            self._base = base = Base(self._folder, self._settings, bool(all_weights), self._ranks)
         return base
 
     def _end(self, model: str, operation: EndModel, name: str, executed: bytes) -> ModelEnded:
@@ -358,7 +384,8 @@ class OperationExecutor:
         fill = partial(write_tenant, tenant=tenant, contents=contents)
         marks = TenantMarks(operation.ttl_s, name, executed)
         facts = partial(self._facts, where, tenant, marks, merged=operation.merged)
-        return self._checkpoints.save(where, operation.overwrite, name, fill, facts)
+        overwrite = operation.overwrite
+        return self._ranks.by_leader(lambda: self._checkpoints.save(where, overwrite, name, fill, facts))
 
     def _contents(
         self, tenant: TrainedTenant, kind: CheckpointKind, optimizer: AdamW | None, merged: bool = False

@@ -1,5 +1,6 @@
 """Whether there is memory for one more model: what it takes follows from its layers."""
 
+import os
 from collections.abc import Collection
 
 import msgspec
@@ -38,9 +39,9 @@ def need_of(numbers: int, tenants: Collection[TrainedTenant], optimizer_bytes_ma
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how much memory is free on a device; on a CPU the machine's, or the container's."""
+    """Return how much memory is free on a device; on a CPU this rank's share of the machine's, or the container's."""
     if device.type != "cuda":
-        return memory_bytes()[1]
+        return memory_bytes()[1] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # which torch keeps for us
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 

@@ -1,7 +1,7 @@
 """One model that a caller trains: its parameters, the gradient since its last step, and its optimizer."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
 
@@ -15,7 +15,7 @@ from bombus.operations import AdamParams, AdapterSpec, Reduction, Scores, StepTa
 from bombus_trainer.backends.torch.base import Base
 from bombus_trainer.backends.torch.optim import scheduled
 from bombus_trainer.backends.torch.trained import TrainedModel
-from bombus_trainer.data.packing import Bin, pack
+from bombus_trainer.data.packing import Bin, bin_tokens_for, pack
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.recovery.progress import advanced
 from bombus_trainer.tenants.adam import check_adam
@@ -48,6 +48,14 @@ class _BinScores:
     metrics: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The loss and the metrics of what one rank has computed."""
+
+    loss: float
+    metrics: Mapping[str, float]
+
+
 class TrainedTenant(TrainedModel):
     """A model that a caller trains, with the gradient since its last step."""
 
@@ -61,30 +69,55 @@ class TrainedTenant(TrainedModel):
     def forward_backward(self, batch: TokenBatch, loss: ClientLoss, forward_only: bool) -> Scores:
         """Compute the loss of a batch, and add its gradient unless `forward_only`.
 
-        Raises `Refused` where the loss is not finite. What was added until then stays: the caller spoils the epoch.
+        Each rank computes a part of it. Raises `Refused` where the loss is not finite. What was added until then stays:
+        the caller spoils the epoch.
         """
-        targets = len(batch.counted_M)
+        targets, ranks = len(batch.counted_M), self.base.ranks
         logprobs_M, terms_M = np.zeros(targets, dtype=np.float32), np.zeros(targets, dtype=np.float32)
-        total, metrics, settings = 0.0, dict[str, float](), self.base.settings
-        with self.base.switched_on(self.adapters), torch.no_grad() if forward_only else nullcontext():
-            for packed in pack(batch.items, settings.bin_tokens, settings.config.share_prefixes):
-                found = self._score(packed, batch, loss, forward_only)
-                logprobs_M[found.ids_N], terms_M[found.ids_N] = found.logprobs_N, found.terms_N
-                total += found.loss
-                for name, value in found.metrics.items():
-                    combined = COMBINED[name.rpartition(":")[2]]
-                    metrics[name] = combined((metrics[name], value)) if name in metrics else value
-                advanced()
+        total, metrics = 0.0, dict[str, float]()
+        with nullcontext() if forward_only or ranks.size == 1 else self._adding_up():
+            parts = ranks.of_all(lambda: self._compute(batch, loss, forward_only, logprobs_M, terms_M))
+        for part in parts:
+            total += part.loss
+            _combine(metrics, part.metrics)
         if not forward_only:
             before = self.epoch
             self.epoch = GradientEpoch(before.operations + 1, before.tokens + batch.tokens, before.failed)
-        outputs = zip(batch.logprobs_of(logprobs_M), batch.tokens_of(terms_M), strict=True)
+        outputs = zip(batch.logprobs_of(ranks.total(logprobs_M)), batch.tokens_of(ranks.total(terms_M)), strict=True)
         return Scores(
             outputs=tuple({"logprobs": each, "elementwise_loss": terms} for each, terms in outputs),
             loss=total,
             tokens=batch.tokens,
             metrics=metrics,
         )
+
+    def _compute(
+        self, batch: TokenBatch, loss: ClientLoss, forward_only: bool, logprobs_M: Floats, terms_M: Floats
+    ) -> _Part:
+        """Compute what is this rank's, and write logprobs and terms of the loss into the arrays."""
+        total, metrics, settings, ranks = 0.0, dict[str, float](), self.base.settings, self.base.ranks
+        bin_tokens = bin_tokens_for(batch.items, settings.bin_tokens, ranks.size)
+        bins = pack(batch.items, bin_tokens, settings.config.share_prefixes)
+        with self.base.switched_on(self.adapters), torch.no_grad() if forward_only else nullcontext():
+            for packed in bins[ranks.rank :: ranks.size]:
+                found = self._score(packed, batch, loss, forward_only)
+                logprobs_M[found.ids_N], terms_M[found.ids_N] = found.logprobs_N, found.terms_N
+                total += found.loss
+                _combine(metrics, found.metrics)
+                advanced()
+        return _Part(total, metrics)
+
+    @contextmanager
+    def _adding_up(self) -> Iterator[None]:
+        """Add the gradient of a block, summed over the ranks, to the one before."""
+        before = {name: parameter.grad for name, parameter in self.parameters.items()}
+        self.optimizer.zero_grad()
+        yield
+        self.add_up_gradients()
+        for name, parameter in self.parameters.items():
+            earlier = before[name]
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
 
     def _score(self, packed: Bin, batch: TokenBatch, loss: ClientLoss, forward_only: bool) -> _BinScores:
         scored = self.base.policy.score(packed, logits=loss.wants_logsumexp)
@@ -179,6 +212,12 @@ class TrainedTenant(TrainedModel):
             found = gradient.get(name)
             parameter.grad = None if found is None else found.to(parameter.device)
         self.epoch = epoch
+
+
+def _combine(metrics: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        combined = COMBINED[name.rpartition(":")[2]]
+        metrics[name] = combined((metrics[name], value)) if name in metrics else value
 
 
 def _not_finite(terms_N: Tensor, lines_N: Ints) -> str:

@@ -12,6 +12,7 @@ from bombus.operations import AdapterPart, AdapterSpec
 from bombus.weights.models import persistent_buffers
 from bombus_trainer.backends.torch.lora import LoraLinear, layers_to_adapt, linear_layers
 from bombus_trainer.backends.torch.model import PolicyModel
+from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 
 ATTENTION_WORDS = ("attn", "attention")  # in the names of modules, whatever the family
@@ -20,9 +21,15 @@ ATTENTION_WORDS = ("attn", "attention")  # in the names of modules, whatever the
 class Base:
     """A loaded model. With `all_weights` they are trained, otherwise they never change."""
 
-    def __init__(self, folder: Path, settings: TrainerSettings, all_weights: bool) -> None:
-        """Load the model in `folder`. Raises `EngineFault` when it cannot be loaded or trained."""
+    def __init__(
+        self, folder: Path, settings: TrainerSettings, all_weights: bool, ranks: Ranks | None = None
+    ) -> None:
+        """Load the model in `folder`. Raises `EngineFault` when it cannot be loaded or trained.
+
+        Each of `ranks` has all of it, and their gradients are added up (None: this process alone).
+        """
         self.settings = settings
+        self.ranks = ranks or Ranks.alone()
         self.all_weights = all_weights
         self.policy = PolicyModel.load(folder, settings, all_weights)
         self.network = self.policy.network

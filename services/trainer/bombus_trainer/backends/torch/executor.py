@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from bombus_trainer.backends.torch.base import Base
 from bombus_trainer.backends.torch.metrics import Tally
 from bombus_trainer.backends.torch.model import ScoredTerms
 from bombus_trainer.backends.torch.trained import TrainedModel
-from bombus_trainer.data.packing import Bin, TrainingItem, pack
+from bombus_trainer.data.packing import Bin, TrainingItem, bin_tokens_for, pack
 from bombus_trainer.data.sequences import Floats, Ints
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts, Saved
@@ -61,19 +62,28 @@ def loss_of_terms(
     return policy_loss(inputs, settings)
 
 
-class Executor(StepBackend[Bin]):
-    """The torch backend: one model in this process. See `backend.TrainerBackend`."""
+class Executor(StepBackend[Bin | None]):
+    """The torch backend: the whole model on each rank, and each micro-batch on one. See `backend.TrainerBackend`.
 
-    def __init__(self, folder: Path, settings: TrainerSettings, files: Mapping[str, bytes] | None = None) -> None:
+    A rank that has fewer micro-batches than others has None in their place.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: TrainerSettings,
+        files: Mapping[str, bytes] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         """Load the model in `folder` at step 0; `files` are its tokenizer's, where they are not in `folder`.
 
-        Raises `EngineFault` when it cannot be loaded or trained.
+        `ranks` train together; None: this process alone. Raises `EngineFault` when it cannot be loaded or trained.
         """
         torch.manual_seed(settings.job.model.seed)
         self.settings = settings
-        self.ranks = Ranks.alone()
+        self.ranks = ranks or Ranks.alone()
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
-        self.base = Base(folder, settings, all_weights=settings.adapter is None)
+        self.base = Base(folder, settings, settings.adapter is None, self.ranks)
         self.model = TrainedModel(self.base, settings.adapter)
         self.policy = self.base.policy
         kept = settings.config.kl_coef > 0.0 and self.base.all_weights  # below an adapter the base is the reference
@@ -90,22 +100,29 @@ class Executor(StepBackend[Bin]):
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
-    def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> list[Bin]:
+    def micro_batches(self, items: list[TrainingItem], tally: Tally, backward: bool) -> list[Bin | None]:
         settings = self.settings
         packing = settings.config.enable_packing
-        tokens_max = settings.bin_tokens if packing else 1  # a bin for each sequence: no two fit into one
+        tokens_max = 1  # a bin for each sequence: no two fit into one
+        if packing:
+            tokens_max = bin_tokens_for(items, settings.bin_tokens, self.ranks.size)
         bins = pack(items, tokens_max, packing and settings.config.share_prefixes)
-        if backward:
+        if backward and self.ranks.leads:
             tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
-        else:
-            tally.note_flops(sum(self.policy.flops(packed, backward=False) for packed in bins))
-        return bins
+        each = -(-len(bins) // self.ranks.size)
+        mine = bins[self.ranks.rank :: self.ranks.size]
+        return [*mine, *[None] * (each - len(mine))]
 
-    def logprobs(self, micro_batch: Bin) -> tuple[Ints, Floats]:
+    def logprobs(self, micro_batch: Bin | None, tally: Tally) -> tuple[Ints, Floats]:
+        if micro_batch is None:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+        tally.note_flops(self.policy.flops(micro_batch, backward=False))
         with torch.no_grad():
             return micro_batch.terms.ids_N, self.policy.score(micro_batch).logprobs_N.cpu().numpy()
 
-    def forward_backward(self, micro_batch: Bin, old: Floats | None, tally: Tally) -> float:
+    def forward_backward(self, micro_batch: Bin | None, old: Floats | None, tally: Tally) -> float:
+        if micro_batch is None:
+            return 0.0
         settings, device = self.settings, self.policy.device
         scored = self.policy.score(micro_batch)
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[micro_batch.terms.ids_N]).to(device)
@@ -132,6 +149,7 @@ class Executor(StepBackend[Bin]):
 
     def take_step(self, rate: float) -> float:
         config = self.settings.config
+        self.model.add_up_gradients()
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters.values(), config.grad_clip))
         if isfinite(norm):
             beta1, beta2 = config.betas
@@ -149,8 +167,8 @@ class Executor(StepBackend[Bin]):
     # ---- checkpoints and weights ------------------------------------------------------------------------------
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        """Write a checkpoint below `root`; see `checkpoint.save`."""
-        return checkpoint.save(root, facts, self.tensors())
+        """Write a checkpoint below `root`; see `checkpoint.save`. All ranks have the same to write: the leader does."""
+        return self.ranks.by_leader(lambda: checkpoint.save(root, facts, self.tensors()))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what `load_tensors` takes: parameters and optimizer state, not copied, and the random state."""
@@ -186,6 +204,9 @@ class Executor(StepBackend[Bin]):
             return use(self.model.weights().items())
         with self.base.switched_on(self.model.adapters if part == ModelPart.MODEL else {}):
             return use(self.policy.dense_weights())
+
+    def gather_weights(self, part: ModelPart = ModelPart.MODEL) -> None:
+        """Do nothing: the leader has all weights that it reads."""
 
 
 def _factor_name(name: str) -> str:

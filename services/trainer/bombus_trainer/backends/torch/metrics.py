@@ -82,6 +82,7 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         """Add what another rank has counted of the same step. Times and updates are the same on all ranks."""
+        self._flops += other._flops
         self._terms.update(other._terms)
         for name, total in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + total

@@ -29,6 +29,19 @@ class TrainedModel:
         """How many numbers are trained."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
+    def add_up_gradients(self) -> None:
+        """Sum the gradients over the ranks. A parameter that has one on some rank then has one on all."""
+        ranks = self.base.ranks
+        if ranks.size == 1:
+            return
+        here = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
+        anywhere = set[str]().union(*ranks.gather(here))
+        trained = [parameter for name, parameter in self.parameters.items() if name in anywhere]
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        ranks.add_up([parameter.grad for parameter in trained if parameter.grad is not None])
+
     def adapter_config(self) -> AdapterConfig:
         """Return the configuration that peft reads. Raises `ValueError` for a model without an adapter."""
         if self.spec is None:

@@ -133,7 +133,7 @@ class VerlExecutor(StepBackend[MicroBatch]):
                 yield slice(start, start + count)
             start += count
 
-    def logprobs(self, micro_batch: MicroBatch) -> tuple[Ints, Floats]:
+    def logprobs(self, micro_batch: MicroBatch, tally: Tally) -> tuple[Ints, Floats]:
         found_N = self._score(self._engine, micro_batch).cpu().numpy()
         terms = [item.terms.ids_N for item in micro_batch] if self._counts else []
         ids_N = np.concatenate([np.zeros(0, dtype=np.int64), *terms])
