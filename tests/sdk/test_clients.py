@@ -329,16 +329,16 @@ async def grouped(
     """Run a group with either client. Returns its outputs, and what was lost."""
 
     def threaded() -> tuple[list[WorkflowOutput | None], dict[str, int]]:
-        with SwarmClient(url) as client:
-            client.verbose, client.lost_episodes = False, Counter()
+        with SwarmClient(url, verbose=False) as client:
+            client.lost_episodes = Counter()  # as a loop does that counts anew in each step
             return client.run_group(
                 TASK, lambda _, credentials: agent(client, credentials), n, replace_infra=replace_infra
             ), dict(client.lost_episodes)
 
     if kind == "threads":
         return await asyncio.to_thread(threaded)
-    async with AsyncSwarmClient(url) as client:
-        client.verbose, client.lost_episodes = False, Counter()
+    async with AsyncSwarmClient(url, verbose=False) as client:
+        client.lost_episodes = Counter()
         return await client.run_group(
             TASK, lambda _, credentials: agent(client, credentials), n, replace_infra=replace_infra
         ), dict(client.lost_episodes)

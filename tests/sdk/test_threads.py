@@ -34,8 +34,9 @@ def _exhausted() -> float:
 def test_what_an_agent_raises_that_is_no_exception_is_its_own_failure(agent: Callable[[], float]) -> None:
     with pytest.raises(RuntimeError, match="it raised") as raised:
         threads.result_of(agent)
-    frames = traceback.extract_tb(raised.value.__cause__ and raised.value.__cause__.__traceback__)
-    assert frames, "where the agent raised it"
+    cause = raised.value.__cause__
+    assert cause is not None
+    assert traceback.extract_tb(cause.__traceback__), "where the agent raised it"
 
 
 def test_a_result_does_not_wait_for_a_thread_that_its_agent_has_left() -> None:

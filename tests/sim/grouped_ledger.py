@@ -43,7 +43,8 @@ class GroupedLedger:
         """Check an event before it is folded."""
         match event:
             case ev.EngineStarted():
-                assert event.config_digest and not event.base
+                assert event.config_digest
+                assert not event.base
                 self._gone |= set(engine.pool)
             case ev.EngineStopped() | ev.EngineFailed() | ev.GroupsReset():
                 self._waiting.clear()

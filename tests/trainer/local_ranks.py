@@ -28,6 +28,7 @@ from bombus.operations import (
     ForwardBackward,
     LoadWeights,
     OptimStep,
+    Reduction,
     Result,
     SaveWeights,
     Scores,
@@ -36,7 +37,7 @@ from bombus.operations import (
 from bombus_trainer.backend import BackendLost, Interrupted, OperationBackend, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
-from bombus_trainer.operations import Board, Leader, follow
+from bombus_trainer.leading import Board, Leader, follow
 from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.publish.export import digest_of
 from bombus_trainer.ranks import Ranks
@@ -171,9 +172,9 @@ def operated(executor: OperationBackend) -> list[str]:
     for operation in (
         ForwardBackward(loss=CROSS_ENTROPY, data=data),
         ForwardBackward(loss=CROSS_ENTROPY, data=data[:1]),
-        OptimStep(adam=AdamParams(learning_rate=0.01)),
+        OptimStep(adam=AdamParams(learning_rate=0.01), reduction=Reduction.SUM),
         ForwardBackward(loss=CROSS_ENTROPY, data=spoilt),
-        OptimStep(adam=AdamParams(learning_rate=0.01)),
+        OptimStep(adam=AdamParams(learning_rate=0.01), reduction=Reduction.SUM),
         ForwardBackward(loss=CROSS_ENTROPY, data=data, forward_only=True),
         SaveWeights(checkpoint=CheckpointKind.TRAINING, name="x"),
         SaveWeights(checkpoint=CheckpointKind.TRAINING, name="x"),

@@ -457,7 +457,6 @@ async def run(
     url: str,
     hive: str,
     options: TrainerOptions,
-    name: str = "",
     load: Loader | None = None,
     load_base: BaseLoader | None = None,
 ) -> None:
@@ -466,4 +465,4 @@ async def run(
     private_folder(options.folder)
     async with await Bus.connect(url, hive, name=f"trainer-{options.engine}") as bus:
         await bus.until_streams_exist()
-        await Trainer(bus, options, name, load, load_base).run()
+        await Trainer(bus, options, load=load, load_base=load_base).run()

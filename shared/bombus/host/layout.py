@@ -195,9 +195,9 @@ def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str)
 
 def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str) -> tuple[str, ...]:
     arguments = trainer_arguments(part, engine, layout, nats)
-    python, backend = sys.executable, ()
+    python, backend = sys.executable, list[str]()
     if part.backend == "verl":
-        python, backend = str(environments_folder().absolute() / "verl" / "bin" / "python"), ("--backend", "verl")
+        python, backend = str(environments_folder().absolute() / "verl" / "bin" / "python"), ["--backend", "verl"]
     if layout.rendezvous is not None:
         where = layout.rendezvous.torchrun("0", part.processes)
     elif part.processes > 1:

@@ -20,7 +20,8 @@ class Runtime(Exchange, Protocol):
     """How a client runs agents, beside how it waits."""
 
     async def result_of(self, agent: Callable[[], T | Awaitable[T]]) -> T:
-        """Return what an agent returns. An error that is not an `Exception`, such as `SystemExit`, is a `RuntimeError`."""
+        """Return what an agent returns. An error that is not an `Exception`, such as `SystemExit`, is raised as a
+        `RuntimeError`."""
         ...
 
     async def each(

@@ -106,7 +106,9 @@ def test_what_was_half_written_is_removed_and_never_a_checkpoint(tmp_path: Path)
         (place / name).mkdir()
         (place / name / WEIGHTS).write_bytes(b"half")
     folder = CheckpointFolder(tmp_path, run=2, trainer_epoch=3)
-    assert sorted(path.name for path in place.iterdir()) == [*later, NAME.name], "trainers that follow are writing those"
+    assert sorted(path.name for path in place.iterdir()) == [*later, NAME.name], (
+        "trainers that follow are writing those"
+    )
     assert weight(folder) == 1.0
 
 

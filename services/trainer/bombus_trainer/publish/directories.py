@@ -17,7 +17,7 @@ _OURS = re.compile(r"^(?:step-\d+|version-\d+|base|\.draft)-epoch-(\d+)(?:-|$)")
 
 
 def draft_directory(root: Path, trainer_epoch: int) -> Path:
-    """Create a directory to fill and rename. `remove_others` removes what a crash leaves of one directly below `root`."""
+    """Create a directory to fill and rename. `remove_others` of the same `root` removes what a crash leaves of it."""
     return Path(tempfile.mkdtemp(prefix=f".draft-epoch-{trainer_epoch}-", dir=root))
 
 

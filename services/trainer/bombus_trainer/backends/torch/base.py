@@ -21,9 +21,7 @@ ATTENTION_WORDS = ("attn", "attention")  # in the names of modules, whatever the
 class Base:
     """A loaded model. With `all_weights` they are trained, otherwise they never change."""
 
-    def __init__(
-        self, folder: Path, settings: TrainerSettings, all_weights: bool, ranks: Ranks | None = None
-    ) -> None:
+    def __init__(self, folder: Path, settings: TrainerSettings, all_weights: bool, ranks: Ranks | None = None) -> None:
         """Load the model in `folder`. Raises `EngineFault` when it cannot be loaded or trained.
 
         Each of `ranks` has all of it, and their gradients are added up (None: this process alone).

@@ -97,7 +97,7 @@ class AdamW:
         return tensors
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Raise `EngineFault` unless this is the state of such an optimizer. A parameter may have none, or all of it."""
+        """Raise `EngineFault` unless this is the state of such an optimizer. A parameter has all of it or none."""
         stepped = {name: parameter for name, parameter in self.parameters.items() if f"{name}.step" in state}
         for name, parameter in stepped.items():
             for moment in MOMENTS:

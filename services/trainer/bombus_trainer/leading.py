@@ -33,7 +33,7 @@ T = TypeVar("T")
 LOAD, LOAD_BASE, STOP = "load", "load_base", "stop"
 GRACE_S = 10.0  # for the others to report, once one has failed
 POLL_S = 60.0
-Call = tuple[str, tuple[object, ...]]  # a method of what is loaded, and its arguments
+RankCall = tuple[str, tuple[object, ...]]  # a method of what is loaded, and its arguments
 
 
 class Board:
@@ -45,18 +45,18 @@ class Board:
         self._store = store
         self._number = 0
 
-    def announce(self, call: Call) -> None:
+    def announce(self, call: RankCall) -> None:
         """Start the next call on all ranks. Called by the leader."""
         self._number += 1
         self._store.set(f"call/{self._number}", "there")
         self.ranks.share(call)
 
-    def next(self) -> Call:
+    def next(self) -> RankCall:
         """Wait for the next call, however long that takes. Called by the others."""
         self._number += 1
         while not self._arrives(f"call/{self._number}", POLL_S):
             pass
-        call: Call = self.ranks.share()
+        call: RankCall = self.ranks.share()
         return call
 
     def report(self, failure: Exception | None) -> None:
@@ -90,10 +90,10 @@ class Leader:
         return _LeaderBackend(self, self.run((LOAD, (job,)), lambda: self._load(job)))
 
     def load_base(self, job: RunConfig, tenants: TenantSettings) -> OperationBackend:
-        """Load the base of training operations on all ranks. Raises `EngineFault` as `load_base` does, `BackendLost`."""
+        """Load the base of training operations on all ranks. Raises `EngineFault`, `BackendLost`."""
         return _LeaderOperations(self, self.run((LOAD_BASE, (job, tenants)), lambda: self._load_base(job, tenants)))
 
-    def run(self, call: Call, ours: Callable[[], T]) -> T:
+    def run(self, call: RankCall, ours: Callable[[], T]) -> T:
         """Make a call on all ranks; `ours` is this rank's part. Raises what all have raised, or `BackendLost`."""
         if self._lost is not None:
             raise self._lost
@@ -184,9 +184,7 @@ class _LeaderOperations:
         return self._leader.run(("execute", arguments), lambda: self._ours.execute(*arguments))
 
     def cover(self, model: str, name: str, executed: bytes) -> CheckpointSaved:
-        return self._leader.run(
-            ("cover", (model, name, executed)), lambda: self._ours.cover(model, name, executed)
-        )
+        return self._leader.run(("cover", (model, name, executed)), lambda: self._ours.cover(model, name, executed))
 
     def recover(self, model: str, name: str) -> bytes:
         return self._leader.run(("recover", (model, name)), lambda: self._ours.recover(model, name))
