@@ -40,7 +40,7 @@ LONGEST = [
     "test_server_kills",
     "test_driver",
     "test_cluster",
-    "test_operations",
+    "test_leading",
     "test_installing",
     "test_replicas",
 ]
