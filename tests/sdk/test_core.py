@@ -70,7 +70,7 @@ class Driver:
     ) -> None:
         self.now = 1000.0
         self.claimed = ClaimedEpisodes(at, lambda: self.now, "c1")
-        self.core = kind(at, self, self.claimed, lambda: 0.0, **options)
+        self.core = kind(at, self, self.claimed, lambda: 0.0, verbose=False, **options)
         self.replies = list(replies)
         self.sent: list[ServerRequest] = []
         self.slept: list[float] = []
