@@ -286,18 +286,17 @@ class EngineState(msgspec.Struct, kw_only=True):
     @property
     def batches_from_queue(self) -> bool:
         """Return whether batches of this run, or of the last one, are made of a queue of scored groups."""
-        started = self.started  # asked for every message, several times
+        started, job = self.started, self.active  # asked for every message, several times
         if started is None or started.base:
             return False
         if not started.config_digest:
             return True
-        rules = self.collection
-        return rules.scored_groups or rules.episode_groups
+        return job is not None and (job.collection.scored_groups or job.collection.episode_groups)
 
     @property
     def groups_episodes(self) -> bool:
         """Return whether ended episodes become scored groups."""
-        return self.queues_groups and self.plays_episodes
+        return self.active is not None and self.active.collection.episode_groups and self.has_policy
 
     def groups_needed(self) -> Iterator[QueuedGroup]:
         """Yield the scored groups that can still be asked for, or trained again."""

@@ -78,7 +78,7 @@ class Live(msgspec.Struct, kw_only=True):
 
     def refusing_of(self, engine: EngineState) -> str:
         """Return why an engine takes no new work, "" while it does (see `Hive.refusing_of`)."""
-        return self.refusing_groups if engine.queues_groups else self.refusing
+        return self.refusing_groups if self.refusing_groups and engine.queues_groups else self.refusing
 
     def idle_deadline_ns(self, episode: Episode) -> int:
         last = max(self.activity.get(episode.id, 0), episode.claimed_ns, episode.last_call_ns, self.epoch_ns)
