@@ -4,12 +4,14 @@ make bench-compare REV=18063d94
 python -m bench.compare HEAD~1 gateway turns --times 5
 
 Both are measured by this tree's benchmarks, with the packages of this environment: the other commit has to have the
-names that they import. Machines are noisy: a figure counts where the pairs agree.
+names that they import. Machines are noisy: a figure counts where the pairs agree. `instructions` are the same in each
+run, and take valgrind.
 """
 
 import argparse
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,10 +25,11 @@ PARTS = {
     "gateway": ["bench.gateway"],
     "turns": ["bench.turns"],
     "coordinator": ["bench.coordinator", "--seconds", "1.5"],
+    "instructions": ["bench.instructions"],
     "episodes": ["bench.episodes"],
     "operations": ["bench.operations"],
 }
-FIGURE = re.compile(r"CPU +(?P<cpu>[\d.]+ [mu]s)|(?P<other>[\d.]+ (?:ms of CPU|episodes/s|MB))")
+FIGURE = re.compile(r"CPU +(?P<cpu>[\d.]+ [mu]s)|(?P<other>[\d.]+ (?:ms of CPU|episodes/s|MB|k instructions))")
 LABEL = re.compile(r"\s*(.+?)(?::|\s{2,})")
 
 
@@ -82,7 +85,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with checked_out(arguments.revision) as other:
         print(f"{'':47} {arguments.revision[:9]:>9} {'this':>9}", flush=True)
-        for part in arguments.part or PARTS:
+        for part in arguments.part or [part for part in PARTS if part != "instructions" or shutil.which("valgrind")]:
             found: dict[Path, list[list[tuple[str, float, str]]]] = {other: [], ROOT: []}
             for number in range(arguments.times):
                 for tree in (other, ROOT) if number % 2 == 0 else (ROOT, other):  # neither is always first
