@@ -150,6 +150,8 @@ def _rank(folder: Path, scenario: str, rank: int, listening: socket.socket) -> i
     leader = Leader(board, load, load_base, WAIT_S)
     lead = _lead_operations if scenario in ("operations", "one cannot read") else _lead
     (folder / f"{scenario}.json").write_bytes(msgspec.json.encode(lead(leader, folder)))
+    if scenario == "operations":
+        assert store.num_keys() < 10, "what is over is not kept"
     leader.stop()
     return 0
 

@@ -55,7 +55,7 @@ class Board:
         """Wait for the next call, however long that takes. Called by the others."""
         self._number += 1
         while not self._arrives(f"call/{self._number}", POLL_S):
-            pass
+            self._board.forget()
         call: RankCall = self.ranks.share()
         return call
 
@@ -66,6 +66,11 @@ class Board:
         """Return what went wrong at a rank ("": nothing), or None when it has not reported in time."""
         key = f"outcome/{self._number}/{rank}"
         return self._store.get(key).decode().removeprefix("!") if self._arrives(key, patience_s) else None
+
+    def forget(self) -> None:
+        """Remove a call that all ranks have made from the store, which would grow with each of them."""
+        for key in (f"call/{self._number}", *(f"outcome/{self._number}/{rank}" for rank in range(self.ranks.size))):
+            self._store.delete_key(key)
 
     def _arrives(self, key: str, patience_s: float) -> bool:
         try:
@@ -107,6 +112,7 @@ class Leader:
         patience_s = self._timeout_s if failure is None else self._board.grace_s
         others = {rank: self._board.outcome(rank, patience_s) for rank in range(1, self._board.ranks.size)}
         if failure is None and all(outcome == "" for outcome in others.values()):
+            self._board.forget()
             return value
         if failure is not None and all(outcome == _words(failure) for outcome in others.values()):
             raise failure

@@ -3,6 +3,7 @@
 Gradients use torch's default process group, NCCL on GPUs. Everything else uses gloo, on the CPU.
 """
 
+import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -92,6 +93,10 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
     except Exception as error:  # whatever it is, every rank raises it
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # an error of another library may not survive that
+            return None, RuntimeError(f"{type(error).__name__}: {error}")
         return None, error
 
 
