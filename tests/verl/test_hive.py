@@ -28,6 +28,7 @@ from tests.verl.processes import free_port
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = os.environ.get("BOMBUS_PYTHON", str(ROOT / ".venv/bin/python"))
 WAIT_S = 240.0
+COMMAND = r"(^| )torchrun "  # for a machine; the address of the bus may stand before it
 LENGTHS = {
     "max_prompt_length": 256,
     "max_response_length": 200,
@@ -151,10 +152,11 @@ def test_a_loss_that_verl_does_not_have_ends_the_run_in_one_sentence(one: tuple[
 
 @contextmanager
 def nodes(lines: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run the printed commands: each line is a machine."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([*torchrun, *shlex.split(line)[1:]], env=environment) for line in lines]
+    """Run the printed commands as they are typed: each line is a machine."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
+    typed = [line.replace("torchrun ", "exec torchrun ", 1) for line in lines]
+    started = [subprocess.Popen(["bash", "-c", line], env=environment) for line in typed]
     try:
         yield started
     finally:
@@ -170,7 +172,7 @@ def test_two_machines_train_together_and_the_launcher_prints_the_commands(tmp_pa
         "--master-port", str(free_port()), "--api-port", str(port := free_port()),
     )  # fmt: skip
     try:
-        lines = [head.until("^torchrun ") for _ in range(2)]
+        lines = [head.until(COMMAND) for _ in range(2)]
         head.until("^waiting for the trainer of engine main: 2 ranks on 2 machines, once a job is started")
         with nodes(lines) as (_, second):
             head.until("^ready ")
@@ -189,7 +191,7 @@ def test_in_mode_auto_the_launcher_is_a_machine_itself_and_prints_commands_for_t
         "--master-port", str(free_port()), "--api-port", str(port := free_port()),
     )  # fmt: skip
     try:
-        line = head.until("^torchrun ")
+        line = head.until(COMMAND)
         assert "--node_rank=1" in line
         head.until("^waiting for the trainer of engine main: 2 ranks on 2 machines, once a job is started")
         with nodes([line]) as (second,):
@@ -233,10 +235,11 @@ def test_a_rank_that_is_killed_costs_no_step(tmp_path: Path) -> None:
 def test_ray_places_the_ranks_of_a_trainer(tmp_path: Path) -> None:
     head = Head(tmp_path, "bombus_trainer.launcher", "--mode", "connect", "--api-port", str(port := free_port()))
     try:
-        words = shlex.split(head.until("^torchrun "))
+        words = shlex.split(head.until(COMMAND))
         said = words[words.index("bombus_trainer.worker") + 1 :]
         command = [sys.executable, "-m", "bombus_trainer.ray_ranks", "--ranks", "2", *said]
-        ranks = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        bus = {"BOMBUS_NATS": (tmp_path / "data/nats-url").read_text().strip()}
+        ranks = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **bus})
         try:
             head.until("^ready ")
             with SwarmClient(f"http://127.0.0.1:{port}") as client:

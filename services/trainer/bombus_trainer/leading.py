@@ -55,7 +55,7 @@ class Board:
         """Wait for the next call, however long that takes. Called by the others."""
         self._number += 1
         while not self._arrives(f"call/{self._number}", POLL_S):
-            self._board.forget()
+            pass
         call: RankCall = self.ranks.share()
         return call
 
