@@ -33,6 +33,7 @@ class Base:
         self.network = self.policy.network
         self.context = sequence_limit(self.network.config, settings.job.rollout.max_model_len)
         self._on: Mapping[str, LoraLinear] = {}
+        self._places: dict[str, tuple[nn.Module, str]] = {}  # by the name of a layer: what it is an attribute of
 
     def adapters(self, spec: AdapterSpec) -> dict[str, LoraLinear]:
         """Make new adapters by the name of the layer that each is for, none of them switched on.
@@ -78,8 +79,10 @@ class Base:
     def _switch(self, off: Mapping[str, LoraLinear], on: Mapping[str, LoraLinear]) -> None:
         layers: dict[str, nn.Module] = {name: adapter.base for name, adapter in off.items()}
         for name, layer in {**layers, **on}.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(self.network.get_submodule(owner), attribute, layer)
+            if name not in self._places:  # to find it takes longer than to switch it, and there are hundreds
+                owner, _, attribute = name.rpartition(".")
+                self._places[name] = self.network.get_submodule(owner), attribute
+            setattr(*self._places[name], layer)
         self._on = on
 
 
