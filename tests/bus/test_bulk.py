@@ -327,7 +327,8 @@ async def lock(server: EmbeddedServer, access: str) -> None:
     assert server.pid is not None
     os.kill(server.pid, signal.SIGHUP)
     async with asyncio.timeout(PATIENCE_S):
-        while "Reloaded server configuration" not in server.log_path.read_text():
+        log = server.log_path  # written by a thread that reads what the server says, so it may not be there yet
+        while not log.exists() or "Reloaded server configuration" not in log.read_text():
             await asyncio.sleep(0.01)
 
 
