@@ -1,4 +1,4 @@
-"""Ranks that train together run the same operations, agree on failures, and do not wait for a rank that is gone."""
+"""Ranks that train together make the same calls, agree on failures, and do not wait for a rank that is gone."""
 
 from pathlib import Path
 

@@ -70,7 +70,7 @@ class Ranks:
         return _value(self.share(_outcome(work) if self.leads else None))
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over the ranks, in place, on whatever device they are."""
+        """Sum tensors over the ranks, in place. They may be on any device."""
         if self._group is not None:
             for done in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                 done.wait()

@@ -68,7 +68,7 @@ class Trainer:
         load: Loader | None = None,
         load_base: BaseLoader | None = None,
     ) -> None:
-        """`load` loads a job into a backend, `load_base` its base for operations; the defaults do in this process."""
+        """`load` loads a job, `load_base` the base of training operations; by default both load into this process."""
         self._load_backend = load or (lambda job: load_backend(job, options))
         self._load_base = load_base or (lambda job, tenants: loading.load_base(job, options, tenants))
         self.name = name or f"trainer-{secrets.token_hex(4)}"

@@ -287,7 +287,7 @@ class OperationExecutor:
         check_room(need, self._free_everywhere(device) + freed, device, len(tenants))
 
     def _free_everywhere(self, device: torch.device) -> int:
-        """Return how many bytes are free for each rank."""
+        """Return how many bytes every rank has free: the least of them."""
         return min(self._ranks.gather(self._free(device)))
 
     def _take(self, model: str, tenant: TrainedTenant) -> None:

@@ -276,7 +276,7 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 
 
 def release_steps(engine: EngineState, before: list[SealedStep]) -> None:
-    """Release the calls of the steps, of those that were kept before, that nobody has to make again."""
+    """Release the calls of those kept steps that nobody has to make again."""
     gone = before[: len(before) - len(engine.needed_steps)]
     for step in gone:
         step.released = True

@@ -85,7 +85,7 @@ class PolicyModel:
 
     @classmethod
     def load(cls, folder: Path, settings: TrainerSettings, all_weights: bool = True) -> "PolicyModel":
-        """Load a Hugging Face folder, all of its weights trained or none.
+        """Load a Hugging Face folder. Either all of its weights are trained, or none.
 
         Raises `EngineFault` when it cannot be loaded, or computes something that this trainer does not reproduce.
         """
